@@ -5,7 +5,7 @@ from quire._extras import require_extra_or_exit
 
 
 def main() -> None:
-    """Is the entry point."""
+    """Runs the gateway: the entry point of the command `quire-gateway`."""
     open_missing()
     require_open_files("quire-gateway")
     require_extra_or_exit("gateway")

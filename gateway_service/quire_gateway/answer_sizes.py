@@ -1,4 +1,4 @@
-"""The memory that answers take before they are sent: pure."""
+"""The memory that answers take before they are sent. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from quire.sampling import Chunk, TokenLogprobs
 from quire_gateway.asks import Ask
 from quire_gateway.failures import ApiError, invalid
 
-LOGPROB_VALUES_MAX: Final = 1 << 19  # of an answer: those of its tokens, and of the likeliest ones in their places
-VALUE_BYTES: Final = 240  # a logprob and its token take 116 in a chunk, 8 until all are there, then 100 as JSON, twice
+# The most logprob values of an answer. Each token is one value, and so is each of the likeliest tokens at its place.
+LOGPROB_VALUES_MAX: Final = 1 << 19
+# Bytes of a logprob and its token: they take 116 in a chunk, 8 until all chunks are there, then 100 as JSON, twice.
+VALUE_BYTES: Final = 240
 TOKEN_BYTES: Final = 40
-CHARACTER_BYTES: Final = 4  # of a text, and of its JSON
+CHARACTER_BYTES: Final = 4  # bytes for a character of a text and of its JSON
 
 
 def bounded(ask: Ask, prompts: Sequence[Sequence[int]]) -> Ask:
-    """Returns what is asked, if its answer has no more logprobs than are held at a time. A stream holds those of its
-    prompts. An answer whose length its caller did not choose is cut to fit.
+    """Returns a request whose answer has at most `LOGPROB_VALUES_MAX` logprobs.
+
+    A stream holds only the logprobs of its prompts at a time. If the caller did not choose the length of the answer,
+    `max_tokens` is lowered until the logprobs fit.
 
     Args:
-        ask: what is asked.
-        prompts: its tokens.
+        ask: the request.
+        prompts: the tokens of each of its prompts.
 
     Raises:
-        ApiError: the answer may have more.
+        ApiError: the answer may have more logprobs than that.
     """
     of_prompt = ask.options.get("prompt_logprobs")
     count = 0 if of_prompt is None else _tellings(ask) * (1 + of_prompt) * sum(map(len, prompts))
@@ -43,7 +47,7 @@ def bounded(ask: Ask, prompts: Sequence[Sequence[int]]) -> Ask:
 
 
 def bytes_of(ask: Ask, chunk: Chunk) -> int:
-    """Returns what a chunk takes until it is told: of a stream its logprobs, else all of it."""
+    """Returns the bytes that a chunk takes until it is sent: for a stream its logprobs, otherwise all of it."""
     values = ask.logprob_tellings * _value_count(chunk.logprobs) + _tellings(ask) * _value_count(chunk.prompt_logprobs)
     if ask.is_streamed:
         return VALUE_BYTES * values
@@ -51,7 +55,7 @@ def bytes_of(ask: Ask, chunk: Chunk) -> int:
 
 
 def told_bytes_of(ask: Ask, chunk: Chunk) -> int:
-    """Returns what of that a chunk takes no more once it is told: what is told once, in a stream."""
+    """Returns the bytes of a chunk that are freed when it is sent: in a stream, logprobs that are sent only once."""
     return VALUE_BYTES * _value_count(chunk.logprobs) if _is_told_at_once(ask) else 0
 
 
@@ -60,7 +64,10 @@ def _is_told_at_once(ask: Ask) -> bool:
 
 
 def _tellings(ask: Ask) -> int:
-    """Returns how often an answer tells the logprobs of a prompt: in each choice, before its text and apart from it."""
+    """Returns how many times an answer sends the logprobs of a prompt.
+
+    Each choice can have them in its echo, and apart from its text.
+    """
     count = bool(ask.options.get("echo")) + (ask.prompt_logprob_count is not None)
     return 1 if ask.is_streamed else count * ask.choice_count
 

@@ -1,4 +1,4 @@
-"""The endpoints: who is asked for what. Each makes an `Ask` of a body, has it prepared, and answers."""
+"""The HTTP endpoints. Each turns a body into an `Ask`, has a worker prepare it, and answers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from quire_gateway.stream_head import KEEP_ALIVE_S
 from quire_gateway.texts import DetokenizeBody, TokenizeBody
 from quire_gateway.work import Work
 
-PATH_SHOWN: Final = 256  # characters of one that there is not
+PATH_SHOWN: Final = 256  # characters of an unknown path that an error shows
 BodyT = TypeVar("BodyT", bound=Body)
-# OpenAI's and vLLM's endpoints of models that do not generate.
+# Endpoints of OpenAI and vLLM for models that do not generate text.
 POOLING_PATHS: Final = (
     *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify"),
     "/v1/moderations",
@@ -54,7 +54,7 @@ def make_app(
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> FastAPI:
     """Returns the endpoints as an ASGI application."""
-    # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
+    # FastAPI's pages would load scripts from other servers; /openapi.json tells programs the same.
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = PlainRoute
     work = Work(fleet, telemetry, Reader(), request_timeout_s, keep_alive_s)
@@ -109,7 +109,7 @@ def make_app(
 
 
 def _refuse_pooling(app: FastAPI) -> None:
-    """Answers callers of endpoints that need a model for embeddings, which workers do not serve."""
+    """Refuses requests to endpoints that need an embedding model, which workers do not serve."""
 
     async def refuse(request: Request) -> Response:
         what = "is not served: the workers generate text, and compute no embeddings, scores or classes"
@@ -120,12 +120,13 @@ def _refuse_pooling(app: FastAPI) -> None:
 
 
 def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -> None:
-    """Adds what probes ask."""
+    """Adds the endpoints for health probes."""
 
     @got(app, "/healthz", PlainTextResponse)
-    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
+    # Probes for vLLM's server use this path.
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def healthz(_: Request) -> Response:
-        return PlainTextResponse("")  # no text: so Prometheus, too, can ask it
+        return PlainTextResponse("")  # An empty text is valid for Prometheus, so it can scrape this path, too.
 
     @got(app, "/readyz", PlainTextResponse)
     async def readyz(_: Request) -> Response:
@@ -136,7 +137,7 @@ def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -
 
 
 def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry: CollectorRegistry) -> None:
-    """Adds the endpoints that are of all callers together; the gate asks for the operator's token."""
+    """Adds the endpoints for operators, which show all callers. The gate demands the operator's token."""
 
     @got(app, "/metrics", PlainTextResponse)
     async def metrics(_: Request) -> Response:
@@ -148,7 +149,7 @@ def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry:
 
 
 def _serve_models(app: FastAPI, fleet: Fleet) -> None:
-    """Adds the lists of models."""
+    """Adds the endpoints that list models."""
 
     @got(app, "/v1/models")
     async def models(_: Request) -> Response:
@@ -160,7 +161,7 @@ def _serve_models(app: FastAPI, fleet: Fleet) -> None:
 
 
 def _serve_texts(app: FastAPI, work: Work) -> None:
-    """Adds the endpoints of tokens, as vLLM has them."""
+    """Adds the endpoints for tokens, with vLLM's paths and fields."""
 
     @app.post("/tokenize", openapi_extra=described(TokenizeBody))
     async def tokenize(request: Request) -> Response:
@@ -174,7 +175,7 @@ def _serve_texts(app: FastAPI, work: Work) -> None:
 
 
 def _serve_overview(app: FastAPI, version: str) -> None:
-    """Adds what says what there is."""
+    """Adds the endpoints that list the paths and the version."""
 
     @got(app, "/")
     async def root(_: Request) -> Response:
@@ -188,7 +189,7 @@ def _serve_overview(app: FastAPI, version: str) -> None:
 
 
 def _put_errors_in_form(app: FastAPI) -> None:
-    """Gives every error the form that callers know."""
+    """Gives every error OpenAI's form."""
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> Response:
@@ -197,7 +198,8 @@ def _put_errors_in_form(app: FastAPI) -> None:
             entry.error = error.code
         return _failed(error)
 
-    @app.exception_handler(Exception)  # else the framework answers by itself; the gate logs it all the same
+    # Without this handler the framework would answer by itself. The gate logs the exception in any case.
+    @app.exception_handler(Exception)
     async def unknown(_request: Request, _error: Exception) -> Response:
         return _failed(defect())
 
@@ -211,7 +213,7 @@ def _put_errors_in_form(app: FastAPI) -> None:
         allowed = (error.headers or {}).get("Allow", "another method")
         what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed; {allowed} is"}
         failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
-        failure.headers.update(error.headers or {})  # which methods there are
+        failure.headers.update(error.headers or {})  # `Allow` lists the methods of the path.
         return _failed(failure)
 
 

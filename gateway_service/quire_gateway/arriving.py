@@ -1,6 +1,6 @@
-"""Bodies on their way in, and what they may take of memory: until a request is answered, its body counts.
+"""Request bodies that are arriving, and the memory that they may take: a body counts until its request is answered.
 
-A body that arrives slowly makes room for others of its caller, and has a deadline.
+A body that arrives slowly has a deadline, and is dropped if its caller's other bodies need the memory.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from starlette.types import Receive
 from quire_gateway.failures import RATE, TOO_LARGE, ApiError
 from quire_gateway.shares import Shares
 
-BODY_S: Final = 60.0  # from the end of a head to the end of its body
-REQUEST_BYTES: Final = 16 << 10  # that a request takes, however small its body is
+BODY_S: Final = 60.0  # seconds from the end of a head to the end of its body
+REQUEST_BYTES: Final = 16 << 10  # the least bytes that a request counts for, however small its body is
 
 
 class LeftError(Exception):
-    """A caller has gone before its request was whole."""
+    """The caller closed the connection before its request was whole."""
 
 
 class Arriving:
-    """A body on its way in. As a block it is read, and counts until the block ends."""
+    """A request body. `async with` reads it, and counts its bytes until the block ends."""
 
     def __init__(self, bodies: Bodies, receive: Receive, caller: str, *, is_there: bool) -> None:
         self._bodies = bodies
@@ -45,40 +45,40 @@ class Arriving:
 
 
 class Bodies:
-    """Reads bodies.
+    """Reads the bodies of requests.
 
     Args:
-        shares: of bytes, that the bodies of all requests take.
-        bytes_max: of one body.
+        shares: each caller's share of the bytes that all request bodies together may take.
+        bytes_max: the bytes of one body.
     """
 
     def __init__(self, shares: Shares, bytes_max: int) -> None:
         self._shares = shares
         self._bytes_max = bytes_max
-        self._arriving: dict[Arriving, None] = {}  # the oldest first
+        self._arriving: dict[Arriving, None] = {}  # oldest first
 
     def read(self, receive: Receive, caller: str, *, is_there: bool = False) -> Arriving:
-        """Returns a block that has a body, which counts until the block ends.
+        """Returns a context manager that reads a body, and counts its bytes until the block ends.
 
         Args:
-            receive: of its request.
-            caller: whose share it takes.
-            is_there: whether all of it came with its head, so that nothing is waited for.
+            receive: the ASGI callable of the request.
+            caller: the caller whose share the body takes.
+            is_there: whether the whole body came with its head, so that reading it does not wait.
 
         Raises:
-            ApiError: from the block's beginning: it is too large, too slow, or made room for others.
-            LeftError: likewise: its caller has gone.
+            ApiError: on entry: the body is too large, arrives too slowly, or was dropped to make room for others.
+            LeftError: on entry: the caller has gone.
         """
         return Arriving(self, receive, caller, is_there=is_there)
 
     def release(self, body: Arriving) -> None:
-        """Gives back what a body has taken."""
+        """Gives back the bytes that a body has taken."""
         self._shares.give_back(body.caller, body.charged_bytes)
 
     async def take_in(self, body: Arriving) -> bytes:
-        """Returns a body once it is whole; raises what `read` says."""
+        """Returns a body once it is whole. Raises the errors that `read` names."""
         self._charge(body, REQUEST_BYTES)
-        if body.is_there:  # a deadline, and a place among those that make room, would cost more than reading it
+        if body.is_there:  # A deadline and an entry in `_arriving` would cost more than reading the body.
             return await self._received(body)
         self._arriving[body] = None
         try:
@@ -109,10 +109,10 @@ class Bodies:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _charge(self, body: Arriving, byte_count: int) -> None:
-        """Counts some bytes of a body. Without room, the caller's oldest arriving bodies are dropped.
+        """Counts some bytes of a body. If memory is short, drops the caller's oldest arriving bodies.
 
         Raises:
-            ApiError: there is still no room.
+            ApiError: there is still not enough room.
         """
         while not self._shares.take(body.caller, byte_count):
             oldest = next((other for other in self._arriving if _may_make_room(other, body)), None)
@@ -136,5 +136,5 @@ def _full() -> ApiError:
 
 
 def too_large(bytes_max: int) -> ApiError:
-    """Returns the refusal of a body that is larger than bodies may be."""
+    """Returns the error for a body that is larger than `bytes_max`."""
     return ApiError(413, f"the body of a request has at most {bytes_max:,} bytes", code=TOO_LARGE)

@@ -1,4 +1,4 @@
-"""From a caller's body to what the workers are asked: pure, and the place where a parameter is refused by its name."""
+"""Translates a caller's body into what workers are asked. Pure. Wrong parameters are refused here, by their names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from quire_gateway.conversations import Chat, chat_of
 from quire_gateway.failures import PROMPT, invalid, unsupported
 from quire_gateway.structures import structure_of
 
-MAX_TOKENS_DEFAULT: Final = 16  # of completions, as OpenAI has it; an answer in a chat may be as long as the model's
+# OpenAI's default for completions. Without a limit, an answer in a chat may be as long as the model allows.
+MAX_TOKENS_DEFAULT: Final = 16
 TOP_P_MIN: Final = 1e-9
 TEMPERATURE: Final = 1.0  # OpenAI's default
 _TOKEN: Final = re.compile("[0-9]{1,10}", re.ASCII)
-TEMPERATURE_MIN: Final = 1e-3  # the least that workers take beside 0: the likeliest token is all that there is below it
+TEMPERATURE_MIN: Final = 1e-3  # workers take 0 or at least this; below it, the likeliest token has all the probability
 
-# What workers are asked for under the same name, if this version of the client has it; else it is refused, unless the
-# value is one that changes nothing.
+# Parameters that workers have under the same name, each with its neutral values. If this version of the client lacks
+# the option, the parameter is refused, unless its value is neutral.
 _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "temperature": (),
     "top_p": (),
@@ -44,7 +45,7 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "bad_words": ([],),
 }
-# What no worker does, and values of them that change nothing, beside those that a body has by default.
+# Parameters that no worker supports, each with neutral values that are accepted besides its default.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "modalities": (["text"],),
@@ -66,36 +67,37 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 
-STRUCTURES: Final = ("json_schema", "regex", "grammar", "choice")  # options, one at most
+# options that constrain an answer; a request has at most one
+STRUCTURES: Final = ("json_schema", "regex", "grammar", "choice")
 Prompt: TypeAlias = "str | tuple[int, ...] | Chat"
 
 
 class Ask(NamedTuple):
-    """One request of a caller.
+    """One request of a caller, translated for the workers.
 
     Attributes:
-        model: the name in the request, if it has one.
-        prompts: one, but for batches of completions.
-        options: of every prompt, but for how many tokens.
-        max_tokens: None where as many are wanted as there is room for.
-        choice_count: answers to each prompt.
-        is_streamed: whether pieces are wanted as they come.
-        with_usage: whether a stream ends with what it took.
-        top_logprob_count: likeliest tokens to tell of each token; None where no logarithms are wanted.
-        prompt_logprob_count: the same of the prompt's tokens, which are told apart from those of the text.
-        names: what the workers' fields are called there.
-        priority: as workers have it, larger is sooner; vLLM's, which callers give, is the other way round.
-        with_usage_so_far: whether each piece tells what its choice took so far.
-        with_token_ids: whether tokens are told beside their text.
-        is_echo_alone: whether nothing but the prompt is wanted; workers compute a token behind it, which is not told.
-        tools: what the model may call; None where the answer is text.
-        tells_reasoning: whether reasoning is wanted; None where nothing is a part of the answer but its text.
-        service_tier: the caller's; it changes nothing.
-        add_special_tokens: whether a prompt has the tokens that the checkpoint puts around a text; None for its way.
-        is_cut_to_fit: whether an answer may have fewer tokens than `max_tokens`, which its caller did not ask for.
-        cache_salt: prefixes are shared only between requests with the same salt.
-        prompt_tokens_max: tokens of a prompt's end that are kept; 0 for as many as fit, None for all.
-        logprob_tellings: how often an answer tells its logprobs; those of a stream are kept where that is not once.
+        model: the name in the request; None if it names no model.
+        prompts: one prompt; several only for a batch of completions.
+        options: the sampling options that all prompts share, except `max_tokens`.
+        max_tokens: the limit of the answer; None for as many tokens as there is room for.
+        choice_count: the number of answers to each prompt.
+        is_streamed: whether the caller gets the answer piece by piece.
+        with_usage: whether a stream ends with its token counts.
+        top_logprob_count: number of likeliest tokens to return with each token; None without logprobs.
+        prompt_logprob_count: the same for the prompt's tokens, which are returned apart from those of the text.
+        names: the caller's names of the workers' fields.
+        priority: on the workers' scale: larger is sooner. Callers give vLLM's scale: lower is sooner.
+        with_usage_so_far: whether each piece has the token counts of its choice so far.
+        with_token_ids: whether token ids are returned beside the text.
+        is_echo_alone: whether only the prompt is wanted. Workers still compute one token, which is not returned.
+        tools: the functions that the model may call; None where the answer is text.
+        tells_reasoning: whether the caller wants the reasoning; None where an answer has no parts but its text.
+        service_tier: the caller's value; it has no effect.
+        add_special_tokens: whether a prompt gets the checkpoint's special tokens around a text; None for the default.
+        is_cut_to_fit: whether `max_tokens` may be lowered, because the caller did not choose it.
+        cache_salt: only requests with the same salt share prefixes.
+        prompt_tokens_max: tokens kept at the end of a prompt; 0 for as many as fit, None for all.
+        logprob_tellings: how many times an answer sends its logprobs. If more than once, a stream keeps them.
     """
 
     model: str | None
@@ -123,7 +125,7 @@ class Ask(NamedTuple):
 
     @property
     def prompt_param(self) -> str:
-        """Returns what the prompt is called there."""
+        """Returns the caller's name for the prompt."""
         return self.names[PROMPT]
 
 
@@ -131,7 +133,7 @@ def of_completion(body: CompletionBody) -> Ask:
     """Reads the body of a completion.
 
     Raises:
-        ApiError: it asks for what is not served, which the error names.
+        ApiError: a parameter is not supported; the error names it.
     """
     names = {PROMPT: "prompt", "max_tokens": "max_tokens", "logprobs": "logprobs"}
     is_echo_alone = body.max_tokens == 0
@@ -143,10 +145,10 @@ def of_completion(body: CompletionBody) -> Ask:
 
 
 def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int | None) -> Ask:
-    """Reads the body of what a branch goes on with: a completion whose prompt its worker has.
+    """Reads a body that continues a branch: a completion whose prompt the worker already has.
 
     Raises:
-        ApiError: it asks for what is not served, which the error names.
+        ApiError: a parameter is not supported; the error names it.
     """
     names = {PROMPT: PROMPT, "max_tokens": "max_tokens", "logprobs": "logprobs"}
     return _ask(body, ((),), max_tokens or MAX_TOKENS_DEFAULT, top_logprob_count, names)
@@ -156,7 +158,7 @@ def of_chat(body: ChatBody) -> Ask:
     """Reads the body of a chat.
 
     Raises:
-        ApiError: it asks for what is not served, which the error names.
+        ApiError: a parameter is not supported; the error names it.
     """
     tools, chat = tools_of(body), chat_of(body)
     if body.echo:
@@ -180,11 +182,12 @@ def of_chat(body: ChatBody) -> Ask:
 
 
 def _with_tools(ask: Ask, tools: Tools | None) -> Ask:
-    """Returns what is asked, with tools that can be called. What their answer's content has to be is no matter where
-    it has none.
+    """Returns the request with the tools that its answer can call.
+
+    An answer that must be calls has no content, so constraints on the content are dropped.
 
     Raises:
-        ApiError: the content has to be what no answer with calls can be held to.
+        ApiError: the content has a constraint that cannot be combined with calls.
     """
     if tools is None:
         return ask
@@ -209,7 +212,7 @@ def _ask(
     tells_reasoning: bool | None = None,
 ) -> Ask:
     _check_together(body)
-    given = body.model_fields_set  # looked at before the fields: most bodies have few of these many
+    given = body.model_fields_set  # Names are checked before values: most bodies have only a few of these fields.
     for name, neutral in _REFUSED.items():
         if name not in given:
             continue
@@ -225,13 +228,13 @@ def _ask(
     beams_name = "use_beam_search" if body.use_beam_search and body.num_beams is None else "num_beams"
     _put(options, beams_name, "num_beams", beam_count, (1,))
     if (beam_count > 1 or body.use_beam_search) and body.temperature is None:
-        options["temperature"] = 0.0  # beams are not drawn
+        options["temperature"] = 0.0  # Beam search draws no random tokens.
     _put(options, "include_stop_str_in_output", "include_stop_in_output", body.include_stop_str_in_output, (False,))
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _put(options, "stop", "stop", stop, ((),))
     _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))
     _put(options, names["logprobs"], "logprobs", top_logprob_count, ())
-    echoed = top_logprob_count if options.get("echo") else None  # the prompt is part of the answer, its logprobs too
+    echoed = top_logprob_count if options.get("echo") else None  # The answer then has the prompt's logprobs, too.
     counts = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     of_prompt = names["logprobs"] if body.prompt_logprobs is None else "prompt_logprobs"
     _put(options, of_prompt, "prompt_logprobs", max(counts, default=None), ())
@@ -247,7 +250,7 @@ def _ask(
         _put(options, name, option, value, ())
         names[option] = name
     if "seed" in options:
-        options["seed"] %= 2**64  # a worker's seeds have no sign
+        options["seed"] %= 2**64  # workers take unsigned seeds
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return Ask(
         body.model,
@@ -260,7 +263,7 @@ def _ask(
         top_logprob_count,
         body.prompt_logprobs,
         names,
-        -(body.priority or 0),  # here alone vLLM's scale becomes Quire's
+        -(body.priority or 0),  # This is the only place where vLLM's scale becomes Quire's.
         with_usage and bool(body.stream_options and body.stream_options.continuous_usage_stats),  # as in vLLM
         bool(body.return_token_ids),
         tells_reasoning=tells_reasoning,
@@ -272,10 +275,10 @@ def _ask(
 
 
 def _check_together(body: Body) -> None:
-    """Looks at fields that only some values of others allow.
+    """Checks fields whose values depend on each other.
 
     Raises:
-        ApiError: two of them do not go together.
+        ApiError: two fields contradict each other.
     """
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
@@ -287,10 +290,10 @@ def _check_together(body: Body) -> None:
 
 
 def _kept(count: int | None) -> int | None:
-    """Returns how many tokens of a prompt's end are kept: 0 for as many as fit, None for all.
+    """Returns how many tokens at the end of a prompt are kept: 0 for as many as fit, None for all.
 
     Raises:
-        ApiError: it is 0.
+        ApiError: the caller gave 0.
     """
     if count == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for what fits")
@@ -298,12 +301,13 @@ def _kept(count: int | None) -> int | None:
 
 
 def with_defaults(ask: Ask, proposed: Mapping[str, float | int | None]) -> Ask:
-    """Returns a request whose parameters are those that its caller gave, then the checkpoint's, then OpenAI's. Beams
-    are not drawn, and no penalty is for them.
+    """Returns a request with defaults filled in: the caller's values first, then the checkpoint's, then OpenAI's.
+
+    Beam search gets no defaults: it draws no tokens, and no penalty is meant for it.
 
     Args:
-        ask: as its caller gave it.
-        proposed: by the checkpoint's generation_config.json; None where it says nothing.
+        ask: the request with the caller's values.
+        proposed: values of the checkpoint's generation_config.json; None where it has none.
     """
     max_tokens = proposed.get("max_tokens")
     if ask.max_tokens is None and max_tokens is not None:
@@ -317,10 +321,10 @@ def with_defaults(ask: Ask, proposed: Mapping[str, float | int | None]) -> Ask:
 
 
 def _put(options: dict[str, Any], name: str, option: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    """Notes an option of the workers, unless the value is not there or changes nothing.
+    """Sets an option of the workers, unless the value is missing or neutral.
 
     Raises:
-        ApiError: no worker of this version has that option.
+        ApiError: workers of this version do not have that option.
     """
     if value is None or value in neutral:
         return
@@ -330,8 +334,10 @@ def _put(options: dict[str, Any], name: str, option: str, value: Any, neutral: t
 
 
 def _settle_edges(options: dict[str, Any]) -> None:
-    """Gives workers the least that they take for what OpenAI takes and they do not: next to no temperature, and a share
-    of 0, in which the likeliest token is all the same."""
+    """Replaces values that OpenAI allows and workers do not by the nearest allowed ones.
+
+    These are a `temperature` that is almost 0, and a `top_p` of 0. In both cases the likeliest token stays certain.
+    """
     if 0 < options.get("temperature", 1) < TEMPERATURE_MIN:
         options["temperature"] = TEMPERATURE_MIN
     if options.get("top_p") == 0:

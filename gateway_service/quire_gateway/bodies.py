@@ -8,21 +8,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 from quire.protocol.limits import PRIORITY_MAX
 
-CHOICES_MAX = 64  # of one prompt; most limits here are the workers', which enforce them for every caller
+CHOICES_MAX = 64  # choices per prompt; workers enforce most of these limits themselves, for every caller
 PROMPTS_MAX = 64
-PROMPT_TOKENS_MAX = 1 << 19  # as many values as a body may have; how long a prompt may be says its worker
+PROMPT_TOKENS_MAX = 1 << 19  # the most values that a body may have; the worker limits a prompt's length
 MESSAGES_MAX = 8_192
-PARTS_MAX = 4_096  # of one message
+PARTS_MAX = 4_096  # parts of one message
 STOPS_MAX = 16
 STOP_TOKENS_MAX = 64
-TOKENS_MAX = 1 << 16  # allowed or banned ones
+TOKENS_MAX = 1 << 16  # allowed or banned tokens
 BIASES_MAX = 1_024
 CHOICE_TEXTS_MAX = 1_024
 TOOLS_MAX = 1_024
 LOGPROBS_MAX = 20
 BAD_WORDS_MAX = 256
 SALT_MAX = 128
-METADATA_MAX = 16  # as OpenAI has it
+METADATA_MAX = 16  # OpenAI's limit
 _PROMPTS = "must be a text, an array of token ids, or an array of either"
 
 
@@ -95,10 +95,10 @@ def _are_tokens(given: object) -> bool:
 
 
 def _read_logprobs(given: object) -> object:
-    """Returns how many logprobs a completion wants, where chats have true or false: false are none.
+    """Returns how many logprobs a completion wants. False means none, as in chats.
 
     Raises:
-        PydanticCustomError: it is true, which says no number.
+        PydanticCustomError: the value is true, which gives no number.
     """
     if given is True:
         raise PydanticCustomError("number", f"must be a number from 0 to {LOGPROBS_MAX}, not true, which is for chats")
@@ -111,7 +111,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: Flag | None = None
-    include_obfuscation: Flag | None = None  # nothing is ever added
+    include_obfuscation: Flag | None = None  # accepted; nothing is ever added
     continuous_usage_stats: Flag | None = None
 
 
@@ -131,15 +131,16 @@ class Body(BaseModel):
     model: str | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # taken and not used: a key says who calls
+    user: str | None = None  # accepted, not used: the key identifies the caller
     # There is one tier; the answer names it.
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] | None = None  # likewise
+    metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] | None = None  # accepted, not used
 
     n: Choices | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _NUMBER] | None = None
     stop: str | Annotated[list[str], Field(max_length=STOPS_MAX, fail_fast=True)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), _NUMBER] | None = None  # workers take more
+    # workers take larger values
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), _NUMBER] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -151,7 +152,7 @@ class Body(BaseModel):
         | None
     ) = None
 
-    # vLLM's, beyond OpenAI's
+    # vLLM's parameters, beyond OpenAI's
     top_k: Annotated[int, Field(ge=-1, lt=2**31), _NUMBER] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER] | None = None
     repetition_penalty: Number | None = None
@@ -159,19 +160,22 @@ class Body(BaseModel):
     ignore_eos: Flag | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None
     allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)] | None = None
-    priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX), _NUMBER] | None = None  # vLLM's: lower is sooner
+    # vLLM's scale: lower is sooner
+    priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX), _NUMBER] | None = None
     prompt_logprobs: Logprobs | None = None
     banned_token_ids: Tokens | None = None  # Quire's own
-    use_beam_search: Flag | None = None  # its beams are `n`
+    use_beam_search: Flag | None = None  # `n` is then the number of beams
     length_penalty: Number | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), _NUMBER] | None = None  # of its end; -1: what fits
+    # tokens kept at the prompt's end; -1: as many as fit
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), _NUMBER] | None = None
 
     bad_words: Annotated[list[str], Field(max_length=BAD_WORDS_MAX, fail_fast=True)] | None = None
     include_stop_str_in_output: Flag | None = None
-    add_special_tokens: Flag | None = None  # that a tokenizer puts around a text; a template writes a chat's itself
+    # The special tokens that a tokenizer puts around a text. A chat template writes a chat's own.
+    add_special_tokens: Flag | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_MAX)] | None = None
 
-    # vLLM's; only values that change nothing are accepted
+    # vLLM's parameters; only values that change nothing are accepted.
     logprob_token_ids: Annotated[list[Token], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
     return_token_ids: Flag | None = None
     return_tokens_as_token_ids: Flag | None = None
@@ -181,7 +185,7 @@ class Body(BaseModel):
     routed_experts_prompt_start: Annotated[int, _NUMBER] | None = None
     mm_payload: str | None = None
 
-    # transformers'
+    # Parameters of transformers.
     num_beams: Choices | None = None
     early_stopping: Flag | Literal["never"] | None = None
 
@@ -197,7 +201,7 @@ class CompletionBody(Body):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[Prompts, PlainValidator(read_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None  # 0 with an echo alone
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None  # 0 only with `echo`
     best_of: Choices | None = None
     echo: Flag | None = None
     logprobs: Annotated[Logprobs | None, BeforeValidator(_read_logprobs)] = None
@@ -241,7 +245,7 @@ class ChatBody(Body):
     echo: Flag | None = None
     include_reasoning: Flag | None = None
     moderation: dict[str, Any] | None = None
-    prompt_cache_options: dict[str, Any] | None = None  # taken and not used: they change no answer
-    prompt_cache_retention: str | None = None  # likewise
-    prompt_cache_key: str | None = None  # taken and not used: every prefix is found by what it is
-    safety_identifier: str | None = None  # likewise: a key says who calls
+    prompt_cache_options: dict[str, Any] | None = None  # accepted, not used: they change no answer
+    prompt_cache_retention: str | None = None  # accepted, not used
+    prompt_cache_key: str | None = None  # accepted, not used: prefixes are found by their tokens
+    safety_identifier: str | None = None  # accepted, not used: the key identifies the caller

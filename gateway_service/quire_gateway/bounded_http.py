@@ -1,10 +1,11 @@
-"""HTTP/1.0 and 1.1 as clients and proxies speak it: uvicorn's with httptools, and what uvicorn leaves out.
+"""HTTP/1.0 and 1.1 as clients and proxies speak it: uvicorn's httptools protocol, with what uvicorn lacks.
 
 A connection is in one of these states:
 
-    1. waiting    for a request: none has begun, or its head is not whole; it has a deadline, and makes room for others
-    2. answering  a request is with the application, which has deadlines of its own for its body and its answer
-    3. lingering  the last answer is sent, and what its caller still sends is read and dropped, so that it arrives
+    1. waiting     for a request: none has begun, or its head is not whole. The connection has a deadline, and is closed
+                   if others need the room
+    2. answering   the application has a request. It has deadlines of its own for the body and the answer
+    3. lingering   the last answer is sent. Further bytes of the caller are read and dropped, so that the answer arrives
 """
 
 from __future__ import annotations
@@ -23,40 +24,43 @@ from quire_gateway.failures import ApiError
 from quire_gateway.lingering import Lingering
 from quire_gateway.sparse_log import log_sparsely
 
-HEAD_BYTES_MAX: Final = 65_536  # of a request line and its headers: what nginx and h11 take by default, or more
-HEAD_S: Final = 20.0  # from a connection, or the first byte of a request, to the end of its headers
-BEHIND_MAX: Final = 32  # requests that may be sent before the one in front of them is answered
-STALLED_S: Final = 60.0  # for which a caller may read nothing of its answer
-UNREAD_BYTES_MAX: Final = 16 << 10  # of a connection's answers, beyond which its requests wait, and are charged
-LEFT_S: Final = 1.0  # after which it is looked whether a caller that sends no more has left; HTTP/1.0 cannot be asked
+HEAD_BYTES_MAX: Final = 65_536  # bytes of a request line and its headers; at least the defaults of nginx and h11
+HEAD_S: Final = 20.0  # seconds from the connection, or the first byte of a request, to the end of its headers
+BEHIND_MAX: Final = 32  # requests that a caller may send before the first of them is answered
+STALLED_S: Final = 60.0  # seconds that a caller may read nothing of its answer
+# Bytes of a connection's answers that may be unread. Beyond them, further requests of the connection wait, and the
+# memory counts for its caller.
+UNREAD_BYTES_MAX: Final = 16 << 10
+# Seconds between checks whether a caller that sends no more has left. An HTTP/1.0 caller cannot be probed.
+LEFT_S: Final = 1.0
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_COMMENT: Final = b":\n\n"  # of a stream of events
+_COMMENT: Final = b":\n\n"  # in a stream of events
 _COMMENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT)
 _EVENTS: Final = b"text/event-stream"
 _UPGRADES: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection.
+    """One HTTP connection.
 
-    Beyond uvicorn's: the head of a request, trailers and the framing of chunks have limits. An upgrade that is offered
-    is declined by answering as if it were not. Callers that have shut down their side are answered. An answer to
-    HTTP/1.0 has no chunks. An answer that comes before its request is whole closes the connection, and still arrives.
+    Differences from uvicorn: the head of a request, trailers and the framing of chunks have limits. An offered upgrade
+    is ignored. Callers that have shut down their sending side are still answered. An answer to HTTP/1.0 has no chunks.
+    An answer that starts before its request is whole closes the connection, and still arrives.
 
     Args:
-        connections: which of them wait, and how many there may be.
-        arguments: uvicorn's.
+        connections: the connections that wait for a request, with their limit.
+        arguments: uvicorn's arguments.
     """
 
     def __init__(self, *arguments: Any, connections: Connections, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._waiting = connections
-        self._unframed_bytes = 0  # since the last byte of a body, or the last whole request
-        self._declined: bytes | None = None  # a head without the upgrade that it offers
+        self._unframed_bytes = 0  # bytes since the last byte of a body, or the last whole request
+        self._declined: bytes | None = None  # a head, without the upgrade that it offers
         self._head_timer: asyncio.TimerHandle | None = None
-        self._awaits_head = False  # it has begun, or is to begin with what comes next
-        self._probe = b""  # what can be sent in the midst of a request that is answered
-        self._is_broken = False  # what follows the requests so far is no HTTP
+        self._awaits_head = False  # whether a head has begun, or begins with the next bytes
+        self._probe = b""  # bytes that can be sent in the middle of an answer to find out if the caller is there
+        self._is_broken = False  # whether the bytes after the requests so far are not HTTP
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Starts the deadline of the first request."""
@@ -66,39 +70,39 @@ class BoundedHttp(HttpToolsProtocol):
         self._waiting.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the deadline, and tells what is answered that its caller has left."""
+        """Stops the deadline, and tells the running answer that its caller has left."""
         self._stop_waiting()
         self._waiting.discard(self)
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection of a caller that only has no more to send, and finds out if it has left altogether.
+        """Keeps the connection of a caller that has only ended its sending side, and checks if it has left altogether.
 
-        The system of one that has left refuses what is sent to it. So that there is something to send, HTTP/1.1 has
-        interim answers, and streams of events have comments.
+        The operating system of a caller that has left refuses further bytes. As such bytes, HTTP/1.1 has interim
+        answers, and streams of events have comments.
         """
         cycle = self.cycle
         is_answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
         if not is_answering or self.scheme == "https" or self.transport.is_closing():
-            return False  # TLS has no half of a connection
+            return False  # TLS connections cannot be half closed.
         cycle.keep_alive = False
         self.transport.write(self._probe)
         self.loop.call_later(LEFT_S, self._end_if_left, cycle)
         return True
 
     def _end_if_left(self, cycle: RequestResponseCycle) -> None:
-        """Ends the connection of a caller that has left, or that cannot be asked whether it has."""
+        """Ends the connection if the caller has left, or if there is no way to find out."""
         if cycle.response_complete or self.transport.is_closing():
             return
         is_refused = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         if is_refused or not (self._probe or cycle.response_started):
             self.transport.abort()
-        elif self._probe:  # else the answer is on its way, and as good
+        elif self._probe:  # If there is no probe, the answer under way finds out instead.
             self.transport.write(self._probe)
             self.loop.call_later(LEFT_S, self._end_if_left, cycle)
 
     def data_received(self, data: bytes) -> None:
-        """Parses, unless all is said; counts what is no part of a body."""
+        """Parses bytes, unless no more requests are read. Counts the bytes that belong to no body."""
         transport = self.transport
         if transport.is_closing() or self._is_broken:
             transport.drop(len(data))  # type: ignore[attr-defined]
@@ -118,12 +122,12 @@ class BoundedHttp(HttpToolsProtocol):
             self._wait()
 
     def _feed(self, data: bytes) -> None:
-        """Parses. A request that offers an upgrade is parsed again without the offer.
+        """Parses bytes. A request that offers an upgrade is parsed again without the offer.
 
         The parser ends such a request with its head, so what follows would be read as the next request.
 
         Raises:
-            httptools.HttpParserError: it is no HTTP.
+            httptools.HttpParserError: the bytes are not HTTP.
         """
         while True:
             try:
@@ -140,7 +144,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
-        """Notes that a request has begun. Its deadline starts with the end of what was received, if it is not whole."""
+        """Notes that a request has begun. If the received bytes do not complete it, its deadline starts."""
         super().on_message_begin()
         self._awaits_head = True
 
@@ -151,13 +155,14 @@ class BoundedHttp(HttpToolsProtocol):
                 self._declined = _without_upgrade(self.parser, self.url, self.headers)
             return
         self._stop_waiting()
-        if len(self.pipeline) >= BEHIND_MAX:  # the connection ends before this one, so that it is sent again
+        # The connection ends before this request, so that the client sends it again.
+        if len(self.pipeline) >= BEHIND_MAX:
             self._end_after(self.cycle)
         if not self._is_broken:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Notes that a request continues."""
+        """Hands a part of the body on, which is no longer counted as unframed bytes."""
         if self.parser.should_upgrade() or self._is_broken:
             return
         self._unframed_bytes = 0
@@ -174,7 +179,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Continues with the next request, or waits for it."""
         super().on_response_complete()
         if self.pipeline:
-            self.flow.pause_reading()  # there is enough to do
+            self.flow.pause_reading()  # The next request is already here; reading can wait.
         elif self.cycle.response_complete:
             self._waiting.add(self)
 
@@ -191,12 +196,12 @@ class BoundedHttp(HttpToolsProtocol):
         super()._start_asgi_task(cycle, self._answered(cycle, app))  # type: ignore[arg-type]
 
     def _answered(self, cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-        """Returns the application with answers that suit their caller."""
+        """Returns the application with answers that fit the caller's protocol and reading speed."""
         flow, version = cycle.flow, cycle.scope["http_version"]
         is_ended_by_closing = False
 
         async def is_read() -> bool:
-            """Waits until the caller has read most of what was sent, and ends the connection of one that does not."""
+            """Waits until the caller has read most of the answer. Ends the connection if the caller stalls."""
             if flow.write_paused and not cycle.disconnected:
                 try:
                     async with asyncio.timeout(STALLED_S):
@@ -228,7 +233,7 @@ class BoundedHttp(HttpToolsProtocol):
                 cycle.expected_content_length = len(message.get("body", b""))
             await cycle.send(message)  # type: ignore[arg-type]
             if flow.write_paused and not message.get("more_body"):
-                await is_read()  # its memory is the request's until then
+                await is_read()  # Until the caller has read the answer, its memory counts for the request.
 
         async def answered(scope: Scope, receive: Receive, _send: Send) -> None:
             scope["state"]["is_body_there"] = not cycle.more_body
@@ -237,7 +242,7 @@ class BoundedHttp(HttpToolsProtocol):
         return answered
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is no request, once those before it are answered, and closes."""
+        """Refuses bytes that are not a request, after the requests before them are answered. Then closes."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             self._refuse(ApiError(400, msg), b"400 Bad Request")
@@ -251,7 +256,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(400, msg), b"400 Bad Request")
 
     def _end_after(self, cycle: RequestResponseCycle) -> None:
-        """Reads no more requests, and closes once the last one is answered."""
+        """Stops reading requests, and closes the connection once the last one is answered."""
         cycle.keep_alive, self._is_broken = False, True
         self.transport.is_unread = True  # type: ignore[attr-defined]
 
@@ -275,7 +280,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._wait()  # it is a request behind another one, which is being answered
+            self._wait()  # This head belongs to a pipelined request; the one before it is being answered.
         elif self._unframed_bytes:
             self._refuse(
                 ApiError(408, f"the head of the request was not whole in {HEAD_S:g} s"), b"408 Request Timeout"
@@ -284,7 +289,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def make_room(self) -> None:
-        """Ends the connection, which waits longer than others, for the sake of a new one."""
+        """Ends the connection, which has waited longest, to make room for a new one."""
         self.transport.abort()
 
 

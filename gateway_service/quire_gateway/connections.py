@@ -13,14 +13,14 @@ class Waiting(Protocol):
 
 
 class Connections:
-    """The connections that wait for a request, the longest first.
+    """The connections that wait for a request, in the order in which they began to wait.
 
     Beyond the limit, the connection that has waited longest is ended: clients send their requests at once, and reopen
     idle connections. A connection whose request is being read or answered does not count here: requests have limits of
     their own.
 
     Args:
-        waiting_max: connections that may wait.
+        waiting_max: the number of connections that may wait.
     """
 
     def __init__(self, waiting_max: int) -> None:

@@ -1,7 +1,7 @@
-"""Prompts that continue what a model has said before: pure.
+"""Prompts that continue earlier answers of a model. Pure.
 
-A model may write a text in other tokens than its tokenizer would. A conversation that is written down and tokenized
-again then has the same text and other tokens, so the pages of the earlier answer are of no use to it.
+A model may write a text with other tokens than its tokenizer would. When the conversation is tokenized again, it has
+the same text but other tokens, so the cached pages of the earlier answer would not be hit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Parting(NamedTuple):
-    """Places of the first tokens that are not the same in what was said and in a prompt."""
+    """Places of the first tokens that differ, in the earlier conversation and in a prompt."""
 
     said: int
     prompt: int
@@ -23,11 +23,11 @@ class Said(NamedTuple):
     """Tokens of an earlier request and of its answer.
 
     Attributes:
-        model: name of the checkpoint.
-        tokens: of the prompt and the answer, without a token that ended it.
-        prompt_token_count: how many of them are the prompt's.
-        as_split: tokens of the same prompt as its tokenizer splits it; where it continues an answer, `tokens` has
-            that one's instead.
+        model: name of the checkpoint that answered.
+        tokens: the tokens of the prompt and the answer, without a token that ended it.
+        prompt_token_count: the number of tokens that belong to the prompt.
+        as_split: the tokens of the same prompt as the tokenizer splits it. They differ from `tokens` if that prompt
+            itself continued an answer.
     """
 
     model: str
@@ -36,9 +36,11 @@ class Said(NamedTuple):
     as_split: Sequence[int]
 
     def parting(self, prompt: Sequence[int]) -> Parting | None:
-        """Returns where a prompt of the same conversation leaves the tokens; None if it is of another one. A text that
-        only looks like the conversation has other tokens. The last token of the earlier prompt may have become one with
-        the first of its answer."""
+        """Returns where a prompt of the same conversation leaves the tokens; None if it continues another one.
+
+        A text that only looks like the conversation has other tokens. The last token of the earlier prompt may have
+        merged with the first token of its answer.
+        """
         same = common_count(self.as_split, prompt)
         missing = len(self.as_split) - same
         if missing > 1 or (missing and self.as_split[-1] != self.tokens[self.prompt_token_count - 1]):
@@ -49,7 +51,7 @@ class Said(NamedTuple):
 
 
 def common_count(said: Sequence[int], prompt: Sequence[int]) -> int:
-    """Returns how many tokens both begin with."""
+    """Returns how many tokens at the beginning are equal."""
     return next(
         (index for index, (one, other) in enumerate(zip(said, prompt, strict=False)) if one != other),
         min(len(said), len(prompt)),
@@ -62,10 +64,10 @@ def continued(
     """Returns a prompt of the same text that begins with as many tokens of `said` as the text allows.
 
     Args:
-        said: tokens of the request that is continued, and of its answer.
-        prompt: tokens of the conversation, as its tokenizer splits them.
-        parting: where both differ.
-        spelled: bytes of the tokens behind it.
+        said: tokens of the continued request and of its answer.
+        prompt: tokens of the conversation, as the tokenizer splits them.
+        parting: where the two differ.
+        spelled: the bytes of the tokens behind that place.
     """
     theirs, counts = _written([spelled[token] for token in said[parting.said :]])
     ours = [spelled[token] for token in prompt[parting.prompt :]]
@@ -76,21 +78,21 @@ def continued(
 
 
 def _written(tokens: Sequence[bytes]) -> tuple[bytes, dict[int, int]]:
-    """Returns tokens as an answer writes them, and their count by each length at which a token ends.
+    """Returns the text of tokens as an answer has it, and the count of tokens by the length at which each one ends.
 
-    Bytes that are no text become U+FFFD, so that is what a conversation has of them.
+    Bytes that are not UTF-8 become U+FFFD, as in the text that the caller got.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text, counts = b"", {}
     for count, token in enumerate(tokens, start=1):
         text += decoder.decode(token, count == len(tokens)).encode()
-        if not decoder.getstate()[0]:  # else the next token completes a character
+        if not decoder.getstate()[0]:  # The token ends with a complete character.
             counts[len(text)] = count
     return text, counts
 
 
 def _common_length(one: bytes, other: bytes) -> int:
-    """Returns how many bytes both begin with."""
+    """Returns how many bytes at the beginning are equal."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, made of what callers send: pure."""
+"""Conversations for chat templates, made from the messages that callers send. Pure."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, Final, NamedTuple
 from quire_gateway.bodies import ChatBody, Message
 from quire_gateway.failures import invalid, missing, unsupported
 
-# Of messages as OpenAI has them: no template looks at these, and without them a message says something else.
+# Fields of OpenAI's messages. No template reads them, and without them a message has another meaning.
 _REFUSED: Final = ("function_call", "audio", "refusal")
 
 
 class Chat(NamedTuple):
-    """A conversation that a worker is to write down and tokenize."""
+    """A conversation that a worker renders and tokenizes."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
     with_generation_prompt: bool
-    continues_final: bool = False  # the answer goes on with the last message
-    template: str = ""  # instead of the checkpoint's
+    continues_final: bool = False  # whether the answer continues the last message
+    template: str = ""  # replaces the checkpoint's template
 
 
 def chat_of(body: ChatBody) -> Chat:
     """Returns the conversation in a body.
 
     Raises:
-        ApiError: it has what is no text.
+        ApiError: a part of it is not text.
     """
     variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:  # as vLLM has it; templates of models that think know one or the other
+    if body.reasoning_effort is not None:  # as in vLLM; templates of reasoning models use one or the other
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         variables.setdefault("enable_thinking", body.reasoning_effort != "none")
     if body.continue_final_message and body.add_generation_prompt:
@@ -49,10 +49,10 @@ def chat_of(body: ChatBody) -> Chat:
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:
-    """Returns a message as templates take it: its content as one text, arguments of calls as objects.
+    """Returns a message for templates: its content is one text, and the arguments of its calls are objects.
 
     Raises:
-        ApiError: a part of it is no text, what it calls is no function, or it has what no template writes down.
+        ApiError: a part is not text, a call is not of a function, or a field is one that no template reads.
     """
     where = f"messages[{number}]"
     values = message.model_dump(exclude_unset=True)
@@ -63,17 +63,17 @@ def _message(number: int, message: Message) -> dict[str, Any]:
             )
     values["content"] = _text(message.content, where)
     if "tool_calls" in values and not values["tool_calls"]:
-        del values["tool_calls"]  # else templates would write down that there were some
+        del values["tool_calls"]  # Templates would write a heading for calls even if the list is empty.
     for call in _calls(values.get("tool_calls", []), f"{where}.tool_calls"):
         call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
     return values
 
 
 def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
-    """Returns a content as one text; none at all, as beside calls, is an empty one.
+    """Returns a content as one text. A missing content, as beside calls, becomes an empty text.
 
     Raises:
-        ApiError: a part of it is no text.
+        ApiError: a part of it is not text.
     """
     if isinstance(content, str):
         return content
@@ -94,7 +94,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Returns the calls of a message.
 
     Raises:
-        ApiError: they are no list of calls of functions.
+        ApiError: it is not a list of calls of functions.
     """
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and call.get("type", "function") == "function" and isinstance(call.get("function"), dict)
@@ -105,10 +105,10 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(given: Any) -> dict[str, Any]:
-    """Returns the arguments of a call that a model has made, which callers have as a text.
+    """Returns the arguments of an earlier call as an object. Callers have them as a JSON text.
 
-    A text that is no object is what the model wrote, and would be in the conversation for ever: as in vLLM it counts
-    for none.
+    If the model wrote a text that is not an object, every later turn would repeat it. As in vLLM, it is
+    replaced by an empty object.
     """
     if isinstance(given, str) and given:
         try:

@@ -1,4 +1,4 @@
-"""The part of `/openapi.json` that FastAPI does not know: bodies that the gateway reads itself, and its errors."""
+"""Completes `/openapi.json`: adds the bodies that the gateway reads without FastAPI, and its errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ERROR: Final[dict[str, Any]] = {
         "error": {"type": "object", "required": list(_FIELDS), "additionalProperties": False, "properties": _FIELDS}
     },
 }
-_ERRORS: Final = {  # of every operation
+_ERRORS: Final = {  # errors of every operation
     400: "The request is wrong, or asks for what is not served",
     401: "No API key or token, or a wrong one",
     403: "The API key does not open this",
@@ -35,7 +35,7 @@ _ERRORS: Final = {  # of every operation
     500: "The gateway or a worker has a defect",
     503: "No worker can answer now, or the gateway is stopping",
 }
-_ERRORS_OF_WORK: Final = {  # and of those that have workers compute
+_ERRORS_OF_WORK: Final = {  # further errors of operations that workers compute
     413: "The body is too large",
     415: "The body is not said to be JSON",
     429: "A limit of the key, or the queue, is full",
@@ -45,7 +45,7 @@ _ERRORS_OF_WORK: Final = {  # and of those that have workers compute
 
 
 def described(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns what an operation says of its body, which FastAPI does not read, and of its answer."""
+    """Returns the description of an operation's body and answer, which FastAPI cannot know."""
     schema = {"$ref": f"{_PLACE}{kind.__name__}"}
     found: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     if "stream" in kind.model_fields:
@@ -54,7 +54,7 @@ def described(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def complete(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Puts the fields of bodies, and the errors, into an application's description."""
+    """Adds the fields of bodies, and the errors, to the description of an application."""
     kinds: list[tuple[type[BaseModel], Any]] = [(kind, "validation") for kind in bodies]
     _, found = models_json_schema(kinds, ref_template=_PLACE + "{model}")
     make = app.openapi
@@ -71,7 +71,7 @@ def complete(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
 
 
 def _add_errors(operation: dict[str, Any], errors: dict[int, str]) -> None:
-    """Describes the errors of an operation, in place of the form that FastAPI would give a wrong parameter."""
+    """Describes the errors of an operation. Removes FastAPI's own form of error for wrong parameters."""
     content = {"application/json": {"schema": {"$ref": f"{_PLACE}Error"}}}
     operation["responses"].pop("422", None)
     operation["responses"] |= {

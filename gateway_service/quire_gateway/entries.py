@@ -1,4 +1,4 @@
-"""Requests that the gateway is answering, as operators see them: without prompt and text."""
+"""Requests that the gateway is answering, as operators see them: without their texts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request, from its key to its end.
+    """One request, from the check of its key until its end.
 
     Attributes:
-        request_id: of its caller, or a new one.
-        key: name of its key.
-        namespace: of its key.
-        route: path that was called.
-        came_s: when it came, on the scale of `time.monotonic`.
+        request_id: the id that its caller gave, or a new one.
+        key: the name of its key.
+        namespace: the namespace of its key.
+        route: the path that was called.
+        came_s: when it came, in seconds of `time.monotonic`.
         model: name of the model that answers; empty before it is known.
-        workers: addresses of those that were asked, one for each prompt and each retry.
-        retry_count: workers that were asked after another one had refused.
-        prompt_tokens, cached_tokens, output_tokens: of the prompts that have ended.
-        first_token_s: seconds to the first piece; None before it.
-        finish: why each choice ended.
-        error: code of its error; empty if there is none.
+        workers: addresses of the workers that were asked, one for each prompt and each retry.
+        retry_count: number of workers that were asked after another one had refused.
+        prompt_tokens, cached_tokens, output_tokens: sums over the prompts that have ended.
+        first_token_s: seconds until the first piece; None before it.
+        finish: the finish reason of each choice.
+        error: the code of its error; empty if there is none.
     """
 
     request_id: str
@@ -42,11 +42,11 @@ class Entry:
 
     @property
     def token_count(self) -> int:
-        """Counts the tokens that its key pays for."""
+        """Returns the number of tokens that count against the limit of its key."""
         return self.prompt_tokens + self.output_tokens
 
     def values(self, now_s: float) -> dict[str, Any]:
-        """Returns what a log line and a list have of it, beside its id and its error."""
+        """Returns the values for a log line and for the list of requests, except id and error."""
         return {
             "key": self.key,
             "namespace": self.namespace,

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, and Quire's errors in that form."""
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, also for the errors of workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.errors import QuireError, Reason
 INVALID: Final = "invalid_request_error"
 SERVER: Final = "server_error"
 RATE: Final = "rate_limit_error"
-TOO_LARGE: Final = "request_too_large"  # a code, as the next one
+TOO_LARGE: Final = "request_too_large"  # this and the next two are codes
 MODEL_NOT_FOUND: Final = "model_not_found"
 BRANCH_NOT_FOUND: Final = "branch_not_found"
 
-# Status, type and code by canonical code; more precise ones by reason follow below.
+# HTTP status, type and code for each gRPC code. `_BY_REASON` has more precise ones.
 _BY_CODE: Final = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
     grpc.StatusCode.OUT_OF_RANGE: (400, INVALID, None),
@@ -38,7 +38,7 @@ _BY_REASON: Final = {
     Reason.BRANCH_UNKNOWN: (404, INVALID, BRANCH_NOT_FOUND),
 }
 _TOO_LONG: Final = "the answer was not whole in the time that this gateway gives a request: ask for less at a time"
-# For errors that no Quire server wrote: their texts name workers and options that callers cannot reach or use.
+# For errors that no Quire server wrote. Their texts name workers and options that callers cannot reach or use.
 _UNEXPLAINED: Final = {
     grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached: try again",
     grpc.StatusCode.DEADLINE_EXCEEDED: _TOO_LONG,
@@ -46,24 +46,24 @@ _UNEXPLAINED: Final = {
 # For errors of Quire servers that name options which callers of the gateway do not have.
 _REWORDED: Final = {Reason.DEADLINE: _TOO_LONG}
 _OTHERWISE: Final = (500, SERVER, "internal_error")
-PROMPT: Final = "prompt"  # fields of a worker's request
+PROMPT: Final = "prompt"  # this and the next two are fields of a worker's request
 ADAPTER: Final = "adapter"
 GRAMMAR: Final = "grammar"
-# Of a grammar that the gateway has made, with an excerpt; its caller knows the schemas in it alone.
+# An error in a grammar that the gateway made, with an excerpt of it. Its caller knows only the schemas in it.
 _IN_A_GRAMMAR: Final = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*?) \d+ \| .*")
 _ABOUT_THE_MODEL: Final = {Reason.ADAPTER_UNKNOWN}
 _ABOUT_THE_PROMPT: Final = {Reason.PROMPT_TOO_LONG, Reason.PROMPT_EMPTY, Reason.UNKNOWN_TOKEN}
-RETRY_AFTER_S: Final = 1.0  # where the error itself does not say
+RETRY_AFTER_S: Final = 1.0  # seconds; used if the error has no time of its own
 
 
 class ApiError(Exception):
-    """An error that the caller gets instead of an answer.
+    """An error that a caller gets instead of an answer.
 
     Attributes:
         status: the HTTP status.
-        code: of the error, or its type where it has none.
+        code: the code of the error, or its type if it has none.
         body: the error as JSON.
-        headers: beyond those of every answer.
+        headers: further headers beyond those of every answer.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class ApiError(Exception):
 
 
 def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
-    """Returns a worker's error as the gateway's caller gets it.
+    """Returns a worker's error in the form that callers of the gateway get.
 
     Args:
-        error: from the worker, or from the connection to it.
-        names: the caller's names of the workers' fields; `prompt` is among the fields.
+        error: the error of the worker, or of the connection to it.
+        names: the caller's names of the workers' fields; `PROMPT` is among the fields.
     """
     by_code = _BY_CODE.get(error.code, _OTHERWISE)
     status, kind, code = by_code if error.reason is None else _BY_REASON.get(error.reason, by_code)
     message = _UNEXPLAINED.get(error.code, "a worker failed")
     if error.reason is not None:
         message = _REWORDED.get(error.reason, error.message)
-    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # the gateway's own token: its caller cannot fix that
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # The token is the gateway's own, so its caller cannot fix it.
         message = "a worker refuses the gateway's credentials"
     field = (
         PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field
@@ -113,28 +113,28 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
 
 
 def defect() -> ApiError:
-    """Returns the error of a request that the gateway itself cannot answer."""
+    """Returns the error of a request that fails because of a defect of the gateway."""
     message = "the gateway has a defect; its log has a line with the X-Request-Id of this answer"
     return ApiError(500, message, kind=SERVER, code="internal_error")
 
 
 def unsupported(name: str, what: str = "is not supported by this server") -> ApiError:
-    """Refuses a parameter by its name."""
+    """Returns the refusal of a parameter, by its name."""
     return ApiError(400, f"{name!r} {what}", param=name, code="unsupported_parameter")
 
 
 def invalid(name: str, message: str) -> ApiError:
-    """Refuses the value of a parameter."""
+    """Returns the refusal of a parameter's value."""
     return ApiError(400, message, param=name)
 
 
 def missing(name: str | None) -> ApiError:
-    """Refuses a request that lacks a parameter, or its body."""
+    """Returns the refusal of a request that lacks a parameter, or a body."""
     return ApiError(400, f"you must provide {name or 'a body'}", param=name, code="missing_required_parameter")
 
 
 def full_of_answers() -> ApiError:
-    """Refuses an answer that would take more memory than is left for its caller's."""
+    """Returns the refusal of an answer that needs more memory than its caller may still use."""
     return ApiError(
         429,
         "the answers under way fill what memory there is for them: read them, ask for fewer logprobs, or stream",

@@ -1,8 +1,8 @@
-"""The workers behind the gateway: their readiness, their models, their load, and the prefixes in their pools.
+"""The workers behind the gateway: whether they are ready, their models, their load, and their cached prefixes.
 
-    1. unknown   it has not answered yet
-    2. ready     it answered the last poll, at most a second ago
-    3. away      it did not: it gets no requests, and is polled again
+    1. unknown   the worker has not answered yet
+    2. ready     the worker answered the last poll, at most a second ago
+    3. away      the worker did not answer: it gets no requests, and is polled again
 
 A pool is watched only if several workers serve its model: with a single worker, prefixes decide nothing.
 """
@@ -35,16 +35,16 @@ log = structlog.get_logger()
 
 POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
-SILENT_S: Final = 15.0  # of a worker, after which its answers are given up
+SILENT_S: Final = 15.0  # seconds that a worker may be silent before its running answers are given up
 WATCH_AGAIN_S: Final = 1.0
-FINGERPRINT_SHOWN: Final = 10  # digits, as in OpenAI's
-NAME_SHOWN: Final = 128  # characters of a name that somebody made up
+FINGERPRINT_SHOWN: Final = 10  # hexadecimal digits, as in OpenAI's fingerprints
+NAME_SHOWN: Final = 128  # characters of an unknown model's name that an error shows
 
 
 class Model(NamedTuple):
-    """A model that some of the workers serve: a checkpoint, or an adapter on one."""
+    """A model that at least one worker serves: a checkpoint, or an adapter on one."""
 
-    name: str  # in answers; requests may say others that mean the same
+    name: str  # the name in answers; requests may use aliases of it
     created_s: int  # when the gateway first saw it
     sequence_tokens_max: int  # the largest limit among its workers
     base: str  # name of the checkpoint; equals `name` without an adapter
@@ -58,13 +58,13 @@ class Backend:
     Attributes:
         status: its latest status; None before the first.
         is_ready: whether it answered the last poll.
-        fingerprint: of its version and weights, for callers; empty before the first status.
+        fingerprint: identifies its version and weights for callers; empty before the first status.
         adapters: digests of its loaded adapters, by name.
-        sampling_defaults: parameters that its checkpoint proposes, by name; None where it says nothing.
-        in_flight: requests of this gateway that it is answering.
-        chosen_count: requests ever sent to it.
-        mirror: copy of its pool's prefix index; None while the pool is not watched.
-        answers: in progress; an answer that was given up is removed.
+        sampling_defaults: parameters that its checkpoint proposes, by name; None where it proposes none.
+        in_flight: number of this gateway's requests that it is answering.
+        chosen_count: number of requests ever sent to it.
+        mirror: a copy of its pool's prefix index; None while the pool is not watched.
+        answers: its running answers. An answer that was given up is removed.
     """
 
     def __init__(self, client: AsyncClient) -> None:
@@ -80,20 +80,20 @@ class Backend:
         self.answers: set[AsyncChunkStream] = set()
         self._load_of_others = 0
         self._silent_since_s: float | None = None
-        self._is_missed = False  # the log says once that it is away
+        self._is_missed = False  # whether the log already says that it is away
 
     @property
     def is_connected(self) -> bool:
-        """Tells whether it has a session with its allocator, so that what it gets is begun at once."""
+        """Tells whether the worker has a session with its allocator, so that it starts requests at once."""
         return self.is_ready and self.status is not None and self.status.allocator_connected
 
     @property
     def load(self) -> int:
-        """Returns how many requests it has: this gateway's as of now, those of others as of its last answer."""
+        """Returns how many requests the worker has: this gateway's as of now, others' as of its last status."""
         return self.in_flight + self._load_of_others
 
     def heard(self, status: WorkerStatus) -> None:
-        """Stores its new status."""
+        """Stores a new status of the worker."""
         if not self.is_ready:
             log.info("worker is there", address=self.client.address, model=status.model)
             of_both = hashlib.sha256(status.version.encode() + b"\0" + status.model_fingerprint)
@@ -103,14 +103,17 @@ class Backend:
         self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
 
     def lost(self, error: QuireError) -> None:
-        """Notes that it did not answer."""
+        """Notes that the worker did not answer."""
         if not self._is_missed:
             log.warning("worker is away", address=self.client.address, error=str(error))
         self.is_ready, self._is_missed = False, True
 
     async def miss(self, error: QuireError, asked_s: float) -> None:
-        """Notes that it did not answer a poll of that time. Gives up the answers of a silent worker: a proxy may keep
-        the connections of a dead worker open, and answer their pings."""
+        """Notes that the worker did not answer a poll that began at `asked_s`.
+
+        Gives up the answers of a worker that has been silent for `SILENT_S`: a proxy may keep the connections of a dead
+        worker open, and answer their pings.
+        """
         self.lost(error)
         if not isinstance(error, DeadlineExceededError):
             self._silent_since_s = None
@@ -122,7 +125,7 @@ class Backend:
                 await answer.aclose()
 
     def serves(self, model: Model) -> bool:
-        """Tells whether it answers, and has the checkpoint and the adapter."""
+        """Tells whether the worker is ready, and has the checkpoint and the adapter."""
         return (
             self.is_ready
             and self.status is not None
@@ -131,7 +134,7 @@ class Backend:
         )
 
     def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str, cache_salt: str = "") -> int:
-        """Counts the tokens of a prompt that its pool has; 0 while that is not known."""
+        """Returns how many tokens of a prompt the worker's pool has cached; 0 while that is unknown."""
         mirror, status = self.mirror, self.status
         if mirror is None or status is None or not mirror.is_exact:
             return 0
@@ -146,17 +149,17 @@ class Backend:
 
 
 class Fleet:
-    """Lifecycle: construct inside the event loop, `open`, `close`.
+    """All workers behind the gateway. Lifecycle: construct inside the event loop, `open`, `close`.
 
     Args:
-        workers: one client each.
+        workers: one client for each worker.
         allocators: clients of the allocators whose pools are watched.
-        written: returns the formats of calls and reasoning that options give for a model, by its name.
+        written: returns the formats that options name for a model's calls and reasoning.
         applies_defaults: whether requests get the sampling parameters that checkpoints propose.
 
     Attributes:
-        spelled: bytes of the tokens of each model, as far as requested; at most the whole vocabulary.
-        turn: held by the one answer that reads its next chunk after a large one.
+        spelled: the bytes of each model's tokens, filled on demand; at most the whole vocabulary.
+        turn: a lock. After a large chunk, one answer at a time holds it before it reads its next chunk.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class Fleet:
         self.backends = [Backend(client) for client in workers]
         self._allocators, self._written = allocators, written
         self._applies_defaults = applies_defaults
-        self._told_defaults: set[str] = set()  # models whose defaults the log has
+        self._told_defaults: set[str] = set()  # models whose defaults were logged
         self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
@@ -178,7 +181,7 @@ class Fleet:
         self.turn = asyncio.Lock()
 
     async def open(self) -> None:
-        """Asks each worker once, then goes on asking in the background."""
+        """Asks each worker for its status once, then keeps polling in the background."""
         await asyncio.gather(*map(self._ask, self.backends))
         self._tasks = [asyncio.create_task(self._poll(backend)) for backend in self.backends]
         if len(self.backends) > 1 and self._allocators:
@@ -194,8 +197,11 @@ class Fleet:
             await client.close()
 
     def served(self) -> dict[str, Model]:
-        """Returns what the ready workers serve under each name: checkpoints, then adapters, then further names of
-        checkpoints, each sorted. Of several with one name, requests get the first."""
+        """Returns the models of the ready workers by name.
+
+        Checkpoints come first, then adapters, then aliases of checkpoints, each group sorted. If several models have
+        one name, requests get the first.
+        """
         longest: dict[tuple[bool, str, str], int] = {}
         fingerprints: dict[str, str] = {}
         aliases: dict[str, str] = {}
@@ -219,10 +225,10 @@ class Fleet:
         return found
 
     def model(self, name: str | None) -> Model:
-        """Returns the model that a request names; the first one where it names none.
+        """Returns the model that a request names; the first one if it names none.
 
         Raises:
-            ApiError: nobody serves it, or nobody serves anything.
+            ApiError: no worker serves this model, or no worker is ready.
         """
         models = self.served()
         if not models:
@@ -234,12 +240,12 @@ class Fleet:
         return found
 
     def is_called(self, model: Model, name: str) -> bool:
-        """Tells whether requests that say this name get that model."""
+        """Tells whether requests with this name get that model."""
         named = self.served().get(name)
         return named is not None and named.name == model.name
 
     def sampling_defaults(self, model: Model) -> Mapping[str, float | int | None]:
-        """Returns the sampling parameters that a model's checkpoint proposes, by name; none if they are not used."""
+        """Returns the sampling parameters that a model's checkpoint proposes; empty if they are not applied."""
         if not self._applies_defaults:
             return {}
         for backend in self.backends:
@@ -248,10 +254,10 @@ class Fleet:
         return {}
 
     async def notation(self, model: Model) -> Notation:
-        """Returns the formats of a model for calls and reasoning. They are recognized once.
+        """Returns a model's formats of calls and reasoning. They are recognized once.
 
         Raises:
-            ApiError: no worker of it answers.
+            ApiError: no worker of the model answers.
         """
         found = self._notations.get(model.base)
         if found is not None and found.done():
@@ -274,10 +280,10 @@ class Fleet:
         return found.notation
 
     def check_ready(self) -> None:
-        """Checks that some worker would start a request at once.
+        """Checks that at least one worker would start a request at once.
 
         Raises:
-            ApiError: no worker answers, or none of those that answer has a session with its allocator.
+            ApiError: no worker answers, or no worker that answers has a session with its allocator.
         """
         self.model(None)
         if not any(backend.is_connected for backend in self.backends):
@@ -291,15 +297,16 @@ class Fleet:
         without: Collection[Backend] = (),
         cache_salt: str = "",
     ) -> Backend | None:
-        """Returns the worker to ask; None if none is left. Workers without an allocator come last: they finish their
-        requests, and admit none.
+        """Returns the best worker for a prompt; None if no candidate is left.
+
+        Workers without an allocator come last: they finish their requests, but admit none.
 
         Args:
             model: the model that the worker must serve.
-            tokens: of the prompt.
-            namespace: of the request.
-            without: workers that were asked already.
-            cache_salt: of the request.
+            tokens: the tokens of the prompt.
+            namespace: the namespace of the request.
+            without: workers that are not candidates, because they were already asked.
+            cache_salt: the salt of the request.
         """
         candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
         candidates = [backend for backend in candidates if backend.is_connected] or candidates
@@ -312,7 +319,7 @@ class Fleet:
         return candidates[routing.best(standings)]
 
     def block_size(self, model: Model) -> int:
-        """Returns how many tokens a block has: of the workers of a model, the largest."""
+        """Returns the largest number of tokens in a block among the workers of a model."""
         statuses = [backend.status for backend in self.backends if backend.serves(model)]
         return max((status.block_size for status in statuses if status is not None), default=0)
 
@@ -328,7 +335,7 @@ class Fleet:
         except QuireError as error:
             await backend.miss(error, asked_s)
             return
-        with contextlib.suppress(QuireError):  # without the list, none of its adapters can be chosen
+        with contextlib.suppress(QuireError):  # If this fails, the known adapters stay.
             found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)
             backend.adapters = {adapter.name: adapter.digest for adapter in found}
         backend.heard(status)
@@ -339,7 +346,7 @@ class Fleet:
         self.served()  # records when each model was first seen
 
     async def _watch(self, backend: Backend) -> None:
-        """Mirrors the worker's pool, for ever; while that fails, the worker is chosen by its load alone."""
+        """Mirrors the worker's pool until it is cancelled. While that fails, the worker's load alone decides."""
         while True:
             if backend.status is not None:
                 for allocator in self._allocators:
@@ -349,17 +356,17 @@ class Fleet:
             await asyncio.sleep(WATCH_AGAIN_S)
 
     async def _follow(self, backend: Backend, allocator: AsyncAllocator, pool: str) -> None:
-        """Applies the pool's events until its session is another one.
+        """Applies the events of a pool until its session changes.
 
         Raises:
-            QuireError: this allocator does not have the pool, or is away.
+            QuireError: this allocator does not have the pool, or does not answer.
         """
         mirror = PrefixMirror((await allocator.get_pool(pool)).spec)
         session = b""
         async with allocator.watch_events(pool) as events:
             async for event in events:
                 session = session or event.session_id
-                if event.session_id != session:  # perhaps of other groups
+                if event.session_id != session:  # A new session may have other groups.
                     return
                 mirror.apply(event)
                 backend.mirror = mirror

@@ -32,9 +32,9 @@ from quire_gateway.shares import Charge, Shares
 
 log = structlog.get_logger()
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # probes send no key, and no known host name
-OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # of all callers together
-# Labels of metrics; what is below the last two has theirs, and the rest "other".
+OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # Probes send no key, and no known host name.
+OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # They show the requests of all callers.
+# Labels of metrics. A path below one of the last two has its label; any other path is "other".
 ROUTES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/responses", "/v1/branches")
 _PARENTS: Final = ROUTES[-2:]
 WORK: Final = frozenset(
@@ -47,12 +47,12 @@ WORK: Final = frozenset(
         "/detokenize",
     }
 )
-BODIES_BYTES: Final = 64 << 20  # all bodies in flight may take the largest of: this,
+BODIES_BYTES: Final = 64 << 20  # All bodies in flight may take the largest of three sizes: this,
 BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
 BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
-ANSWERS_BYTES: Final = 256 << 20  # all answers under way may take the larger of this,
+ANSWERS_BYTES: Final = 256 << 20  # All answers in flight may take the larger of two sizes: this,
 ANSWER_BYTES_EXPECTED: Final = 64 << 10  # and this many for each request that may be in flight
-SMALL_BYTES: Final = 16 << 10  # of an answer that is not counted: it leaves its request's memory at once
+SMALL_BYTES: Final = 16 << 10  # An answer up to this size is not charged: it leaves the memory of its request at once.
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
@@ -61,14 +61,14 @@ class Gate:
     """Admits a request to the endpoints, or refuses it.
 
     Args:
-        app: the endpoints. They find `namespace`, `split_special_tokens`, `request_id`, `memory`, the charge of their
-            answer, and `body`, where workers compute something of it, in `scope["state"]`.
+        app: the endpoints. They find these in `scope["state"]`: `namespace`, `split_special_tokens`, `request_id`,
+            `memory` (the charge of their answer), and `body` if workers compute something for it.
         telemetry: the metrics to update.
-        keys: of the callers; None admits everybody, with the nameless namespace.
-        operator_token: required by `OPERATOR_PATHS`; None with `keys` closes them to everybody.
+        keys: the callers' keys; None admits every caller, with the nameless namespace.
+        operator_token: the token that `OPERATOR_PATHS` require. Without it, `keys` close them to every caller.
         names: host names that requests may have; None admits any.
-        body_bytes_max: largest body of a request.
-        in_flight_max: requests in flight at a time. With several namespaces, each has its share.
+        body_bytes_max: the largest body of a request, in bytes.
+        in_flight_max: the most requests in flight. With several namespaces, each has its share.
         request_log: takes a line for each request when it ends.
 
     Attributes:
@@ -109,18 +109,18 @@ class Gate:
         self.idle.set()
 
     def take_keys(self, keys: ApiKeys) -> None:
-        """Replaces the keys. Requests that keys no more there have begun are answered."""
+        """Replaces the keys. Running requests of removed keys are still answered."""
         self._keys = keys
         self._limits.keep(keys.digests)
         for shares in (self._places, self._body_shares, self._answer_shares):
             shares.is_for_several = keys.namespace_count > 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request in or refuses it, and notes its end in the log and the metrics."""
+        """Admits a request or refuses it, and records its end in the log and the metrics."""
         if scope["type"] != "http":
             return  # no WebSockets
         started_s = time.monotonic()
-        headers = dict(scope["headers"])  # the last one of a repeated name
+        headers = dict(scope["headers"])  # The last value of a repeated name remains.
         given_id = headers.get(b"x-request-id", b"")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex.encode()
         answer, entry, is_work = _Answer(send, request_id), None, _is_work(scope["path"])
@@ -144,7 +144,7 @@ class Gate:
         except LeftError:
             answer.error = "caller_left"
             self._telemetry.left_count += 1
-        except Exception as error:  # its text may contain data of the caller
+        except Exception as error:  # The text of the error may contain data of the caller.
             log.error("request failed", request_id=request_id.decode(), error=type(error).__name__, where=_where(error))
             await answer.refuse(defect())
         finally:
@@ -162,7 +162,7 @@ class Gate:
     async def _work(
         self, scope: Scope, receive: Receive, answer: _Answer, headers: dict[bytes, bytes], key: ApiKey | None
     ) -> None:
-        """Has a request answered once its body is complete and a place is free.
+        """Runs a request once its body is complete and a place is free.
 
         Raises:
             ApiError: its body is too large or too slow, no place is free, or the gateway is stopping.
@@ -203,7 +203,7 @@ class Gate:
         """Refuses a request for another server: a web page may have made a browser send it here.
 
         Raises:
-            ApiError: its Host header names another server, or it has none or two of them.
+            ApiError: the Host header names another server, is missing, or occurs twice.
         """
         if len(headers) != len(scope["headers"]) or b"host" not in headers:
             hosts.check_count([name for name, _ in scope["headers"]].count(b"host"), scope["http_version"])
@@ -211,10 +211,10 @@ class Gate:
             self._names.check(headers.get(b"host", b""))
 
     def _count_in(self, key: ApiKey | None) -> None:
-        """Counts a request that begins.
+        """Counts a request against the limits of its key.
 
         Raises:
-            ApiError: a limit of its key refuses it.
+            ApiError: a limit of the key is reached.
         """
         refusal = None if key is None else self._limits.begin(key, time.monotonic())
         if refusal is None:
@@ -224,7 +224,7 @@ class Gate:
         raise ApiError(429, message, kind=RATE, code="rate_limit_exceeded", retry_after_s=refusal.retry_after_s)
 
     def _key(self, path: str, headers: dict[bytes, bytes]) -> ApiKey | None:
-        """Returns the caller's key; None where none is asked for.
+        """Returns the caller's key; None where the path requires none.
 
         Raises:
             ApiError: the request has no key, or a wrong one.
@@ -260,7 +260,7 @@ class Gate:
 
 
 def _is_work(path: str) -> bool:
-    """Tells whether what is posted there has workers compute."""
+    """Tells whether workers compute something for requests to this path."""
     return path in WORK or path.startswith("/v1/branches")
 
 
@@ -289,19 +289,19 @@ def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
         allow_methods=("GET", "HEAD", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=("retry-after", "x-request-id"),
-        allow_private_network=True,  # a browser also asks whether an internet page may reach this network
+        allow_private_network=True,  # Browsers also ask whether an internet page may reach this network.
     )
 
 
 class _Answer:
-    """Adds the request's id to the headers, keeps the status, and charges what goes out as a whole."""
+    """Adds the request's id to the headers, remembers the status, and charges answers that are sent as a whole."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self._request_id = request_id
         self._is_refused = False
         self.memory: Charge | None = None
-        self.status = 0  # no answer was sent: the caller left
+        self.status = 0  # 0: no answer was sent, because the caller left
         self.error = ""
 
     async def __call__(self, message: Message) -> None:
@@ -317,13 +317,13 @@ class _Answer:
         await self._send(message)
 
     def _is_charged(self, start: Message) -> bool:
-        """Charges an answer, beside what its request has taken, and returns whether there is room for it."""
+        """Charges an answer for the bytes beyond those that its request holds. Returns whether there is room."""
         memory = self.memory
         size = next((int(value) for name, value in start.get("headers", ()) if name == b"content-length"), 0)
         return memory is None or size <= max(SMALL_BYTES, memory.amount) or memory.add(size - memory.amount)
 
     async def refuse(self, error: ApiError) -> None:
-        """Answers with an error, unless an answer has begun."""
+        """Sends an error as the answer, unless an answer has begun."""
         self.error = error.code
         if self.status:
             return

@@ -1,8 +1,8 @@
-"""Which names a gateway on loopback answers to: pure.
+"""The host names to which a gateway on loopback answers. Pure.
 
-A page on the internet can have its own name point to 127.0.0.1 (DNS rebinding), and a browser then lets it read what a
-server without keys answers there. Its name is in the Host header. An address cannot be
-rebound, and neither can a name without a dot: nobody on the internet can register one.
+A page on the internet can make its own name point to 127.0.0.1 (DNS rebinding). A browser then lets the page read the
+answers of a server without keys. The page's name is in the Host header of such requests. Addresses cannot be rebound,
+and names without a dot cannot either: nobody can register one on the internet.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from quire_gateway.failures import ApiError
 
 
 class Hosts:
-    """The names that requests may be for.
+    """The names that requests may name as their host.
 
     Args:
-        names: beyond those of this machine.
+        names: further names beyond those of this machine.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(name.lower().rstrip(".") for name in names)
-        self._latest = b""  # header that was checked: most callers have the same
+        self._latest = b""  # the last header that was accepted, because most callers send the same one
 
     def check(self, host: bytes) -> None:
-        """Does nothing where the Host header is empty or of a name that may be asked.
+        """Accepts a Host header that is empty or has an allowed name.
 
         Raises:
-            ApiError: it is of another one.
+            ApiError: the header has another name.
         """
         if host == self._latest:
             return
@@ -41,10 +41,10 @@ class Hosts:
 
 
 def check_count(hosts: int, version: str) -> None:
-    """Refuses what HTTP/1.1 forbids: two Host headers, or none.
+    """Refuses a number of Host headers that HTTP/1.1 forbids: two, or none.
 
     Raises:
-        ApiError: there are as many.
+        ApiError: HTTP/1.1 forbids this number.
     """
     if hosts > 1 or (hosts == 0 and version != "1.0"):
         raise ApiError(400, f"a request has one Host header, not {hosts}")
@@ -60,7 +60,7 @@ def _name_of(host: str) -> str:
 
 def _is_of_this_machine(name: str) -> bool:
     if not any(sign in name for sign in ".:[]"):
-        return True  # also localhost
+        return True  # This includes `localhost`.
     if name.endswith(".localhost"):
         return True
     try:

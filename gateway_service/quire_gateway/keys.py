@@ -1,7 +1,7 @@
-"""API keys: the namespace that each opens, its name, its limits and its end.
+"""API keys: the namespace, name, limits and expiry of each.
 
-Only the SHA-256 of a key is kept. The time of a lookup does not depend on how much of a guess is right, and a dump of
-the process does not contain the key.
+Only the SHA-256 of a key is kept. So the time of a lookup does not depend on how much of a guess is right, and a memory
+dump of the process does not contain the key.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ log = structlog.get_logger()
 KEYS_MAX: Final = 10_000
 LIMIT_MAX: Final = 1_000_000_000
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,63}")
-NAMELESS: Final = "default"  # name of a key that has neither a name nor a namespace
+NAMELESS: Final = "default"  # for a key with neither a name nor a namespace
 _LIMITS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "concurrent": "concurrent_max"}
-_SPLIT: Final = {"text": True, "tokens": False}  # what special tokens in conversations are: whether they are split
+# values of the option, each with whether special tokens in conversations are split as ordinary text
+_SPLIT: Final = {"text": True, "tokens": False}
 _FORM: Final = (
     "KEY or KEY NAMESPACE, and after these name=, requests=, tokens=, concurrent=, expires= or special_tokens="
 )
@@ -36,16 +37,16 @@ _FORM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Holds what is known of one key.
+    """The attributes of one key, without the key itself.
 
     Attributes:
-        digest: SHA-256 of it.
+        digest: the SHA-256 of the key.
         namespace: the namespace of its requests.
-        name: for logs and metrics; several keys may have one.
-        requests_per_minute, tokens_per_minute, concurrent_max: limits; None where there is none.
-        expires_s: when it ends, in seconds since 1970; None where it does not.
-        split_special_tokens: whether special tokens that its conversations spell are ordinary text, or those tokens;
-            None: as the worker was started.
+        name: its name in logs and metrics; several keys may share one.
+        requests_per_minute, tokens_per_minute, concurrent_max: its limits; None for no limit.
+        expires_s: when it expires, in seconds since 1970; None for never.
+        split_special_tokens: whether special tokens that its conversations spell are split as ordinary text; None for
+            the worker's default.
     """
 
     digest: bytes
@@ -62,13 +63,13 @@ class ApiKeys:
     """The keys of callers.
 
     Args:
-        text: one key a line, or between commas; see `_FORM`. What follows `#` is a comment.
+        text: one key a line, or separated by commas; see `_FORM`. The rest of a line after `#` is a comment.
         source: where the text comes from, for error messages.
-        clock: seconds since 1970.
+        clock: returns the seconds since 1970.
 
     Raises:
         UsageError: a line is not a key, a key occurs twice, several have no namespace, or there is no key. The message
-            gives the number of the line, not its text.
+            has the number of the line, not its text.
     """
 
     def __init__(self, text: str, source: str, clock: Callable[[], float] = time.time) -> None:
@@ -98,7 +99,7 @@ class ApiKeys:
 
     @property
     def namespace_count(self) -> int:
-        """Counts the namespaces that keys open."""
+        """Returns the number of different namespaces of the keys."""
         return len({key.namespace for key in self._keys.values()})
 
     @property
@@ -118,10 +119,10 @@ class ApiKeys:
 
 
 def _key_of(words: list[str]) -> ApiKey:
-    """Returns the key of a line.
+    """Parses the words of a line into a key.
 
     Raises:
-        ValueError: it is none. The message does not show it.
+        ValueError: the words are not a key. The message does not show them.
     """
     secret, *rest = words
     if len(secret) < TOKEN_CHARACTERS_MIN or not (secret.isascii() and secret.isprintable()):
@@ -160,10 +161,10 @@ def _time_of(text: str) -> float:
 
 
 def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | None:
-    """Returns the keys in a file, or else in $QUIRE_API_KEYS; None where neither is given.
+    """Returns the keys of a file, or of $QUIRE_API_KEYS; None if neither is given.
 
     Raises:
-        UsageError: the file is unusable or everybody can read it, or what it holds are no keys.
+        UsageError: the file is unusable, readable by other users, or has no valid keys.
     """
     if path is None:
         text = environment.get("QUIRE_API_KEYS", "")
@@ -178,11 +179,11 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | Non
 
 
 class KeyFile:
-    """A file of keys that is read again when it is replaced. If it is unusable then, the keys before stay in force.
+    """A file of keys that is read again when it changes. If it is unusable then, the previous keys stay in force.
 
     Args:
-        path: of the file.
-        on_change: gets the new keys.
+        path: the path of the file.
+        on_change: called with the new keys.
     """
 
     def __init__(self, path: str, on_change: Callable[[ApiKeys], None]) -> None:
@@ -191,7 +192,7 @@ class KeyFile:
         self._stamp = self._look()
 
     def check(self) -> None:
-        """Reads the file if it is another than at the last look."""
+        """Reads the file if it changed since the last check."""
         if (stamp := self._look()) != self._stamp:
             self._stamp = stamp
             self.read()

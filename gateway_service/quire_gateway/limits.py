@@ -1,8 +1,8 @@
-"""Limits of API keys: requests and tokens a minute, and requests at a time. Pure: the time is an argument.
+"""Limits of API keys: requests and tokens per minute, and concurrent requests. Pure: the time is an argument.
 
-A minute's requests are a bucket that holds as many as the limit and refills steadily. Tokens are counted when a request
-ends, because nobody knows before how many it takes: a request is admitted while anything is left, and what it took
-beyond that is made up for before the next one.
+The requests of a minute are a bucket: it holds as many as the limit, and refills steadily. Tokens are counted when a
+request ends, because their number is unknown before. A request is admitted while any tokens are left. If it takes more
+than are left, later requests wait until the bucket has refilled.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Final, NamedTuple
 from quire_gateway.keys import ApiKey
 
 MINUTE_S: Final = 60.0
-PLACE_S: Final = 1.0  # after which to ask again for a place of another request
+PLACE_S: Final = 1.0  # seconds to wait before asking again, because another request may have ended
 
 
 class Refusal(NamedTuple):
     """A limit that a request would break.
 
     Attributes:
-        limit: its name, as the key file has it.
-        value: what it is set to.
-        retry_after_s: after which one more request is admitted, if no other comes before.
+        limit: its name in the key file.
+        value: its value in the key file.
+        retry_after_s: seconds until one more request is admitted, if no other request comes before.
     """
 
     limit: str
@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
 
 
 class _Bucket:
-    """The rest of a minute's limit, which refills steadily."""
+    """The remaining allowance of one minute's limit. It refills steadily."""
 
     def __init__(self, capacity: int, now_s: float) -> None:
         self.capacity = capacity
@@ -38,18 +38,18 @@ class _Bucket:
         self._since_s = now_s
 
     def wait_s(self, now_s: float) -> float:
-        """Returns the seconds until there is one."""
+        """Returns the seconds until the bucket holds at least one; 0 if it does."""
         self._left = min(self.capacity, self._left + (now_s - self._since_s) * self.capacity / MINUTE_S)
         self._since_s = now_s
         return max(0.0, 1.0 - self._left) * MINUTE_S / self.capacity
 
     def take(self, count: int) -> None:
-        """Takes some, perhaps more than there are."""
+        """Takes some, possibly more than the bucket holds."""
         self._left -= count
 
 
 class _Use:
-    """The use that one key has made of its limits."""
+    """The current use of one key's limits."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -58,13 +58,13 @@ class _Use:
 
 
 class KeyLimits:
-    """Counts what keys use. A key keeps its counts when the file is read again, unless the limit is another."""
+    """Counts the use of keys. When the key file is read again, a key keeps its counts, except for changed limits."""
 
     def __init__(self) -> None:
         self._uses: dict[bytes, _Use] = {}
 
     def begin(self, key: ApiKey, now_s: float) -> Refusal | None:
-        """Counts a request that begins, unless a limit of its key refuses it."""
+        """Counts a request that begins. Returns a refusal instead if a limit of its key is reached."""
         use = self._uses.setdefault(key.digest, _Use())
         use.requests = _bucket(use.requests, key.requests_per_minute, now_s)
         use.tokens = _bucket(use.tokens, key.tokens_per_minute, now_s)
@@ -79,14 +79,14 @@ class KeyLimits:
         return None
 
     def end(self, key: ApiKey, token_count: int) -> None:
-        """Counts what a request took that had begun."""
+        """Counts the tokens of a request that has ended, and frees its place."""
         use = self._uses[key.digest]
         use.in_flight -= 1
         if use.tokens is not None:
             use.tokens.take(token_count)
 
     def keep(self, digests: frozenset[bytes]) -> None:
-        """Forgets keys that there are no more, except those with requests."""
+        """Forgets all other keys, except those with running requests."""
         self._uses = {each: use for each, use in self._uses.items() if each in digests or use.in_flight}
 
 

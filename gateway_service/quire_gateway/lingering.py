@@ -1,7 +1,7 @@
-"""A connection whose last answer arrives.
+"""Connections that end without losing their last answer.
 
-A socket that is closed while something lies in it unread is reset, and the reset overtakes the answer: a caller that
-sends a body too large sees a broken connection instead of 413.
+If a socket is closed while it has unread bytes, the system resets the connection, and the reset overtakes the answer. A
+caller that sends a body too large would see a broken connection instead of the answer 413.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import asyncio
 from typing import Any, Final
 
 LINGER_S: Final = 10.0
-LINGER_BYTES: Final = 64 << 20  # that are dropped meanwhile
+LINGER_BYTES: Final = 64 << 20  # bytes that are dropped in that time
 
 
 class Lingering:
-    """A transport that is closed in two steps where something was left unread: it says that nothing more comes, and
-    drops what still arrives until its other end closes, too, or time or bytes are spent.
+    """A transport that closes in two steps if bytes may be unread.
+
+    It first ends its sending side. Then it drops the bytes that still arrive until the other end closes, too, or a
+    limit of time or bytes is reached.
 
     Args:
         transport: the wrapped transport; all other methods are its own.
         loop: the event loop of the transport.
 
     Attributes:
-        is_unread: whether there may be something that nobody reads.
+        is_unread: whether bytes may have arrived that nobody reads.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -31,17 +33,17 @@ class Lingering:
         self._left_bytes = LINGER_BYTES
         self._timer: asyncio.TimerHandle | None = None
         self.is_unread = False
-        self.write = transport.write  # called for each piece of an answer
+        self.write = transport.write  # cached, because each piece of an answer calls it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Tells whether all is said."""
+        """Tells whether no more answers can be sent."""
         return self._timer is not None or self._transport.is_closing()
 
     def close(self) -> None:
-        """Ends the answers, and with them the connection, or soon after them."""
+        """Ends the sending side. Closes the connection at once, or after lingering if bytes may be unread."""
         if not self.is_unread or self.is_closing():
             self.end()
             return
@@ -51,23 +53,23 @@ class Lingering:
         self._transport.resume_reading()
 
     def close_unread(self) -> None:
-        """Ends the answers while something is still to come."""
+        """Ends the sending side while the caller may still be sending."""
         self.is_unread = True
         self.close()
 
     def drop(self, byte_count: int) -> None:
-        """Counts what came after the last request."""
+        """Counts bytes that came after the last request, and ends the connection if they are too many."""
         self._left_bytes -= byte_count
         if self._left_bytes < 0:
             self.end()
 
     def end(self) -> None:
-        """Ends the connection once all is written."""
+        """Closes the connection once all written bytes are sent."""
         self._stop()
         self._transport.close()
 
     def abort(self) -> None:
-        """Ends the connection at once."""
+        """Closes the connection at once."""
         self._stop()
         self._transport.abort()
 

@@ -1,4 +1,4 @@
-"""The list of requests that operators get: the gateway's own, and beside each what its worker says of it."""
+"""The list of requests for operators: the gateway's own entries, each with its worker's view of the request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quire.views import RequestInfo
 from quire_gateway.entries import Entry
 from quire_gateway.fleet import Backend, Fleet
 
-WORKER_S: Final = 2.0  # for a worker to say what it has
+WORKER_S: Final = 2.0  # seconds that a worker has to list its requests
 
 
 async def listed(fleet: Fleet, entries: Sequence[Entry], now_s: float) -> dict[str, Any]:
-    """Returns requests, oldest first. A worker that does not answer, or does not permit it, is among `unknown`."""
+    """Returns the requests, oldest first. `unknown` has the workers that do not answer, or do not permit the call."""
     asked = [backend for backend in fleet.backends if backend.in_flight] if entries else []
     answers = await asyncio.gather(*map(_asked, asked))
     by_id: dict[str, list[dict[str, Any]]] = {}

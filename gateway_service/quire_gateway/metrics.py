@@ -46,7 +46,7 @@ _KINDS: Final = ("prompt", "cached", "output")
 
 
 class Telemetry:
-    """Plain integers, for the event loop alone.
+    """Counters of the gateway. Plain integers, used only on the event loop.
 
     Attributes:
         answers: number of answers, by route and status.
@@ -54,15 +54,15 @@ class Telemetry:
         left_count: callers that left before their answer was whole.
         first_token: seconds to the first piece of a text.
         whole: seconds to the end of an answer.
-        taken: tokens of all answers.
-        entries: requests that are being answered, in the order in which they came.
-        by_key: requests and tokens of each kind, by model and by name of the key.
-        errors_by_key: requests that ended with an error, by name of the key and code of the error.
-        retry_count: workers that were asked after another one had refused.
-        continued: responses that continue another one, by whether they computed their own tail alone, and at most a
-            block before it, or more.
-        stored_count: responses that are kept.
-        stored_bytes: their bytes.
+        taken: the tokens of all answers.
+        entries: the requests that are being answered, oldest first.
+        by_key: number of requests and of tokens of each kind, by model and name of the key.
+        errors_by_key: number of requests that ended with an error, by name of the key and code of the error.
+        retry_count: number of times that another worker was asked after one had refused.
+        continued: number of responses that continue another one. `TAIL` counts those that computed at most a block more
+            than their own new tokens, `MORE` all others.
+        stored_count: number of responses that are kept.
+        stored_bytes: bytes of the responses that are kept.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Telemetry:
         self.retry_count = 0
 
     def note(self, entry: Entry) -> None:
-        """Counts a request that has ended; without a model if it was refused before that was known."""
+        """Counts a request that has ended. It has no model if it was refused before its model was known."""
         if entry.model:
             counts = self.by_key[entry.model, entry.key]
             for place, count in enumerate((1, entry.prompt_tokens, entry.cached_tokens, entry.output_tokens)):
@@ -92,7 +92,7 @@ class Telemetry:
 
 
 class GatewayCollector(Collector):
-    """Reads the numbers when they are asked for. Labels: route, status, and the addresses of the workers."""
+    """Reads the numbers when Prometheus asks for them. Labels: route, status, and the addresses of the workers."""
 
     def __init__(self, telemetry: Telemetry, fleet: Fleet) -> None:
         self._telemetry = telemetry
@@ -146,7 +146,7 @@ class GatewayCollector(Collector):
         yield dropped_lines("quire_gateway")
 
     def _by_key(self) -> Iterator[Metric]:
-        """Yields what keys took: of the `KEYS_SHOWN` names with most requests, and of all others together."""
+        """Yields the use of keys: of the `KEYS_SHOWN` names with most requests, and of all others together."""
         counts = {each: list(count) for each, count in self._telemetry.by_key.items()}
         of_name = Counter[str]()
         for (_, name), count in counts.items():
@@ -169,7 +169,7 @@ class GatewayCollector(Collector):
         yield from (requests, tokens)
 
     def _errors_by_key(self) -> Metric:
-        """Returns errors of the `KEYS_SHOWN` names with most of them, and of all others together."""
+        """Returns the errors of the `KEYS_SHOWN` names with most errors, and of all others together."""
         counts = self._telemetry.errors_by_key
         of_name = Counter[str]()
         for (name, _), count in counts.items():

@@ -53,7 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def make_parser() -> Parser:
-    """Makes what reads it."""
+    """Returns the parser of the command line."""
     parser = Parser(
         prog="quire-gateway", description="Serve OpenAI's endpoints (completions, chat, models) from Quire's workers."
     )
@@ -135,7 +135,7 @@ def _add_notations(parser: argparse.ArgumentParser) -> None:
 
 
 def _naming(formats: Collection[str]) -> Callable[[str], tuple[str, str]]:
-    """Returns what reads a value of an option that names a format: the model, empty for all, and the name."""
+    """Returns a parser for an option that names a format: it yields the model, empty for all models, and the name."""
 
     def read(given: str) -> tuple[str, str]:
         model, _, name = given.rpartition("=")
@@ -147,7 +147,7 @@ def _naming(formats: Collection[str]) -> Callable[[str], tuple[str, str]]:
 
 
 def named_notation(options: argparse.Namespace, model: str) -> Named:
-    """Returns what the command line says of how a model writes; of several that say it, the last one counts."""
+    """Returns the formats that the command line names for a model. Of several options, the last one counts."""
     calls: dict[str, str] = dict(options.tool_call_format)
     reasoning: dict[str, str] = dict(options.reasoning_format)
     return Named(calls.get(model) or calls.get("", AUTO), reasoning.get(model) or reasoning.get("", AUTO))

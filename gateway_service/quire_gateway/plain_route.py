@@ -14,10 +14,13 @@ EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
 
 class PlainRoute(APIRoute):
-    """A route that calls an endpoint of a request alone as it is: FastAPI would look for its parameters each time."""
+    """A route that calls an endpoint directly if its only parameter is the request.
+
+    FastAPI would resolve the parameters for each request.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Returns what answers a request."""
+        """Returns the function that answers a request."""
         if len(inspect.signature(self.endpoint).parameters) == 1 and self.dependant.request_param_name is not None:
             endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
             return endpoint
@@ -25,12 +28,13 @@ class PlainRoute(APIRoute):
 
 
 def got(app: FastAPI, path: str, kind: type[Response] = JSONResponse) -> Callable[[EndpointT], EndpointT]:
-    """Returns a decorator that serves a path for GET and for HEAD. The description for programs has GET alone,
-    and of the answer's kind its content type.
+    """Returns a decorator that serves a path for GET and HEAD.
+
+    `/openapi.json` describes only GET, with the content type of `kind`.
     """
 
     def add(endpoint: EndpointT) -> EndpointT:
-        app.get(path, response_class=kind)(endpoint)  # first, because routes are tried in their order
+        app.get(path, response_class=kind)(endpoint)  # Routes are tried in their order, so GET comes first.
         app.head(path, include_in_schema=False)(endpoint)
         return endpoint
 

@@ -1,4 +1,4 @@
-"""Logprobs as callers know them. What tokens are comes in as bytes."""
+"""Logprobs in the forms that callers know. The bytes of tokens are arguments."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Final, NamedTuple
 import orjson
 from quire.sampling import TokenLogprobs
 
-SLICE_TOKENS: Final = 32  # whose logprobs are put into words at a time, about a millisecond
-LOGPROB_MIN: Final = -9999.0  # for -inf, which JSON cannot say; as OpenAI has it
+SLICE_TOKENS: Final = 32  # tokens whose logprobs are formatted at a time; about a millisecond
+LOGPROB_MIN: Final = -9999.0  # stands for -inf, which JSON lacks; OpenAI's value
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class Told(NamedTuple):
-    """A token of an answer, or of its prompt, whose first token has no probability."""
+    """A token of an answer or of its prompt. The first token of a prompt has no logprob."""
 
     token_id: int
     logprob: float | None
@@ -27,20 +27,23 @@ class Told(NamedTuple):
 
 
 class Columns:
-    """Tokens in their order, with the likeliest ones in the place of each, as numbers: a value takes 8 bytes, where
-    objects take 116."""
+    """Logprobs of tokens as arrays of numbers: each token, and the likeliest tokens at its place.
+
+    A value takes 8 bytes; as an object it takes 116.
+    """
 
     def __init__(self) -> None:
-        """Begins with none."""
-        self._ids, self._logprobs = array("I"), array("f")  # of each token itself, then of the likeliest in its place
-        self._ends = array("I")  # of each token's values
+        """Creates columns without tokens."""
+        # for each token: itself, then the likeliest ones at its place
+        self._ids, self._logprobs = array("I"), array("f")
+        self._ends = array("I")  # for each token: the end of its values
 
     def __len__(self) -> int:
-        """Returns the count of tokens."""
+        """Returns the number of tokens."""
         return len(self._ends)
 
     def add(self, tokens: Iterable[TokenLogprobs], top_count: int) -> None:
-        """Takes tokens of a sample, with so many of the likeliest in the place of each."""
+        """Appends tokens, each with the first `top_count` of the likeliest tokens at its place."""
         ids, logprobs, ends = self._ids, self._logprobs, self._ends
         for token in tokens:
             ids.append(token.token_id)
@@ -51,24 +54,24 @@ class Columns:
             ends.append(len(ids))
 
     def add_first(self, token_id: int) -> None:
-        """Takes the first token of a prompt, which has no probability."""
+        """Appends the first token of a prompt, which has no logprob."""
         self._ids.append(token_id)
         self._logprobs.append(math.nan)
         self._ends.append(len(self._ids))
 
     def add_columns(self, tokens: Columns) -> None:
-        """Takes what others have."""
+        """Appends the tokens of other columns."""
         before = len(self._ids)
         self._ids += tokens._ids
         self._logprobs += tokens._logprobs
         self._ends.extend(before + end for end in tokens._ends)
 
     def token_ids(self) -> set[int]:
-        """Returns all tokens that are named."""
+        """Returns the ids of all tokens, also those of the likeliest ones."""
         return set(self._ids)
 
     def between(self, first: int, end: int) -> list[Told]:
-        """Returns the tokens of a half-open range that are there."""
+        """Returns the tokens of a half-open range, as far as there are any."""
         found = []
         start = self._ends[first - 1] if first else 0
         for stop in self._ends[first:end]:
@@ -83,19 +86,19 @@ class Columns:
 
 
 class Places:
-    """Says where in a text each of its tokens begins, while both come in pieces.
+    """Finds where in a text each of its tokens begins, while both come in pieces.
 
-    Bytes that are a part of a character are at that character. A special token that the text leaves out, as the one
-    that a tokenizer puts before a prompt, takes no place; nor does a space that the text does not begin with.
+    A token that is part of a character has the place of that character. A special token that the text leaves out, such
+    as the one before a prompt, takes no space. A leading space that the text leaves out takes none either.
     """
 
     def __init__(self) -> None:
-        """Begins before the first token."""
+        """Starts before the first token."""
         self._is_held = False
-        self._text = ""  # from the last piece on
-        self._before = 0  # characters before it
-        self._place = 0  # in it
-        self._pending = b""  # the beginning of a character at `_place`
+        self._text = ""  # the rest of the text, from the last piece on
+        self._before = 0  # characters before that rest
+        self._place = 0  # the next token's place in that rest
+        self._pending = b""  # the first bytes of a character that begins at `_place`
 
     def add(self, text: str, *, is_held: bool) -> None:
         """Takes the next piece of the text.
@@ -124,29 +127,29 @@ class Places:
         return place
 
     def _is_next(self, text: str) -> bool:
-        """Returns whether the text goes on with this, as far as it has come."""
+        """Returns whether this text comes next, as far as the rest has arrived."""
         rest = self._text[self._place : self._place + len(text)]
         return rest == text or (self._is_held and text.startswith(rest))
 
 
 def text_of(spelled: Iterable[bytes]) -> str:
-    """Returns the text of tokens, without a character that they do not complete."""
+    """Returns the text of tokens, without an incomplete character at the end."""
     return _decoded(b"".join(spelled))[0]
 
 
 def _decoded(data: bytes) -> tuple[str, bytes]:
-    """Returns the whole characters of some bytes, and those at the end that may be the beginning of another one."""
+    """Returns the complete characters of some bytes, and the bytes at the end that may begin another character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return decoder.decode(data), decoder.getstate()[0]
 
 
 def of_completion(tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]) -> dict[str, Any]:
-    """Returns `logprobs` of a choice, or of a piece of it: of each token as JSON, which takes a quarter of the memory.
+    """Returns `logprobs` of a choice or a piece of it. Each token is already JSON, which takes a quarter of the memory.
 
     Args:
-        tokens: in their order.
-        spelled: what each of them is.
-        offsets: of each token, the characters before it.
+        tokens: the tokens in their order.
+        spelled: the bytes of each token id.
+        offsets: the number of characters before each token.
     """
     return {
         "tokens": [_text(spelled[token.token_id]) for token in tokens],
@@ -157,7 +160,7 @@ def of_completion(tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets:
 
 
 def of_chat(tokens: Sequence[Told], spelled: Mapping[int, bytes]) -> dict[str, Any]:
-    """Returns `logprobs` of a choice, or of a piece of it: each token as JSON."""
+    """Returns `logprobs` of a choice or a piece of it. Each token is already JSON."""
     content = [
         _json(
             {
@@ -171,7 +174,7 @@ def of_chat(tokens: Sequence[Told], spelled: Mapping[int, bytes]) -> dict[str, A
 
 
 async def in_slices(told: Columns) -> AsyncIterator[Sequence[Told]]:
-    """Yields tokens a few at a time, so that other requests are served between them; once, if there are none."""
+    """Yields tokens in small slices, so that other requests are served in between. Yields one empty slice if none."""
     for first in range(0, max(len(told), 1), SLICE_TOKENS):
         if first:
             await asyncio.sleep(0)
@@ -179,7 +182,7 @@ async def in_slices(told: Columns) -> AsyncIterator[Sequence[Told]]:
 
 
 def joined_logprobs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns `logprobs` of tokens whose parts are these."""
+    """Returns the parts of `logprobs` as one."""
     whole = dict(parts[0])
     for part in parts[1:]:
         for name, values in part.items():
@@ -189,8 +192,11 @@ def joined_logprobs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_prompt(tokens: Iterable[Told], spelled: Mapping[int, bytes]) -> list[orjson.Fragment | None]:
-    """Returns `prompt_logprobs` as vLLM has them: for each token but the first the likeliest ones in its place, and
-    itself, by their ids, as JSON. The rank of one that is not among them is not known."""
+    """Returns `prompt_logprobs` in vLLM's form.
+
+    Each token except the first has itself and the likeliest tokens at its place, by their ids. Its rank is unknown if
+    it is not among the likeliest.
+    """
     found: list[orjson.Fragment | None] = []
     for token in tokens:
         if token.logprob is None:
@@ -206,7 +212,7 @@ def of_prompt(tokens: Iterable[Told], spelled: Mapping[int, bytes]) -> list[orjs
 
 
 def _top(token: Told, spelled: Mapping[int, bytes]) -> dict[str, float] | None:
-    """Returns the likeliest tokens and the one itself; of equal texts, the likelier one."""
+    """Returns the likeliest tokens and the token itself, by text. If texts are equal, the likelier token counts."""
     if token.logprob is None:
         return None
     found: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""From the bytes of a body to what its caller asks: small ones at once, large ones on a thread.
+"""Parses request bodies into what their callers ask. Small bodies are parsed at once, large ones on a thread.
 
-A JSON text becomes up to sixty times its size as objects, so values are counted before any is made.
+A JSON text can take sixty times its size as objects, so values are counted before they are parsed.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from pydantic_core import from_json
 
 from quire_gateway.failures import ApiError, missing
 
-AT_ONCE_BYTES: Final = 16 << 10  # larger ones are read on a thread
-LISTS_MAX: Final = 1 << 16  # and objects, in one body
-TEXTS_MAX: Final = 1 << 16  # and names: 8 for each message, and some milliseconds in which nobody else computes
-VALUES_MAX: Final = 1 << 19  # a prompt of token ids is a value for each
-PARAM_SHOWN: Final = 256  # characters of the place of a fault
+AT_ONCE_BYTES: Final = 16 << 10  # larger bodies are parsed on a thread
+LISTS_MAX: Final = 1 << 16  # arrays and objects in one body
+# texts and names in one body: 8 for each message; they take milliseconds in which nothing else runs
+TEXTS_MAX: Final = 1 << 16
+VALUES_MAX: Final = 1 << 19  # each token id of a prompt is one value
+PARAM_SHOWN: Final = 256  # characters of the path of a wrong field
 VALUE_SHOWN: Final = 64  # characters of a wrong value
 _CODINGS: Final = {b"content-encoding": (b"", b"identity"), b"transfer-encoding": (b"chunked",)}
-_FORMS: Final = {  # of a value that is out of its range
+_FORMS: Final = {  # for values out of range
     "greater_than": ("gt", "must be above {}"),
     "greater_than_equal": ("ge", "must be at least {}"),
     "less_than": ("lt", "must be below {}"),
     "less_than_equal": ("le", "must be at most {}"),
 }
-_KINDS: Final = {  # of a value of another type
+_KINDS: Final = {  # for values of a wrong type
     "int_type": "an integer",
     "int_from_float": "an integer",
-    "int_parsing_size": "an integer",  # 1e300 is none that anybody counts with
+    "int_parsing_size": "an integer",  # for numbers like 1e300
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "bool_parsing": "true or false",  # in a query
+    "bool_parsing": "true or false",  # in the query of a URL
     "string_type": "a text",
     "list_type": "an array",
     "dict_type": "an object",
@@ -48,16 +49,16 @@ AskT = TypeVar("AskT")
 
 
 class Reader:
-    """Reads bodies. One thread reads large ones, so that two of them do not take the interpreter for twice as long."""
+    """Parses bodies. A single thread parses large ones: two at once would only block the interpreter for longer."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "quire-bodies")
 
     async def ask(self, body: bytes, content_type: str, kind: type[BodyT], ask_of: Callable[[BodyT], AskT]) -> AskT:
-        """Returns what a body asks.
+        """Returns the result of `ask_of` for the fields of a body.
 
         Raises:
-            ApiError: it is no JSON, or asks for what is not served.
+            ApiError: the body is not JSON, or asks for something that is not supported.
         """
         check_type(content_type)
         if len(body) <= AT_ONCE_BYTES:
@@ -66,10 +67,10 @@ class Reader:
 
 
 def check_type(content_type: str) -> None:
-    """Refuses a body that does not say that it is JSON. Pages cannot say so of another origin without being asked.
+    """Refuses a body whose content type is not JSON. Pages cannot send that type to another origin without a preflight.
 
     Raises:
-        ApiError: it does not.
+        ApiError: the type is another one.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -77,10 +78,10 @@ def check_type(content_type: str) -> None:
 
 
 def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Refuses a body that is compressed, or in a transfer coding other than chunks, instead of reading it as it is.
+    """Refuses a body that is compressed, or has a transfer coding other than chunked.
 
     Raises:
-        ApiError: it is.
+        ApiError: the body has such a coding.
     """
     for name, value in headers:
         coding = value.strip().lower()
@@ -93,12 +94,13 @@ def read(body: bytes, kind: type[BodyT]) -> BodyT:
     """Returns the fields of a body.
 
     Raises:
-        ApiError: it is no JSON, has too many values, or a field is wrong.
+        ApiError: it is not JSON, has too many values, or a field is wrong.
     """
-    body = body.removeprefix(codecs.BOM_UTF8)  # which PowerShell and some .NET clients send
+    body = body.removeprefix(codecs.BOM_UTF8)  # PowerShell and some .NET clients send a byte order mark.
     check_values(body)
     try:
-        given = from_json(body, allow_inf_nan=False, cache_strings="none")  # which would take half as long again
+        # Caching strings would take 1.5 times as long.
+        given = from_json(body, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
@@ -116,14 +118,14 @@ def read(body: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def check_values(body: bytes) -> None:
-    """Refuses a body of more values than are ever needed, before they are made.
+    """Refuses a body with too many values before it is parsed.
 
     Raises:
-        ApiError: it is one.
+        ApiError: the body has too many values.
     """
     if _are_few(body):
         return
-    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes are those around texts
+    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # The remaining quotes are those around texts.
     if outside.count(b'"') > 2 * TEXTS_MAX:
         raise _too_many("texts", TEXTS_MAX)
     outside = b"".join(outside.split(b'"')[::2])
@@ -134,7 +136,7 @@ def check_values(body: bytes) -> None:
 
 
 def _are_few(body: bytes) -> bool:
-    """Tells whether there are few values even if all that looks like one is one. Most bodies are so."""
+    """Tells whether there are few values even if every character that looks like one counts. Most bodies are so."""
     return (
         body.count(b",") <= VALUES_MAX
         and body.count(b"[") + body.count(b"{") <= LISTS_MAX
@@ -147,9 +149,9 @@ def _too_many(what: str, count_max: int) -> ApiError:
 
 
 def of_validation(found: Sequence[Any]) -> ApiError:
-    """Returns what is wrong with a body, in one sentence about its first fault.
+    """Returns an error with one sentence about the first fault of a body.
 
-    Where a field may be one of several things, each of them has a fault; the one that comes furthest is told.
+    A field with several possible types has a fault for each of them. The fault with the deepest path is reported.
     """
     faults = [(_place(fault), fault) for fault in found if fault["loc"][:1] == found[0]["loc"][:1]]
     where, fault = max(faults, key=lambda each: (len(each[0]), each[1]["type"] not in _KINDS))
@@ -189,12 +191,12 @@ def _place(fault: Any) -> list[str]:
 
 
 def _is_of_a_union(part: object) -> bool:
-    """Tells whether a place names an alternative of a type, which no caller has written."""
+    """Tells whether a part of a path names an alternative of a type, which is not in the caller's body."""
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "bool", "StreamOptions"))
 
 
 def _shown(value: object) -> str:
-    """Returns a wrong value as its caller has written it, or what kind of value it is."""
+    """Returns a wrong value as the caller wrote it, or its kind."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

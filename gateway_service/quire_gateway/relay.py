@@ -1,7 +1,7 @@
-"""A caller's request at the workers: tokens of its prompts, a worker for each, and the pieces as they come.
+"""Sends a request to workers: tokenizes its prompts, chooses a worker for each, and yields the pieces of their answers.
 
-A worker that refuses because it is full, is leaving or is away does not end a request as long as nothing of its text
-has been handed on: the next worker is asked, and the caller is told what the last one said.
+If a worker refuses because it is full, stopping or away, the next worker is asked, unless text was already handed on.
+If all refuse, the caller gets the error of the last one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from quire_gateway.unary import ELSEWHERE, spelled, tokens_of
 log = structlog.get_logger()
 
 REQUEST_ID_MAX: Final = 64
-WHOLE_INTERVAL_S: Final = 1.0  # between pieces of an answer that goes out as a whole: each costs the worker something
-LARGE_BYTES: Final = 1_000 * VALUE_BYTES  # of a chunk whose reading takes the event loop some milliseconds
-QUEUED_MAX: Final = 64  # pieces of several prompts that nobody has read yet
+# seconds between pieces of an answer that is sent as a whole: each piece costs the worker time
+WHOLE_INTERVAL_S: Final = 1.0
+LARGE_BYTES: Final = 1_000 * VALUE_BYTES  # bytes of a chunk that takes the event loop some milliseconds to read
+QUEUED_MAX: Final = 64  # unread pieces, for requests with several prompts
 
 
 class Piece(NamedTuple):
@@ -50,19 +51,19 @@ class Held(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One request, ready to be sent.
+    """One request that is ready to be sent.
 
     Attributes:
-        ask: what is asked.
-        model: name of the model that answers.
-        tokens: of each prompt.
-        namespace: in which prefixes are shared.
-        request_id: which logs of gateway and workers name.
-        timeout_s: for all of it.
-        entry: of the list of requests.
-        as_split: the prompts as their tokenizer splits them; one that continues what was said has other tokens.
-        plan: how its answers are read; None where they are text.
-        held: the branch that goes on; its one prompt here is empty, because its worker has it.
+        ask: the caller's request, translated for the workers.
+        model: the model that answers.
+        tokens: the tokens of each prompt.
+        namespace: the namespace in which its prefixes are shared.
+        request_id: the id in the logs of gateway and workers.
+        timeout_s: the deadline of the whole request.
+        entry: its entry in the list of requests.
+        as_split: the prompts as the tokenizer splits them. A prompt that continues an answer has other `tokens`.
+        plan: how its answers are read; None where they are plain text.
+        held: the branch that is continued. Its one prompt here is empty, because the worker has the tokens.
     """
 
     ask: Ask
@@ -88,10 +89,10 @@ async def prepare(
     split_special_tokens: bool | None = None,
     said: Said | None = None,
 ) -> Call:
-    """Finds the model, and tokenizes the prompts; one that continues what was said begins with its tokens.
+    """Finds the model, and tokenizes the prompts. A prompt that continues `said` begins with the tokens of `said`.
 
     Raises:
-        ApiError: nobody serves the model, or a prompt cannot be tokenized or has no room.
+        ApiError: no worker serves the model, or a prompt cannot be tokenized or is too long.
     """
     model = fleet.model(ask.model)
     entry.model = model.name
@@ -103,7 +104,7 @@ async def prepare(
         kept = max(ask.prompt_tokens_max or model.sequence_tokens_max - wanted, 1)
         if any(len(prompt) > kept for prompt in tokens):
             tokens = tuple(prompt[-kept:] for prompt in tokens)
-            ask = ask._replace(prompts=tokens)  # an echo is of what was kept
+            ask = ask._replace(prompts=tokens)  # An echo shows only the tokens that were kept.
     as_split = tokens
     if said is not None and said.model == model.base and (parting := said.parting(tokens[0])) is not None:
         texts = await spelled(fleet, model, {*said.tokens[parting.said :], *tokens[0][parting.prompt :]})
@@ -122,10 +123,10 @@ async def prepare(
 
 
 async def _planned(fleet: Fleet, call: Call) -> Call:
-    """Returns a chat, with how its answers are held and read.
+    """Returns the call of a chat, with the constraints on its answers and the plan to read them.
 
     Raises:
-        ApiError: nobody knows how the model writes calls, and it may make some; or nobody answers.
+        ApiError: the answer may have calls and the model's format of calls is unknown, or no worker answers.
     """
     ask, model = call.ask, call.model
     notation = await fleet.notation(model)
@@ -152,12 +153,13 @@ async def _planned(fleet: Fleet, call: Call) -> Call:
 
 
 async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Piece, None]:
-    """Yields what workers answer, as it comes; leaving it cancels what is not finished.
+    """Yields the pieces that workers answer, as they come. Closing the generator cancels unfinished answers.
 
-    Logprobs of a piece of a stream are charged until the next one is asked for, the rest until the charge ends.
+    In a stream, the logprobs of a piece are charged until the next piece is asked for. Other data stays charged until
+    the charge ends.
 
     Raises:
-        ApiError: a worker failed, or none is left; the answer takes too much memory.
+        ApiError: a worker failed, no worker is left, or the answer takes too much memory.
     """
     if len(call.tokens) == 1:
         answers = _answers(fleet, call, 0) if call.held is None else _of_branch(call, call.held)
@@ -183,7 +185,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
                 for number in range(len(call.tokens)):
                     group.create_task(read(number))
         except* ApiError as errors:
-            _clear(queue)  # nothing of it is charged any more
+            _clear(queue)  # These pieces are no longer charged, so they are dropped.
             raise errors.exceptions[0] from None
         finally:
             queue.put_nowait(None)
@@ -199,7 +201,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
         reading.cancel()
         await asyncio.wait((reading,))
         _clear(queue)
-        del reading  # an error refers to this frame, and would to itself
+        del reading  # Its error refers to this frame, so keeping it would make a reference cycle.
 
 
 def _clear(queue: asyncio.Queue[Piece | None]) -> None:
@@ -208,14 +210,14 @@ def _clear(queue: asyncio.Queue[Piece | None]) -> None:
 
 
 async def _charged(fleet: Fleet, memory: Charge, call: Call, chunk: Chunk) -> None:
-    """Charges what a chunk takes until it is told. The next one is read when no other large one is about to be.
+    """Charges the bytes that a chunk takes until it is sent. After a large chunk, lets other tasks run first.
 
     Raises:
-        ApiError: there is no room for it.
+        ApiError: there is not enough memory left.
     """
     byte_count = bytes_of(call.ask, chunk)
     if byte_count and not memory.add(byte_count):
-        memory.end()  # at once: others that come to their limit in the same moment have room then
+        memory.end()  # Release at once, so that other requests that reach their limit now have room.
         raise full_of_answers()
     if byte_count > LARGE_BYTES:
         async with fleet.turn:
@@ -223,14 +225,14 @@ async def _charged(fleet: Fleet, memory: Charge, call: Call, chunk: Chunk) -> No
 
 
 async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chunk, None]:
-    """Yields the chunks of one prompt, of the first worker that takes it.
+    """Yields the chunks of one prompt, from the first worker that accepts it.
 
     Raises:
-        ApiError: a worker failed, or none is left.
+        ApiError: a worker failed, or no worker is left.
     """
     ask, tokens = call.ask, call.tokens[number]
     options = cast("SamplingOptions", dict(ask.options))
-    options.pop("echo", None)  # a worker would write out the tokens; what the caller sent is known here
+    options.pop("echo", None)  # A worker would return the text of its tokens; the gateway knows what the caller sent.
     room = call.model.sequence_tokens_max - len(tokens)
     options["max_tokens"] = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
@@ -265,19 +267,19 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
                 raise refusal
         except QuireError as error:
             refusal = of_quire(error, ask.names)
-            if error.reason is None:  # the caller is not told whose words these are
+            if error.reason is None:  # The caller's error leaves this text out, so it is logged.
                 log.warning("worker failed", address=backend.client.address, request_id=request_id, error=str(error))
-            # An adapter may have been dropped there since that worker was last asked what it has.
+            # The adapter may have been unloaded since that worker last listed its adapters.
             if has_begun or not (error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN):
                 raise refusal from None
     raise refusal
 
 
 async def _of_branch(call: Call, held: Held) -> AsyncGenerator[Chunk, None]:
-    """Yields the chunks with which a branch goes on.
+    """Yields the chunks that continue a branch.
 
     Raises:
-        ApiError: its worker failed, or does not know it any more.
+        ApiError: the worker failed, or no longer knows the branch.
     """
     ask, backend = call.ask, held.backend
     options = cast("SamplingOptions", {**ask.options, "max_tokens": ask.max_tokens})
@@ -311,10 +313,10 @@ async def prefilled(
     timeout_s: float,
     names: Mapping[str, str],
 ) -> Held:
-    """Returns a new branch of these tokens, at the first worker that takes it.
+    """Returns a new branch of these tokens, at the first worker that accepts it.
 
     Raises:
-        ApiError: it is refused, or nobody answers.
+        ApiError: a worker refuses the branch, or no worker answers.
     """
     asked: list[Backend] = []
     refusal = unavailable("no worker answers")
@@ -333,7 +335,7 @@ async def prefilled(
 
 @contextmanager
 def busy(backend: Backend) -> Iterator[None]:
-    """Counts a call of a worker as long as it lasts."""
+    """Counts a call of a worker while it runs."""
     backend.in_flight += 1
     backend.chosen_count += 1
     try:

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole ones, and the events of streams. Pure."""
+"""Answers in OpenAI's form: whole answers, and the events of streams. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _FINISH_REASONS: Final = {None: None, FinishReason.STOP: "stop", FinishReason.LE
 
 
 class Taken(NamedTuple):
-    """Tokens that a request took, all its prompts together."""
+    """Tokens that a request took, summed over its prompts."""
 
     prompt_token_count: int = 0
     cached_token_count: int = 0
     output_token_count: int = 0
-    reasoning_token_count: int | None = None  # among the output tokens; None if they cannot be told apart
+    reasoning_token_count: int | None = None  # a part of the output tokens; None if unknown
 
     def plus(self, usage: Usage) -> Taken:
         """Returns the sum with the usage of one more prompt."""
@@ -37,7 +37,7 @@ class Taken(NamedTuple):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns `usage` as callers know it."""
+        """Returns `usage` in OpenAI's form."""
         usage: dict[str, Any] = {
             **self.so_far(),
             "prompt_tokens_details": {"cached_tokens": self.cached_token_count},
@@ -59,11 +59,11 @@ class Beside(NamedTuple):
     """Optional data beside a text, or beside a piece of it. Each field is None if it was not requested.
 
     Attributes:
-        logprobs: of the tokens of the text or piece.
-        token_ids: of the text or piece, without a token that ends the text.
-        prompt_token_ids: of the prompt; in a stream, only with the first piece.
-        taken: usage of its choice so far.
-        stop_reason: of the last piece of a choice: the stop text or stop token that ended it.
+        logprobs: logprobs of the tokens of the text or piece.
+        token_ids: tokens of the text or piece, without a token that ends the text.
+        prompt_token_ids: tokens of the prompt; in a stream, only with the first piece.
+        taken: usage of the choice so far.
+        stop_reason: with the last piece of a choice, the stop text or stop token that ended it.
     """
 
     logprobs: Mapping[str, Any] | None = None
@@ -77,15 +77,15 @@ NOTHING: Final = Beside()
 
 
 class Answer(NamedTuple):
-    """One choice, once it is whole.
+    """One choice, once it is complete.
 
     Attributes:
         text: its content.
-        finish_reason: why it ended.
+        finish_reason: why it ended, in OpenAI's words.
         beside: optional data beside it.
-        prompt_logprobs: of the prompt; None if not requested.
-        reasoning: text of the reasoning; None if it cannot be told from the content.
-        calls: of functions.
+        prompt_logprobs: logprobs of the prompt; None if they were not requested.
+        reasoning: text of the reasoning; None if it is not separated from the content.
+        calls: the functions that the answer calls.
         stop_reason: the stop text or stop token that ended it.
     """
 
@@ -113,10 +113,10 @@ class Form(Protocol):
     def logprobs(
         self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
     ) -> Mapping[str, Any]:
-        """Returns `logprobs` of tokens, each with its place in the text, in characters."""
+        """Returns `logprobs` of tokens; `offsets` has the place of each in the text, in characters."""
 
     def ending(self, taken: Taken) -> bytes:
-        """Returns the last events of a stream; `taken` is whole where usage was asked for."""
+        """Returns the last events of a stream. `taken` is complete if usage was requested."""
 
     def failed(self, error: ApiError) -> bytes:
         """Returns the last events of a stream that fails."""
@@ -134,7 +134,7 @@ def event(body: Mapping[str, Any]) -> bytes:
 
 
 class _Form:
-    """Base of the forms of both endpoints."""
+    """Base of the forms of completions and chats."""
 
     def __init__(
         self,
@@ -149,11 +149,11 @@ class _Form:
         service_tier: str | None,
     ) -> None:
         head = {"id": identity, "object": kind, "created": created_s, "model": model, "system_fingerprint": fingerprint}
-        if service_tier is not None:  # there is one tier, whichever was asked for
+        if service_tier is not None:  # There is one service tier, so the answer names it for any request.
             head["service_tier"] = "default"
         self._head, self._with_usage = head, with_usage
         self._piece_head = {**head, "object": piece_kind}
-        # A stream's events differ only in their choice: the bytes before it are made once.
+        # The events of a stream differ only in their choice, so the bytes before it are made once.
         self._before = b"data: " + orjson.dumps(self._piece_head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
@@ -179,7 +179,7 @@ class _Form:
 
 
 class CompletionForm(_Form, Form):
-    """Has the shape of /v1/completions."""
+    """The shape of answers of /v1/completions."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class CompletionForm(_Form, Form):
 
 
 class ChatForm(_Form, Form):
-    """Has the shape of /v1/chat/completions."""
+    """The shape of answers of /v1/chat/completions."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class ChatForm(_Form, Form):
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """Returns the message of a whole choice; with calls, an empty text becomes null."""
+    """Returns the message of a complete choice. If there are calls, an empty text becomes null."""
     text = None if answer.calls and not answer.text else answer.text
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if answer.reasoning is not None:
@@ -297,7 +297,7 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
-    """Returns a piece of a choice."""
+    """Returns the `delta` of a piece of a choice."""
     told: dict[str, Any] = {}
     if delta.reasoning:
         told |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
@@ -337,16 +337,16 @@ def _prompt_ids(beside: Beside) -> dict[str, Any]:
 
 
 def models(served: Iterable[tuple[str, tuple[str, int, int, str, str]]]) -> bytes:
-    """Returns the answer of /v1/models; `served` has the arguments of `model` for each."""
+    """Returns the answer of /v1/models. `served` has the arguments of `model` for each model."""
     return orjson.dumps({"object": "list", "data": [model(*each) for each in served]})
 
 
 def model(called: str, about: tuple[str, int, int, str, str]) -> dict[str, Any]:
-    """Returns one model in OpenAI's form: its root is the name in answers, an adapter's parent the checkpoint.
+    """Returns one model in OpenAI's form. Its root is the name in answers; the parent of an adapter is its checkpoint.
 
     Args:
-        called: a name that requests may say.
-        about: the first fields of a `Model`, up to the adapter.
+        called: a name that requests may use.
+        about: the first five fields of a `Model`, up to `adapter`.
     """
     name, created_s, sequence_tokens_max, base, adapter = about
     return {

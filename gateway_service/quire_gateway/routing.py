@@ -1,29 +1,30 @@
-"""Which worker gets a request. Pure: what is known of each worker comes in as numbers."""
+"""Chooses the worker for a request. Pure: the facts about workers come in as numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-SLACK: Final = 2  # requests by which a worker may be busier than the least busy one, for the sake of a cached prefix
-SLACK_SHARE: Final = 0.25  # or this share of them
+# A worker may have this many requests more than the least busy one, and still be chosen for a cached prefix.
+SLACK: Final = 2
+SLACK_SHARE: Final = 0.25  # or this share of the least busy worker's requests, if that is more
 
 
 class Standing(NamedTuple):
-    """One worker, as far as a request is concerned."""
+    """The state of one worker, as far as it matters for a request."""
 
-    load: int  # requests that it computes or has waiting
-    matched_token_count: int  # tokens of the prompt that its pool has
+    load: int  # requests that the worker runs or queues
+    matched_token_count: int  # tokens of the prompt that its pool has cached
 
 
 def best(standings: Sequence[Standing]) -> int:
-    """Returns the index of the worker to ask; the first one of equals.
+    """Returns the index of the best worker; the first one of equals.
 
-    Among workers that are about as busy as the least busy one, the one that has most of the prompt; a prefix saves a
-    prefill, and a queue costs everybody's.
+    It is the worker with the longest cached prefix among those that are not much busier than the least busy one. A
+    cached prefix saves a prefill, but a longer queue delays every request in it.
 
     Args:
-        standings: of at least one worker.
+        standings: the state of each worker, at least one.
     """
     least = min(standing.load for standing in standings)
     busiest = least + max(SLACK, int(least * SLACK_SHARE))

@@ -1,4 +1,4 @@
-"""JSON schemas as answers are held to them. Pure."""
+"""Adapts JSON schemas to the constraints that workers enforce on answers. Pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-_BY_NAME: Final = ("properties", "$defs", "definitions")  # keywords with schemas by name
+_BY_NAME: Final = ("properties", "$defs", "definitions")  # keywords whose values are schemas by name
 _BRANCHES: Final = ("anyOf", "oneOf", "allOf")
 _JOINING: Final = (*_BRANCHES, "$ref", "$dynamicRef")
 _OF_OBJECTS: Final = ("properties", "required", "minProperties", "patternProperties", "unevaluatedProperties")
 _CLOSED: Final = "additionalProperties"
 _PATTERN: Final = "pattern"
-_BEYOND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # a look around, or back at a group
+_BEYOND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # lookaround, or a back reference
 
 
 def closed(schema: Any) -> Any:
-    """Returns a schema whose objects have the properties that they list, and no others.
+    """Returns a schema whose objects have only the properties that they list.
 
-    A small model that may write further properties does so without an end; vLLM's server allows none, either. What fits
-    the result fits the schema. A schema that joins the properties of several objects stays as it is, because each of
-    these needs room for the others' properties. So does a text that is no JSON, which nobody can be held to.
+    A small model that may write further properties can do so without end, and vLLM's server allows none, either. A
+    value that fits the result fits the schema. A schema that joins the properties of several objects is returned
+    unchanged, because each of these must allow the others' properties. So is a text that is not JSON.
     """
     read = schema
     if isinstance(schema, str):
@@ -37,15 +37,17 @@ def closed(schema: Any) -> Any:
 
 
 def attempted(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema whose patterns allow everything where they look around or refer back: no text can be held to
-    such a pattern."""
+    """Returns a schema in which patterns with lookaround or back references allow everything.
+
+    No worker can enforce such a pattern.
+    """
     beyond = {id(part) for part in _parts(schema) if _BEYOND.search(str(part.get(_PATTERN, "")))}
     held: Mapping[str, Any] = _copied(schema, lambda part: {_PATTERN: ""} if id(part) in beyond else {})
     return held if beyond else schema
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields a schema and those within it."""
+    """Yields a schema and all schemas within it."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -64,7 +66,7 @@ def _within(part: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_joined(part: Mapping[str, Any]) -> bool:
-    """Tells whether a schema's properties are those of several objects."""
+    """Tells whether a schema joins the properties of several objects."""
     several = part.get("allOf")
     if isinstance(several, list) and len(several) > 1:
         return True
@@ -73,7 +75,7 @@ def _is_joined(part: Mapping[str, Any]) -> bool:
 
 
 def _is_open(part: Mapping[str, Any]) -> bool:
-    """Tells whether a schema lists properties, all that it requires among them, and says nothing of others."""
+    """Tells whether a schema lists properties, among them all required ones, and says nothing of other properties."""
     listed, required = part.get("properties"), part.get("required", [])
     if not isinstance(listed, dict) or not isinstance(required, list):
         return False
@@ -83,9 +85,10 @@ def _is_open(part: Mapping[str, Any]) -> bool:
 
 
 def _copied(schema: Any, changes: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
-    """Returns a copy of a schema with what changes in its parts; one of any depth, so nothing recurs."""
+    """Returns a copy of a schema with changes to its parts. It does not recurse, because a schema can be very deep."""
     holder = [schema]
-    waiting: list[tuple[Any, Any]] = [(holder, 0)]  # containers of the copy, and places with what is not copied yet
+    # containers of the copy, each with a key or index whose value is not copied yet
+    waiting: list[tuple[Any, Any]] = [(holder, 0)]
     while waiting:
         container, place = waiting.pop()
         value = container[place]

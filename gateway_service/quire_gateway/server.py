@@ -1,9 +1,9 @@
 """The gateway as a process: `quire gateway`, `quire-gateway`, or `python -m quire_gateway`.
 
-1. start     files and addresses are checked, workers are asked, the port is bound, the ready file is written
+1. start     checks files and addresses, polls the workers, binds the port, writes the ready file
 2. serving   until SIGTERM or SIGINT
-3. draining  /readyz says so, new work is refused, answers under way go on for a while
-4. stop      what is left is cancelled, which frees its blocks at the workers
+3. draining  /readyz fails, new work is refused, running answers may continue for a while
+4. stop      cancels the remaining answers, which frees their blocks at the workers
 """
 
 from __future__ import annotations
@@ -57,22 +57,24 @@ from quire_gateway.responses.store import Store
 log = structlog.get_logger()
 
 BACKLOG: Final = 2_048
-HANDSHAKE_S: Final = 10.0  # of TLS
-KEEP_ALIVE_S: Final = 75  # of a connection without a request; longer than clients and proxies keep theirs
-WAITING_MAX: Final = 4_096  # connections without a request
-FILES_BESIDE: Final = 128  # open ones that are no connections of callers
+HANDSHAKE_S: Final = 10.0  # for TLS
+KEEP_ALIVE_S: Final = 75  # seconds that an idle connection is kept; longer than clients and proxies keep theirs
+WAITING_MAX: Final = 4_096  # idle connections
+FILES_BESIDE: Final = 128  # open files other than callers' connections
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ANY_ORIGIN: Final = "*"
-KEYS_LOOK_S: Final = 1.0  # between two looks at the file of keys
-LAST_S: Final = 2  # for cancelled answers to end
+KEYS_LOOK_S: Final = 1.0  # seconds between two checks of the key file
+LAST_S: Final = 2  # seconds for cancelled answers to end
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to us: it would stop listening at once, while probes still have to be told. Gives handshakes a
-    deadline."""
+    """A server that leaves signals to `serve`, and gives TLS handshakes a deadline.
+
+    Uvicorn would stop listening at the first signal, while probes must still see that the gateway is draining.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens on the sockets, as uvicorn does beside its deadline for handshakes."""
+        """Listens on the sockets, as uvicorn does, but with a deadline for handshakes."""
         loop, config = asyncio.get_running_loop(), self.config
         protocol: Any = config.http_protocol_class
         make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
@@ -91,18 +93,20 @@ class _Uvicorn(uvicorn.Server):
 
 
 def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, ServerTls | None]:
-    """Refuses what is unsafe before anything starts; returns the token, the keys and TLS. Without keys of its own, the
-    token is the one that callers show.
+    """Returns the token, the API keys and TLS, or refuses options that are unsafe, before anything starts.
+
+    If there are no API keys, callers must show the token.
 
     Raises:
-        UsageError: the address is none or unsafe, or a file is unusable.
+        UsageError: the address is invalid or unsafe, or a file is unusable.
     """
     if is_unix(options.listen):
         raise UsageError(f"--listen {options.listen}: HTTP is served at host:port")
     check_ready_file(options.ready_file)
     token = read_token(options.token_file)
     keys = read_keys(options.api_keys, os.environ)
-    if keys is None and token is not None:  # what workers ask for is not given to whoever asks us
+    # Callers must show the token, too: otherwise any caller could use workers that require it.
+    if keys is None and token is not None:
         keys = ApiKeys(token, f"token file {options.token_file}")
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("TLS needs --tls-cert and --tls-key, both")
@@ -123,10 +127,10 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, Serv
 
 
 def bind(listen: str) -> socket.socket:
-    """Binds the port; of `[::]` for IPv4, too, as gRPC does.
+    """Binds the port. `[::]` is bound for IPv4, too, as in gRPC.
 
     Raises:
-        UsageError: it is taken, or not ours to take.
+        UsageError: the port is taken, or needs permissions that the process lacks.
     """
     try:
         family, found = resolve(listen)
@@ -204,14 +208,14 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def _look_again(key_file: KeyFile | None) -> None:
-    """Looks for ever whether the file of keys was replaced."""
+    """Checks in a loop whether the key file was replaced."""
     while key_file is not None:
         await asyncio.sleep(KEYS_LOOK_S)
         key_file.check()
 
 
 def waiting_max(in_flight_max: int) -> int:
-    """Returns how many connections may wait for a request, and lets the process have as many open files as it may."""
+    """Returns how many connections may be idle. Raises the process's limit of open files as far as allowed."""
     allowed = allow_open_files()
     left = WAITING_MAX if allowed == resource.RLIM_INFINITY else allowed - in_flight_max - FILES_BESIDE
     return max(1, min(WAITING_MAX, left))
@@ -235,7 +239,7 @@ def _configuration(options: argparse.Namespace, app: ASGIApp, tls: ServerTls | N
     configuration.load()
 
     def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Has a handshake show the certificate that there is by now."""
+        """Makes a handshake use the current certificate files."""
         assert tls is not None
         connection.context = tls.context()
 
@@ -245,7 +249,7 @@ def _configuration(options: argparse.Namespace, app: ASGIApp, tls: ServerTls | N
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Is the entry point of `quire-gateway`."""
+    """Runs the gateway: the entry point of `quire-gateway`."""
     options = parse_arguments(arguments)
     logs.configure(log_format=options.log_format, level=options.log_level, role="gateway")
     try:

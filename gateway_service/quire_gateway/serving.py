@@ -1,4 +1,4 @@
-"""Answers as they are sent: whole, or piece by piece, until they end or their caller has gone."""
+"""Sends answers, as a whole or piece by piece, until they end or their caller has gone."""
 
 from __future__ import annotations
 
@@ -35,27 +35,29 @@ _ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
 class CallerGoneError(Exception):
-    """The caller has gone, so the answer is not read any more."""
+    """The caller has gone, so nobody reads the answer."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice of an answer, as far as it has come."""
+    """One choice of an answer, as far as it has arrived."""
 
     texts: list[str] = field(default_factory=list)
-    told: Columns = field(default_factory=Columns)  # that the caller has not been told
+    told: Columns = field(default_factory=Columns)  # tokens whose logprobs were not sent yet
     places: Places = field(default_factory=Places)
-    token_ids: array[int] = field(default_factory=lambda: array("I"))  # not of a stream whose reasoning nobody counts
+    # empty for a stream whose reasoning is not counted
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
     token_count: int = 0
-    reader: AnswerReader | None = None  # None: all of it is text
-    deltas: list[Delta] = field(default_factory=list)  # that it has read, of an answer that goes out as a whole
+    reader: AnswerReader | None = None  # None: the whole answer is content
+    # pieces that were read; only for an answer that is sent as a whole
+    deltas: list[Delta] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     is_opened: bool = False
-    has_piece: bool = False  # one was sent
+    has_piece: bool = False  # whether a piece was sent
 
     def read(self, chunk: Chunk) -> Delta:
-        """Returns what a chunk adds."""
+        """Returns the content, reasoning and calls that a chunk adds."""
         if self.reader is None:
             return Delta(chunk.text)
         delta = self.reader.push(chunk.text)
@@ -63,16 +65,16 @@ class _Choice:
 
 
 class Served(Response):
-    """One answer. However it ends, unfinished work at the workers is cancelled.
+    """One answer. If it is not finished, unfinished work at the workers is cancelled.
 
     Args:
         fleet: the workers.
-        call: what is asked.
-        form: the shape of the answer.
-        telemetry: what is counted.
-        started_s: when the request came, on the scale of `time.monotonic`.
-        memory: what the request takes.
-        keep_alive_s: silence of a stream after which it gets a comment; 0 for none.
+        call: the request.
+        form: the form of the answer.
+        telemetry: the counters to update.
+        started_s: when the request came, in seconds of `time.monotonic`.
+        memory: the memory that the request takes.
+        keep_alive_s: seconds of silence after which a stream gets a comment; 0 for never.
     """
 
     def __init__(
@@ -96,10 +98,10 @@ class Served(Response):
         self._of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it.
+        """Sends the answer.
 
         Raises:
-            ApiError: nothing was sent yet, and nothing can be answered.
+            ApiError: the request failed before anything was sent.
         """
         answer = self._stream(send) if self._call.ask.is_streamed else self._whole(send)
         try:
@@ -107,14 +109,14 @@ class Served(Response):
         except CallerGoneError:
             self._telemetry.left_count += 1
             self._call.entry.error = "caller_left"
-            self._call.entry.prompt_tokens = sum(map(len, self._call.tokens))  # its worker has computed some of them
+            self._call.entry.prompt_tokens = sum(map(len, self._call.tokens))  # The worker has computed some of them.
             log.debug("caller left", request_id=self._call.request_id)
 
     async def unattended(self) -> None:
-        """Computes it for a caller that does not wait: its form alone has it.
+        """Computes the answer while no caller waits for it. Only its form gets the answer.
 
         Raises:
-            ApiError: nothing can be answered.
+            ApiError: the request failed.
         """
         try:
             await self._whole(_nowhere)
@@ -127,7 +129,8 @@ class Served(Response):
         try:
             await self._send_whole(send, choices)
         finally:
-            choices.clear()  # an error refers to this frame, and garbage is rarely collected
+            # An error refers to this frame, which would keep the choices alive until garbage is collected.
+            choices.clear()
 
     async def _send_whole(self, send: Send, choices: list[_Choice]) -> None:
         has_echo = bool(self._call.ask.options.get("echo"))
@@ -159,7 +162,7 @@ class Served(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
+        """Sends each piece as it comes. After the first piece, an error is sent as the last event of the stream."""
         form, has_echo = self._form, bool(self._call.ask.options.get("echo"))
         top_count, plan = self._call.ask.top_logprob_count, self._call.plan
         counts_reasoning = plan is not None and plan.has_reasoning and self._call.ask.with_usage
@@ -206,10 +209,10 @@ class Served(Response):
         return [_Choice(reader=None if plan is None else plan.reader(_new_id)) for _ in range(count)]
 
     async def _count_reasoning(self, choices: Iterable[_Choice]) -> None:
-        """Notes how many tokens of the answer are reasoning.
+        """Stores how many tokens of the answer are reasoning.
 
         Raises:
-            ApiError: no worker says what they are.
+            ApiError: no worker answers with the bytes of the tokens.
         """
         plan = self._call.plan
         if plan is None or not plan.has_reasoning:
@@ -223,7 +226,7 @@ class Served(Response):
         self._taken = self._taken._replace(reasoning_token_count=count)
 
     def _answer(self, choice: _Choice, beside: Beside, prompt_logprobs: Sequence[Any] | None) -> Answer:
-        """Returns a choice that is whole."""
+        """Returns a choice that is complete."""
         plan = self._call.plan
         if plan is None:
             text = "".join(choice.texts)
@@ -235,7 +238,7 @@ class Served(Response):
         return Answer(content, reason, beside, prompt_logprobs, told, calls, choice.stop_reason)
 
     def _told_of(self, delta: Delta) -> Delta:
-        """Returns what of a piece the caller is told."""
+        """Returns the part of a piece that the caller gets: without reasoning if the caller does not want it."""
         plan = self._call.plan
         return delta if plan is None or plan.tells_reasoning else delta._replace(reasoning="")
 
@@ -247,13 +250,13 @@ class Served(Response):
     def _beside(
         self, number: int, token_ids: Sequence[int], logprobs: Mapping[str, Any] | None, output_count: int | None = None
     ) -> Beside:
-        """Returns what is told beside a text, or a piece of it.
+        """Returns the data that is sent beside a text, or beside a piece of it.
 
         Args:
-            number: of its prompt.
-            token_ids: its own.
-            logprobs: of these.
-            output_count: tokens of the choice so far; None where the answer goes out as a whole.
+            number: the number of its prompt.
+            token_ids: the tokens of the text or piece.
+            logprobs: the logprobs of these tokens.
+            output_count: tokens of the choice so far; None if the answer is sent as a whole.
         """
         ask, prompt = self._call.ask, self._call.tokens[number]
         taken = None
@@ -264,14 +267,14 @@ class Served(Response):
         return Beside(logprobs, token_ids, prompt if self._call.held is None else None, taken)
 
     def _index(self, number: int, chunk: Chunk) -> int:
-        """Returns the number of a chunk's choice: prompt by prompt, and in each sample by sample."""
+        """Returns the number of a chunk's choice. Choices are ordered by prompt, then by sample."""
         return number * self._call.ask.choice_count + chunk.sample
 
     async def _echoed(self, number: int, chunk: Chunk, choice: _Choice) -> Chunk:
-        """Returns a chunk with the prompt before the first text of a choice; alone, if nothing else is wanted.
+        """Returns a chunk with the prompt before the first text of its choice, or with the prompt alone if asked so.
 
         Raises:
-            ApiError: no worker says what its tokens are.
+            ApiError: no worker answers with the bytes of the tokens.
         """
         text, prompt, tokens = "", self._call.ask.prompts[number], self._call.tokens[number]
         if not choice.is_opened:
@@ -284,8 +287,11 @@ class Served(Response):
         return replace(chunk, text=text, token_ids=(), logprobs=(), finish_reason=reason, usage=usage)
 
     def _tell(self, number: int, chunk: Chunk, choice: _Choice) -> None:
-        """Takes the tokens of a chunk whose logprobs are wanted; of an echo's first one, those of the prompt before
-        them, which a worker tells with the first chunk of all samples."""
+        """Stores the logprobs of a chunk's tokens, if they are wanted.
+
+        With an echo, the first chunk of a choice also gets the logprobs of the prompt. The worker sends these with the
+        first chunk of any sample.
+        """
         ask = self._call.ask
         if chunk.prompt_logprobs:
             self._of_prompts[number] = chunk.prompt_logprobs
@@ -303,10 +309,10 @@ class Served(Response):
         return told
 
     async def _prompt_logprobs(self, number: int) -> Sequence[Any] | None:
-        """Returns the logprobs of a prompt's tokens in the form that the caller gets.
+        """Returns the logprobs of a prompt's tokens, in vLLM's form.
 
         Raises:
-            ApiError: no worker says what they are.
+            ApiError: no worker answers with the bytes of the tokens.
         """
         count = self._call.ask.prompt_logprob_count
         if count is None:
@@ -316,16 +322,16 @@ class Served(Response):
         return [each async for part in in_slices(told) for each in of_prompt(part, spelled)]
 
     async def _logprobs(self, choice: _Choice, text: str) -> Mapping[str, Any] | None:
-        """Returns the logprobs of a choice's undelivered tokens, in the form that the caller gets with this text.
+        """Returns the logprobs of a choice's tokens that were not sent yet, in the form that goes with this text.
 
         Raises:
-            ApiError: no worker says what they are.
+            ApiError: no worker answers with the bytes of the tokens.
         """
         if self._call.ask.top_logprob_count is None:
             return None
         told, choice.told = choice.told, Columns()
         spelled = await unary.spelled(self._fleet, self._call.model, told.token_ids())
-        ask = self._call.ask  # what could be the beginning of a stop text comes after its tokens
+        ask = self._call.ask  # Text that may begin a stop text arrives later than its tokens.
         choice.places.add(text, is_held=ask.is_streamed and "stop" in ask.options and choice.finish_reason is None)
         parts = []
         async for part in in_slices(told):
@@ -351,7 +357,7 @@ class Served(Response):
 
     @staticmethod
     def _check_whole(choices: Iterable[_Choice]) -> None:
-        """Refuses to call an answer whole that a worker has broken off.
+        """Refuses an answer that a worker has broken off.
 
         Raises:
             ApiError: a choice has not ended.
@@ -361,7 +367,7 @@ class Served(Response):
 
 
 async def _nowhere(_message: Message) -> None:
-    """Drops a message: nobody waits for it."""
+    """Drops a message, because no caller waits for it."""
 
 
 def _new_id(count: int) -> str:
@@ -369,10 +375,10 @@ def _new_id(count: int) -> str:
 
 
 async def until_gone(receive: Receive, answer: Awaitable[None]) -> None:
-    """Answers while the caller listens; cancels the answer when it has gone.
+    """Runs an answer while its caller is connected, and cancels it when the caller has gone.
 
     Raises:
-        CallerGoneError: it has.
+        CallerGoneError: the caller has gone.
     """
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_left(receive))
@@ -385,7 +391,7 @@ async def until_gone(receive: Receive, answer: Awaitable[None]) -> None:
         for task in (answering, leaving):
             task.cancel()
         await asyncio.gather(answering, leaving, return_exceptions=True)
-        del answering, leaving, task  # an error refers to this frame, and would to itself
+        del answering, leaving, task  # An error in them refers to this frame: keeping them makes a reference cycle.
 
 
 async def _left(receive: Receive) -> None:

@@ -1,14 +1,14 @@
-"""Divides an amount among callers so that some is always left for another caller: pure."""
+"""Divides an amount among callers so that each of them leaves some for others. Pure."""
 
 from __future__ import annotations
 
 
 class Shares:
-    """A caller may have as much as is free when it takes it: alone half of it, one of three greedy ones a quarter.
+    """Shares of an amount. A caller may take as much as stays free: alone half, one of three greedy callers a quarter.
 
     Args:
         total: the amount that is divided.
-        is_for_several: whether there are several callers; a single one may have all.
+        is_for_several: whether there are several callers. A single caller may take everything.
     """
 
     def __init__(self, total: int, *, is_for_several: bool) -> None:
@@ -17,7 +17,7 @@ class Shares:
         self._taken: dict[str, int] = {}
 
     def take(self, caller: str, amount: int) -> bool:
-        """Takes an amount for a caller, and returns whether it may have it."""
+        """Takes an amount for a caller, if its share allows that. Returns whether it did."""
         taken = self._taken.get(caller, 0) + amount
         if (taken if self.is_for_several else amount) > self._free:
             return False
@@ -26,7 +26,7 @@ class Shares:
         return True
 
     def give_back(self, caller: str, amount: int) -> None:
-        """Frees what a caller has taken."""
+        """Gives back an amount that a caller has taken."""
         self._free += amount
         left = self._taken.get(caller, 0) - amount
         if left:
@@ -40,10 +40,10 @@ class Charge:
 
     Args:
         shares: the shares that it takes from.
-        caller: of the request.
+        caller: the caller of the request.
 
     Attributes:
-        amount: what it has taken so far.
+        amount: the amount taken so far.
     """
 
     def __init__(self, shares: Shares, caller: str) -> None:
@@ -52,23 +52,23 @@ class Charge:
         self.amount = 0
 
     def another(self) -> Charge:
-        """Returns the charge of another request of the same caller."""
+        """Returns a new charge for another request of the same caller."""
         return Charge(self._shares, self._caller)
 
     def add(self, amount: int) -> bool:
-        """Takes more, and returns whether the caller may have it."""
+        """Takes a further amount, if the caller's share allows that. Returns whether it did."""
         if self._has_ended or not self._shares.take(self._caller, amount):
             return False
         self.amount += amount
         return True
 
     def give_back(self, amount: int) -> None:
-        """Frees a part of what was taken, unless the end has."""
+        """Gives back a part of the amount. Does nothing after the end."""
         if not self._has_ended:
             self._shares.give_back(self._caller, amount)
             self.amount -= amount
 
     def end(self) -> None:
-        """Frees all of it; no more can be taken."""
+        """Gives back the whole amount. Nothing can be taken afterwards."""
         self.give_back(self.amount)
         self._has_ended = True

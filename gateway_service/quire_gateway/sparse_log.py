@@ -1,4 +1,4 @@
-"""Log lines that callers cause, at most one of each kind a minute: who calls often must not fill a disk."""
+"""Log lines that callers can cause: at most one of each kind per minute, so that callers cannot fill a disk."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _left_out: dict[str, int] = {}
 
 
 def log_sparsely(event: str, **values: object) -> None:
-    """Logs a warning, unless one of that event was logged within a minute; the next says how many were left out.
+    """Logs a warning, at most once a minute for each event. The next line has the number of omitted ones.
 
     Args:
-        event: one of a few constants.
-        values: of this line.
+        event: one of a few constant texts.
+        values: further values of the line.
     """
     now_s = time.monotonic()
     if now_s - _last_s.get(event, -INTERVAL_S) < INTERVAL_S:

@@ -1,4 +1,4 @@
-"""The head of a stream, and the signs of life while it has nothing to say."""
+"""Sends the head of a stream, and keeps the connection alive while there are no pieces."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from typing import Final
 
 from starlette.types import Send
 
-HEAD_AFTER_S: Final = 0.2  # workers refuse sooner than that; a stream that has begun cannot change its status
-KEEP_ALIVE_S: Final = 15.0  # between signs of life: proxies end connections that are silent for 60 s
+HEAD_AFTER_S: Final = 0.2  # Workers refuse within this time. A stream that has begun cannot change its status.
+# Comments are sent at this interval, because proxies end connections that are silent for 60 s.
+KEEP_ALIVE_S: Final = 15.0
 _BEAT: Final = b": waiting\n\n"  # a comment: clients of server-sent events ignore it
 _STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that collects pieces would undo the stream
+    (b"x-accel-buffering", b"no"),  # keeps a proxy from collecting pieces
 ]
 
 
 class StreamHead:
     """The head of a stream. It is sent with the first piece, or after 0.2 s if no worker has refused the request.
 
-    Clients and proxies wait for a head only so long, and a first piece may need all of a long prompt. Later pieces may
-    be far apart, too: reasoning that the caller does not want has none.
+    Clients and proxies wait only a limited time for a head, and the first piece may come only after a long prefill.
+    Later pieces may be far apart, too: reasoning that the caller does not want produces none.
 
     Args:
         send: sends messages to the caller.
-        keep_alive_s: silence after which a comment is sent; 0 for none.
+        keep_alive_s: seconds of silence after which a comment is sent; 0 for never.
 
     Attributes:
         is_sent: whether the head was sent.
@@ -46,7 +47,7 @@ class StreamHead:
             self._waiting.cancel()
 
     async def piece_came(self, data: bytes) -> None:
-        """Sends a piece, behind the head. An empty one, of which the caller gets nothing, sends the head alone."""
+        """Sends a piece, after the head if that was not sent yet. An empty piece sends only the head."""
         if not self.is_sent:
             await self._send()
         if data:

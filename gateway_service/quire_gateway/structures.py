@@ -1,4 +1,4 @@
-"""The structure that a text must have, from the parameters of OpenAI and of vLLM: pure."""
+"""Reads the structure that a text must have from the parameters of OpenAI and vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _FORMAT_KEYS: Final = {
     "json_object": frozenset({"type", "schema"}),
     "json_schema": frozenset({"type", "json_schema"}),
 }
-_SCHEMA_KEYS: Final = frozenset({"name", "description", "schema", "strict"})  # a text always fits, strict or not
-# Options of the workers, by what callers name them.
+# `strict` changes nothing: answers always fit the schema
+_SCHEMA_KEYS: Final = frozenset({"name", "description", "schema", "strict"})
+# Options of the workers, by the callers' names for them.
 _KINDS: Final = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
-    """Returns the structure that the text must have, in each of its forms: (option, value) by parameter.
+    """Returns the required structure as (option, value), by the name of the parameter that has it; empty for free text.
 
     Raises:
-        ApiError: a form is malformed, or several are given.
+        ApiError: a parameter is malformed, or several are given.
     """
     found: dict[str, tuple[str, Any]] = {}
     structured = _structured_outputs(body)
@@ -63,10 +64,10 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
 
 
 def _check_kind(kind: str, name: str, given: object) -> None:
-    """Refuses a structure of another type, which no worker's option can carry.
+    """Refuses a structure whose type does not fit the workers' option.
 
     Raises:
-        ApiError: it is one.
+        ApiError: the type does not fit.
     """
     if kind in ("regex", "grammar") and not isinstance(given, str):
         raise invalid(name, f"{name} must be a text")
@@ -102,7 +103,7 @@ def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> 
 
 
 def _of_an_object(schema: Any) -> Any:
-    """Returns the schema that some clients of llama.cpp's server put beside `json_object`.
+    """Returns the schema beside `json_object`, which some clients of llama.cpp's server send.
 
     Raises:
         ApiError: it is not a JSON schema.
@@ -136,10 +137,10 @@ def _schema_of(format_: Mapping[str, Any]) -> Any:
 
 
 def _structured_outputs(body: Body) -> dict[str, Any]:
-    """Returns the one structure of vLLM's parameter, if given; keys without effect in vLLM have none here.
+    """Returns the structure in vLLM's parameter, if it is given. Keys that vLLM ignores are ignored here.
 
     Raises:
-        ApiError: the structure is not supported, or there are several, or none.
+        ApiError: the structure is not supported, or there is not exactly one.
     """
     if body.structured_outputs is None:
         return {}

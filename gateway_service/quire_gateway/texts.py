@@ -1,4 +1,4 @@
-"""Texts and chats as tokens, and back, in vLLM's words."""
+"""Converts texts and chats to tokens and back, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tokenizing(NamedTuple):
         model: name of the model; None if the request names none.
         prompt: the text, or the chat.
         with_texts: whether the answer has the text of each token, too.
-        add_special_tokens: whether there are those that the checkpoint puts around a text; None for its way.
+        add_special_tokens: whether the checkpoint's special tokens are put around a text; None for the default.
     """
 
     model: str | None
@@ -68,7 +68,7 @@ def of_tokenize(body: TokenizeBody) -> Tokenizing:
     """Reads the body of /tokenize.
 
     Raises:
-        ApiError: there is no text and no chat, or both, or a parameter that no worker knows.
+        ApiError: there is neither a text nor a chat, or both, or a parameter is not supported.
     """
     if (body.prompt is None) == (body.messages is None):
         raise missing("prompt") if body.prompt is None else invalid("messages", "messages cannot be beside a prompt")
@@ -87,10 +87,10 @@ def of_tokenize(body: TokenizeBody) -> Tokenizing:
 
 
 async def tokenized(fleet: Fleet, asked: Tokenizing, split_special_tokens: bool | None) -> Mapping[str, Any]:
-    """Returns the answer of /tokenize; `split_special_tokens` is the caller's key's.
+    """Returns the answer of /tokenize. `split_special_tokens` comes from the caller's API key.
 
     Raises:
-        ApiError: nobody serves the model, or its worker refuses the text or the chat.
+        ApiError: no worker serves the model, or the worker refuses the text or the chat.
     """
     model = fleet.model(asked.model)
     own = "prompt" if isinstance(asked.prompt, str) else "messages"
@@ -115,10 +115,10 @@ async def tokenized(fleet: Fleet, asked: Tokenizing, split_special_tokens: bool 
 
 
 async def detokenized(fleet: Fleet, asked: DetokenizeBody) -> Mapping[str, Any]:
-    """Returns the answer of /detokenize: the text of tokens, special ones as they are called.
+    """Returns the answer of /detokenize: the text of tokens. Special tokens appear by their names.
 
     Raises:
-        ApiError: nobody serves the model, or answers.
+        ApiError: no worker serves the model, or no worker answers.
     """
     model = fleet.model(asked.model)
     spelled = await unary.spelled(fleet, model, set(asked.tokens))

@@ -1,4 +1,4 @@
-"""Unary calls that any worker of a model answers: a prompt's tokens, and what tokens spell."""
+"""Calls that any worker of a model can answer: the tokens of a prompt, and the bytes of tokens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from quire_gateway.conversations import Chat
 from quire_gateway.failures import of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
 
-ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}  # another worker may answer
+# After these errors, another worker may accept the call.
+ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 ResultT = TypeVar("ResultT")
 
 
 async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Mapping[int, bytes]:
-    """Returns what tokens are; any worker of the model is asked for those that are seen for the first time.
+    """Returns the bytes of tokens. A worker of the model is asked only for tokens that are not known yet.
 
     Raises:
-        ApiError: nobody answers.
+        ApiError: no worker answers.
     """
     known = fleet.spelled[model.base]
     new = [token for token in token_ids if token not in known]
     if new:
         texts = await _asked(fleet, model, lambda client: client.detokenize(new), {})
         found = dict(zip(new, texts, strict=True))
-        known.update((token, text) for token, text in found.items() if text)  # callers can name billions that are none
+        # Invalid ids are not stored: callers can name billions.
+        known.update((token, text) for token, text in found.items() if text)
         return ChainMap(known, found)
     return known
 
@@ -44,18 +46,18 @@ async def tokens_of(
     *,
     split_special_tokens: bool | None = None,
 ) -> tuple[int, ...]:
-    """Returns a prompt's tokens, as any worker of the model says.
+    """Returns the tokens of a prompt, from any worker of the model.
 
     Args:
         fleet: the workers.
-        model: of the tokens.
-        prompt: a text, a conversation, or the tokens.
+        model: the model whose tokenizer is used.
+        prompt: a text, a conversation, or tokens.
         names: the caller's names of the workers' fields.
-        add_special_tokens: whether those are there that the checkpoint puts around a text; None for its way.
-        split_special_tokens: whether those that a conversation spells are ordinary text; None for the worker's way.
+        add_special_tokens: whether the checkpoint's special tokens are put around a text; None for the default.
+        split_special_tokens: whether a conversation's special tokens are ordinary text; None for the worker's default.
 
     Raises:
-        ApiError: it is refused, or nobody answers.
+        ApiError: the prompt is refused, or no worker answers.
     """
     if isinstance(prompt, str):
         return await _asked(
@@ -83,10 +85,10 @@ async def tokens_of(
 async def _asked(
     fleet: Fleet, model: Model, call: Callable[[AsyncClient], Awaitable[ResultT]], names: Mapping[str, str]
 ) -> ResultT:
-    """Calls a worker of the model, another one where the first is full or away.
+    """Calls a worker of the model. If it is full or away, calls the next one.
 
     Raises:
-        ApiError: it is refused, or nobody answers.
+        ApiError: the call is refused, or no worker answers.
     """
     asked: list[Backend] = []
     refusal = unavailable("no worker answers")

@@ -1,4 +1,4 @@
-"""Shared parts of the endpoints: workers, the reading of bodies, answers in JSON."""
+"""Shared parts of the endpoints: access to workers, parsing of bodies, answers in JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ AskT = TypeVar("AskT")
 
 
 class Work(NamedTuple):
-    """The means of an endpoint to have something computed.
+    """Objects that an endpoint needs to have workers compute an answer.
 
     Attributes:
         fleet: the workers.
         telemetry: counts answers.
-        reader: of bodies.
-        request_timeout_s: for a whole answer.
-        keep_alive_s: silence of a stream after which a comment is sent; 0 for never.
+        reader: parses bodies.
+        request_timeout_s: deadline of a whole answer.
+        keep_alive_s: seconds of silence after which a stream gets a comment; 0 for never.
     """
 
     fleet: Fleet
@@ -38,21 +38,21 @@ class Work(NamedTuple):
     keep_alive_s: float
 
     async def read(self, request: Request, kind: type[BodyT], ask_of: Callable[[BodyT], AskT]) -> AskT:
-        """Returns what a request's body asks.
+        """Returns the result of `ask_of` for the body of a request.
 
         Raises:
-            ApiError: it is no JSON, or asks for what is not served.
+            ApiError: the body is not JSON, or asks for something that is not supported.
         """
         check_codings(request.headers.raw)
         return await self.reader.ask(request.state.body, request.headers.get("content-type", ""), kind, ask_of)
 
 
 class Computed(Response):
-    """An answer in JSON that workers have to compute first; a caller that leaves ends that.
+    """An answer in JSON that workers compute first. If the caller leaves, the computation is cancelled.
 
     Args:
-        telemetry: counts callers that leave.
-        compute: returns the body.
+        telemetry: counts the callers that leave.
+        compute: returns the body of the answer.
     """
 
     def __init__(self, telemetry: Telemetry, compute: Callable[[], Awaitable[object]]) -> None:
@@ -60,10 +60,10 @@ class Computed(Response):
         self._telemetry, self._compute = telemetry, compute
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it.
+        """Computes the answer, and sends it.
 
         Raises:
-            ApiError: nothing can be answered.
+            ApiError: the computation failed.
         """
 
         async def answer() -> None:

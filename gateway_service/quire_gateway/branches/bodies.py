@@ -1,4 +1,4 @@
-"""Bodies of the endpoints of branches, with the words of `quire.AsyncBranch`. An unknown field is refused by name."""
+"""Bodies of requests about branches, with the words of `quire.AsyncBranch`. An unknown field is refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire_gateway.bodies import (
 
 CANDIDATES_MAX = 256
 FORKS_MAX = 64
-TTL_S_MIN, TTL_S_MAX, TTL_S_DEFAULT = 0.1, 3_600.0, 60.0  # a worker's bounds
+TTL_S_MIN, TTL_S_MAX, TTL_S_DEFAULT = 0.1, 3_600.0, 60.0  # the workers' bounds
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=PROMPT_TOKENS_MAX, fail_fast=True)]
 
 
@@ -60,12 +60,12 @@ class ScoreBody(_Strict):
 
 
 def _no_logprobs(given: object) -> object:
-    """Returns how many logprobs are wanted: false are none."""
+    """Returns how many logprobs are wanted. False means none."""
     return None if given is False else given
 
 
 class GenerateBody(Body):
-    """Body of POST /v1/branches/{id}/generate: that of a completion, without a prompt."""
+    """Body of POST /v1/branches/{id}/generate: the body of a completion, without a prompt."""
 
     max_tokens: Count | None = None
     logprobs: Annotated[Logprobs | None, BeforeValidator(_no_logprobs)] = None

@@ -1,4 +1,4 @@
-"""The endpoints of branches. What a call on one branch adds is the branch's when it has ended well."""
+"""The endpoints of branches. Tokens that a call adds become part of the branch when the call ends without an error."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _Calls:
         self._work, self._branches = work, branches
 
     async def prefill(self, request: Request) -> Response:
-        """Computes a prompt once, and holds it."""
+        """Computes a prompt, and keeps it as a branch."""
         work, namespace = self._work, request.state.namespace
         body, prompt = await work.read(request, PrefillBody, lambda body: (body, _prompt_of(body)))
         model = work.fleet.model(body.model)
@@ -105,7 +105,7 @@ class _Calls:
         return Computed(work.telemetry, compute)
 
     async def fork(self, request: Request, identity: str) -> Response:
-        """Makes branches of the same tokens."""
+        """Makes further branches with the same tokens."""
         body = await self._work.read(request, ForkBody, lambda body: body)
 
         async def compute(branch: Branch) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class _Calls:
         return self._on(request, identity, {}, compute)
 
     async def extend(self, request: Request, identity: str) -> Response:
-        """Puts text or tokens behind a branch, and computes them."""
+        """Appends text or tokens to a branch, and computes them."""
         body = await self._work.read(request, ExtendBody, lambda body: body)
 
         async def compute(branch: Branch) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class _Calls:
         return self._on(request, identity, dict.fromkeys((PROMPT, "text", "tokens"), "continuation"), compute)
 
     async def score(self, request: Request, identity: str) -> Response:
-        """Says how likely candidates are after a branch, which stays as it is."""
+        """Returns how likely candidates are after a branch. The branch does not change."""
         body = await self._work.read(request, ScoreBody, lambda body: body)
 
         async def compute(branch: Branch) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class _Calls:
         return self._on(request, identity, dict.fromkeys((PROMPT, "text", "tokens"), "candidates"), compute)
 
     async def generate(self, request: Request, identity: str) -> Response:
-        """Goes on with a branch, which keeps the answer."""
+        """Generates text after a branch. The branch keeps the text."""
         ask = await self._work.read(
             request, GenerateBody, lambda body: of_continuation(body, body.max_tokens, body.logprobs)
         )
@@ -172,7 +172,7 @@ class _Calls:
 
 
 class _Generated(Response):
-    """The text that a branch goes on with, whole or as it comes."""
+    """The text that a model generates after a branch, as a whole or as a stream."""
 
     def __init__(self, work: Work, branches: Branches, request: Request, identity: str, ask: Ask) -> None:
         super().__init__()
@@ -180,10 +180,10 @@ class _Generated(Response):
         self._identity, self._ask = identity, ask
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it.
+        """Generates the text, and sends it.
 
         Raises:
-            ApiError: nothing was sent yet, and nothing can be answered.
+            ApiError: the call failed before anything was sent.
         """
         work, state, ask = self._work, self._state, self._ask
         with self._branches.using(state.namespace, self._identity) as branch:
@@ -222,10 +222,10 @@ class _Generated(Response):
 
 
 def _prompt_of(body: PrefillBody) -> Prompt:
-    """Returns the prompt in a body.
+    """Returns the prompt of a body.
 
     Raises:
-        ApiError: there is none, or a chat beside it.
+        ApiError: the body has neither a prompt nor messages, or both.
     """
     if (body.prompt is None) == (body.messages is None):
         raise missing("prompt") if body.prompt is None else invalid("messages", "messages cannot be beside a prompt")

@@ -1,10 +1,10 @@
-"""The branches of callers: each is found by its id, by callers of its namespace alone.
+"""The branches of callers. Only callers of its namespace can find a branch, by its id.
 
 Lifecycle of a branch:
 
-    1. held    its worker has it, and the client's handle renews it there
-    2. ended   released, or not named for the length of its time, or its worker does not know it any more. A call that
-               uses it names it all the while
+    1. held    a worker holds it, and the client's handle renews it there
+    2. ended   it was released, no call named it for `ttl_s`, or its worker no longer knows it. A running call counts as
+               naming it until the call ends
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Branch:
     """A branch of a caller.
 
     Attributes:
-        held: the client's handle, and the worker.
-        model: name of the model that computes it.
-        namespace: of its caller.
+        held: the client's handle, and the worker that holds the branch.
+        model: the model that computes it.
+        namespace: the namespace of its caller.
         ttl_s: how long it lives after the last call that named it.
-        identity: by which callers know it.
+        identity: the id by which callers name it.
     """
 
     def __init__(self, held: Held, model: Model, namespace: str, ttl_s: float) -> None:
@@ -53,14 +53,14 @@ class Branch:
 
 
 class Branches:
-    """The branches of all callers. Workers limit how many there are."""
+    """The branches of all callers. Workers limit their number."""
 
     def __init__(self) -> None:
         self._of: defaultdict[str, dict[str, Branch]] = defaultdict(dict)
         self._releasing: set[asyncio.Task[None]] = set()
 
     def add(self, held: Held, model: Model, namespace: str, ttl_s: float) -> Branch:
-        """Takes a branch that a worker has made, and begins its time."""
+        """Adds a branch that a worker has made, and starts its timer."""
         branch = Branch(held, model, namespace, ttl_s)
         self._of[namespace][branch.identity] = branch
         self._begin_time(branch)
@@ -72,10 +72,10 @@ class Branches:
 
     @contextmanager
     def using(self, namespace: str, identity: str) -> Iterator[Branch]:
-        """Gives a branch, which does not end meanwhile, and begins its time anew afterwards.
+        """Yields a branch, which cannot expire meanwhile, and restarts its timer afterwards.
 
         Raises:
-            ApiError: there is none that its caller may know of.
+            ApiError: the namespace has no such branch.
         """
         branch = self._of[namespace].get(identity) if namespace in self._of else None
         if branch is None:
@@ -96,7 +96,7 @@ class Branches:
     async def release(self, branch: Branch) -> None:
         """Ends a branch; its forks live on."""
         self._forget(branch)
-        with contextlib.suppress(QuireError):  # its time runs out there
+        with contextlib.suppress(QuireError):  # It then expires at its worker.
             await branch.held.branch.release()
 
     def _begin_time(self, branch: Branch) -> None:

@@ -1,4 +1,4 @@
-"""Content, reasoning and calls that a reader finds in the text of an answer, in pieces and as a whole. Pure."""
+"""Content, reasoning and calls in the text of an answer, as pieces and as a whole. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class CallDelta(NamedTuple):
     """A piece of a call.
 
     Attributes:
-        number: of the call in its answer, from 0.
-        arguments: the next part of their JSON text.
-        call_id: of the call; only in its first piece.
-        function: name of the called function; only in the first piece.
+        number: the number of the call in its answer, from 0.
+        arguments: the next part of the JSON text of its arguments.
+        call_id: the id of the call; only in its first piece.
+        function: name of the called function; only in its first piece.
     """
 
     number: int
@@ -30,12 +30,12 @@ class Delta(NamedTuple):
     calls: tuple[CallDelta, ...] = ()
 
     def __bool__(self) -> bool:
-        """Tells whether there is anything in it."""
+        """Tells whether the piece has any content, reasoning or calls."""
         return bool(self.content or self.reasoning or self.calls)
 
 
 class Call(NamedTuple):
-    """A call that is whole."""
+    """A call that is complete."""
 
     call_id: str
     function: str
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 
 def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[Call]]:
-    """Returns content, reasoning and calls of all pieces."""
+    """Returns the content, reasoning and calls of all pieces."""
     calls: list[Call] = []
     for piece in (each for delta in deltas for each in delta.calls):
         if piece.call_id:
@@ -56,12 +56,12 @@ def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[Call]]:
 
 
 def joined_pieces(one: Delta, other: Delta) -> Delta:
-    """Returns two pieces that follow each other as one."""
+    """Returns two successive pieces as one."""
     return Delta(one.content + other.content, one.reasoning + other.reasoning, merged([*one.calls, *other.calls]))
 
 
 def merged(pieces: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
-    """Returns pieces of calls that follow each other, with one piece for each call."""
+    """Returns successive pieces of calls with one piece for each call."""
     calls: list[CallDelta] = []
     for call in pieces:
         if calls and calls[-1].number == call.number:

@@ -4,10 +4,10 @@ An answer consists of *runs* of calls, *marks*, and the text around them:
 
     run = opening head arguments tail (separator head arguments tail)* closing
 
-Each of these is a list of elements, between which there may be whitespace. The arguments are a JSON object. A mark says
-that reasoning or content begins behind it, and is itself no text.
+Each of these is a list of elements, which whitespace may separate. The arguments are a JSON object. A mark is the
+boundary where reasoning or content begins. It is not part of the text.
 
-Sources: the chat templates of the checkpoints, and vLLM's parsers, whose names the formats have.
+Sources: the chat templates of the checkpoints, and vLLM's parsers. The formats have the names of these parsers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Final, TypeAlias
 class Slot(enum.Enum):
     """A part of a head that differs between calls."""
 
-    NAME = "name"  # of the function
-    QUOTED_NAME = "quoted name"  # the same as a JSON string
-    INDEX = "index"  # of the call, a number
-    QUOTED = "quoted"  # a JSON string without escapes, which has no effect
-    WORD = "word"  # letters and digits, which have no effect
+    NAME = "name"  # the name of the function
+    QUOTED_NAME = "quoted name"  # the name of the function as a JSON string
+    INDEX = "index"  # the number of the call
+    QUOTED = "quoted"  # a JSON string without escapes; it has no effect
+    WORD = "word"  # letters and digits; they have no effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ Elements: TypeAlias = "tuple[Element, ...]"
 class Place(enum.Enum):
     """A part of an answer in which a run or a mark can begin."""
 
-    START = "start"  # of its content
+    START = "start"  # before any content
     CONTENT = "content"
     REASONING = "reasoning"
 
@@ -58,12 +58,12 @@ class Run:
     """Calls that follow each other.
 
     Attributes:
-        opening: precedes the first call.
-        head: of each call, which ends where its arguments begin.
-        tail: of each call.
-        separator: between two calls; None where a run is one call.
-        closing: behind the last one.
-        places: where a run may begin.
+        opening: elements before the first call.
+        head: elements of each call before its arguments.
+        tail: elements of each call behind its arguments.
+        separator: elements between two calls; None where a run is one call.
+        closing: elements behind the last call.
+        places: the parts of an answer in which a run may begin.
         function: name of the called function, if the head does not name it.
     """
 
@@ -96,11 +96,11 @@ class Format:
     """The notation of a model for calls, reasoning and other text that is not plain.
 
     Attributes:
-        runs: the forms in which it writes calls.
+        runs: the forms in which the model writes calls.
         marks: boundaries of reasoning and content.
         call_id: template of the id of a call, with `{random}`, `{name}` and `{index}`.
         id_characters: number of random characters in an id.
-        answer: one of `marks`, which opens the channel of the answer; None without channels.
+        answer: the mark among `marks` that opens the channel of the answer; None without channels.
     """
 
     runs: tuple[Run, ...] = ()
@@ -111,7 +111,7 @@ class Format:
 
 
 def literals(elements: Elements) -> Iterator[str]:
-    """Returns the texts in elements."""
+    """Yields the texts among elements."""
     for element in elements:
         if isinstance(element, str):
             yield element
@@ -120,7 +120,7 @@ def literals(elements: Elements) -> Iterator[str]:
 
 
 def literals_of(form: Format) -> tuple[str, ...]:
-    """Returns each text that a format writes beside names and arguments, once."""
+    """Returns each text that a format writes besides names and arguments, once."""
     found: dict[str, None] = {}
     for run in form.runs:
         for elements in (run.opening, run.head, run.tail, run.separator or (), run.closing):
@@ -153,10 +153,10 @@ def _deepseek(head: Elements, tail: Elements = ()) -> Run:
 _JSON: Final = (Maybe(("<|constrain|>",)), Maybe(("json",)))
 _TO: Final = ("to=functions.", Slot.NAME, "<|channel|>", "commentary", *_JSON, "<|message|>")
 _FINAL: Final = Mark(("<|channel|>", "final", *_JSON, "<|message|>"), Place.CONTENT)
-_CALLED: Final = (Maybe(("<|call|>",)),)  # most often the end of the text
+_CALLED: Final = (Maybe(("<|call|>",)),)  # usually the end of the answer, which has no text
 
 CALL_FORMATS: Final[Mapping[str, Format]] = {
-    # Qwen 2.5 and 3, Hermes, Granite 4
+    # for Qwen 2.5 and 3, Hermes, Granite 4
     "hermes": Format((Run(_object(before=("<tool_call>",)), ("}", "</tool_call>")),)),
     "llama3_json": Format(
         (
@@ -164,7 +164,7 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
             Run(_object('"parameters"'), ("}",), ("<|python_tag|>",), (";",), (), IN_CONTENT),
         )
     ),
-    # Its templates refuse ids of any other length.
+    # Mistral's templates refuse ids of any other length.
     "mistral": Format((_list("[TOOL_CALLS]"),), call_id="{random}", id_characters=9),
     "mistral_v11": Format(
         (Run(("[TOOL_CALLS]", Slot.NAME, Maybe(("[CALL_ID]", Slot.WORD)), "[ARGS]")),),

@@ -1,7 +1,7 @@
 """Grammars for answers, in the Lark syntax of llguidance: free text, but a call that has begun must fit its schema.
 
-A text that opens a call is a *trigger*: a lazy lexeme that ends the free text as soon as it occurs. If the tokenizer
-has one token for it, that token is a trigger, too, because a special token is not part of any text.
+A text that opens a call is a *trigger*: a lazy lexeme that ends the free text as soon as the trigger occurs. If the
+tokenizer has a single token for the text, that token is a trigger, too: special tokens are not part of any text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HEAD: Final = """TEXT: /(.|\\n)*/
 SPACE: /[ \\t\\r\\n]{1,16}/
 PADDING: /[ \\t\\r\\n]{0,16}/
 """
-# As models write JSON, with spaces or without. Bounded: a model that is not sure of itself can go on with them.
+# JSON as models write it, with spaces or without. Bounded, because an unsure model can repeat spaces without end.
 _JSON_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": "[ \\t\\r\\n]{0,16}"}
 _COMPACT: Final = {"whitespace_flexible": False}
 _SLOTS: Final = {Slot.INDEX: "/[0-9]{1,6}/", Slot.QUOTED: '/"[^"\\\\\\n]{0,64}"/', Slot.WORD: "/[A-Za-z0-9]{1,32}/"}
@@ -26,9 +26,9 @@ class Function(NamedTuple):
     """A function that an answer can call.
 
     Attributes:
-        name: of the function.
-        schema: of its arguments.
-        is_strict: whether a schema that cannot be enforced is refused; else its unknown parts have no effect.
+        name: the name of the function.
+        schema: the JSON schema of its arguments.
+        is_strict: whether a schema that cannot be enforced is refused. If false, its unsupported parts have no effect.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Function(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Constraints on an answer beside the schemas of its calls.
+    """Constraints on an answer besides the schemas of its calls.
 
     Attributes:
-        is_reasoning: whether it begins within its reasoning.
-        has_reasoned: whether the prompt has closed the reasoning, so that what is due begins at once.
-        is_called: whether it must call a function.
-        has_many: whether it may call several.
-        content: the schema of its content; None for free text.
+        is_reasoning: whether the answer begins within its reasoning.
+        has_reasoned: whether the prompt has closed the reasoning, so that required content or calls begin at once.
+        is_called: whether the answer must call a function.
+        has_many: whether the answer may call several functions.
+        content: the JSON schema of its content; None for free text.
         is_compact: whether calls are written without spaces, even if the model would write some.
     """
 
@@ -61,8 +61,8 @@ def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str,
 
     Args:
         form: the notation of the model.
-        functions: what the model may call.
-        tokens: ids of the texts of the format that are single tokens.
+        functions: the functions that the model may call.
+        tokens: ids of those texts of the format that are single tokens.
         held: further constraints on the answer.
     """
     return _Writer(form, functions, tokens, held).written()
@@ -75,13 +75,14 @@ class _Writer:
         self._form, self._functions, self._tokens, self._held = form, functions, tokens, held
         self._rules: list[str] = []
         self._space = "" if held.is_compact else "SPACE?"
-        self._triggers: dict[tuple[str, str], str] = {}  # rules, by the rule before a trigger and its text
-        # Only whitespace may precede a required part; with channels, text of other channels, too.
+        # names of rules, by the rule before a trigger and the trigger's text
+        self._triggers: dict[tuple[str, str], str] = {}
+        # Only whitespace may precede a required part. With channels, text of other channels may, too.
         self._is_due = held.is_called or held.content is not None
         self._before = "PADDING" if self._is_due and form.answer is None else "TEXT"
 
     def written(self) -> str:
-        """Returns the grammar as a text."""
+        """Returns the grammar as a text in Lark syntax."""
         form, held = self._form, self._held
         for number, function in enumerate(self._functions):
             self._rules.append(f"arguments_{number}: {self._json(function)}")
@@ -99,7 +100,7 @@ class _Writer:
             bodies = [_sequence(_any(marks, "*"), _any([content, *runs]))]
         elif held.content is None:
             bodies = [_sequence(_any([*marks, *runs], "*"), content)]
-        else:  # an answer with calls has no such content
+        else:  # content that has a schema excludes calls
             bodies = [_sequence(_any(marks, "*"), content)]
             if runs:
                 bodies.append(_sequence(_any([*marks, *runs], "*"), _any(runs)))
@@ -108,12 +109,12 @@ class _Writer:
         return "\n".join((f"%llguidance {json.dumps(options)}", _HEAD.rstrip(), f"start: {start}", *self._rules, ""))
 
     def _openings(self) -> list[str]:
-        """Returns the texts before which nothing of an answer is held; workers do not ask the grammar until then."""
+        """Returns the texts up to which an answer is free. Workers ask the grammar only after one of them."""
         begun = [(run.opening or run.head)[0] for run in self._form.runs]
         return sorted({first for first in begun if isinstance(first, str)})
 
     def _reasoned(self) -> str:
-        """Returns the reasoning that an answer has before its content, or may have."""
+        """Returns the rule for reasoning before the content; empty if the answer has none."""
         opened = [self._mark(mark, "PADDING") for mark in self._form.marks if mark.places == AT_START]
         closed = [self._mark(mark, "TEXT") for mark in self._form.marks if mark.places == IN_REASONING]
         if not closed or (self._held.has_reasoned and self._is_due):
@@ -146,14 +147,14 @@ class _Writer:
         return self._rule(f"run_{number}", [_sequence(_any(begun), more, *closing)])
 
     def _begun(self, run: Run, index: int) -> str:
-        """Returns the first call of a run that has no opening of its own."""
+        """Returns the first call of a run without an opening of its own."""
         if not run.head or (self._held.is_called and run.places == AT_START):
             return self._call(run, index)
         if run.places != AT_START:
             first, *rest = run.head
             assert isinstance(first, str)
             return _sequence(self._trigger(first, self._before), self._call(run, index, tuple(rest)))
-        # Only its head distinguishes it from text: once the function is named, it is a call.
+        # Only the head distinguishes such a call from text: it counts as a call once the function is named.
         named = next(
             place for place, element in enumerate(run.head, start=1) if element in (Slot.NAME, Slot.QUOTED_NAME)
         )
@@ -163,14 +164,14 @@ class _Writer:
         return _sequence(rule, self._call(run, index, run.head[named:]))
 
     def _call(self, run: Run, index: int, head: Elements | None = None) -> str:
-        """Returns a call of one function, with the rest of its head."""
+        """Returns the rule of a call of one function, with the rest of its head."""
         parts = self._elements(run.head if head is None else head, index)
         parts = parts[1:] if head is None and parts else parts
         between = self._space if run.head else ""
         return _sequence(*parts, between, f"arguments_{index}", *self._elements(run.tail))
 
     def _elements(self, elements: Elements, index: int = 0) -> list[str]:
-        """Returns elements, with whitespace before each."""
+        """Returns the rules of elements, with whitespace before each."""
         return [part for element in elements for part in (self._space, self._element(element, index))]
 
     def _element(self, element: Element, index: int) -> str:
@@ -188,7 +189,7 @@ class _Writer:
         return f"({written} | <[{self._tokens[text]}]>)" if text in self._tokens else written
 
     def _trigger(self, text: str, before: str) -> str:
-        """Returns the rule of a trigger, a text that ends the one before it."""
+        """Returns the rule of a trigger: a text that ends the rule before it."""
         if (before, text) not in self._triggers:
             number = len(self._rules)
             self._rules.append(f"text_{number}[lazy]: {before} {json.dumps(text, ensure_ascii=False)}")
@@ -210,7 +211,7 @@ class _Writer:
 
 
 def _content(schema: Any) -> Any:
-    """Returns the schema of a content, which is written without spaces, as where it is all of an answer."""
+    """Returns the schema of a content. It is written without spaces, as for an answer that is only content."""
     if not isinstance(schema, dict):
         return {} if schema is True else schema
     return {**schema, "x-guidance": {**_COMPACT}}

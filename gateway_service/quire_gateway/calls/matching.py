@@ -1,4 +1,4 @@
-"""Elements of a format at a place in a text that may not be whole yet. Pure."""
+"""Finds elements of a format at a place in a text that may be incomplete. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from quire_gateway.calls.formats import Elements, Maybe, Slot
 
-SPACE_MAX: Final = 64  # characters between two elements; more are text
+SPACE_MAX: Final = 64  # characters between two elements; longer whitespace is text
 NAME_CHARACTERS_MAX: Final = 128
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _NAME: Final = re.compile(rf"[A-Za-z0-9_.-]{{0,{NAME_CHARACTERS_MAX}}}")
@@ -19,7 +19,7 @@ _DIGITS: Final = re.compile("[0-9]{0,9}", re.ASCII)
 
 
 class Status(enum.Enum):
-    """Whole, begun or absent: the state of elements at a place of a text."""
+    """The state of elements at a place of a text: whole, begun or absent."""
 
     WHOLE = "whole"
     BEGUN = "begun"  # the text ends before them
@@ -30,10 +30,10 @@ class Found(NamedTuple):
     """The result of looking for elements at a place of a text.
 
     Attributes:
-        status: whole, begun or absent.
+        status: whether the elements are whole, begun or absent.
         end: the place behind the elements.
-        function: name of a function in the elements; empty if they have none.
-        number: of the call, as the elements give it; empty if they do not.
+        function: name of the function in the elements; empty if they have none.
+        number: the call's number in the elements; empty if they have none.
     """
 
     status: Status
@@ -43,19 +43,19 @@ class Found(NamedTuple):
 
 
 def after_space(text: str, place: int) -> int:
-    """Returns the next place without whitespace."""
+    """Returns the next place that has no whitespace."""
     found = _SPACE.match(text, place)
     return place if found is None else found.end()
 
 
 def find(elements: Elements, text: str, place: int, functions: Collection[str], *, before: str = "") -> Found:
-    """Looks for elements at a place of a text, with whitespace before each but the first.
+    """Looks for elements at a place of a text. Whitespace may precede each element except the first.
 
     Args:
         elements: the elements to look for.
-        text: as far as it has come.
-        place: in the text.
-        functions: names that the elements may have.
+        text: the text that has arrived so far.
+        place: the place in the text where the elements would begin.
+        functions: names of functions that the elements may have.
         before: a text that must follow the elements; it is not part of them.
     """
     function = number = ""
@@ -96,7 +96,7 @@ def _slot(slot: Slot, text: str, place: int, functions: Collection[str]) -> Foun
         place = opening.end
     pattern = {Slot.QUOTED: _QUOTED, Slot.INDEX: _DIGITS, Slot.WORD: _WORD}.get(slot, _NAME)
     found = pattern.match(text, place)
-    assert found is not None  # of no character, if nothing else
+    assert found is not None  # The patterns also match an empty text.
     value, end = found[0], found.end()
     names = slot in (Slot.NAME, Slot.QUOTED_NAME)
     if end == len(text):

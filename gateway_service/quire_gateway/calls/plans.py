@@ -1,4 +1,4 @@
-"""Plans for one answer, made of the caller's request and the model's notation: its grammar and its reader. Pure."""
+"""Plans for answers: the grammar and the reader for a request and the model's notation. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire_gateway.failures import invalid, unsupported
 
 _THINKS: Final = re.compile(r"<think>\s*\Z")
 _THOUGHT: Final = re.compile(r"</think>\s*\Z")
-TAIL_TOKENS: Final = 16  # of a prompt; enough to see whether reasoning begins or ends at its end
+TAIL_TOKENS: Final = 16  # tokens at the end of a prompt; enough to see whether reasoning begins or ends there
 
 
 class Notation(NamedTuple):
@@ -28,7 +28,7 @@ class Notation(NamedTuple):
     Attributes:
         calls: format of its calls; None if unknown.
         reasoning: format of its reasoning; None if it has none, or if `calls` covers reasoning, too.
-        tokens: ids of the texts of both formats that are single tokens.
+        tokens: ids of those texts of both formats that are single tokens.
     """
 
     calls: Format | None = None
@@ -42,7 +42,7 @@ class Notation(NamedTuple):
 
 
 class _CallsReader(AnswerReader):
-    """Reads an answer that has to be calls: if it is cut before one of them has begun, its end is no content."""
+    """Reads an answer that must be calls. If it is cut before the first call has begun, its text is not content."""
 
     def flush(self) -> Delta:
         return super().flush()._replace(content="")
@@ -52,13 +52,14 @@ class Plan(NamedTuple):
     """The constraints on an answer, and the way to read it.
 
     Attributes:
+        Attributes:
         form: the notation of its calls and reasoning.
         functions: names of the functions that it can call.
-        grammar: constrains the answer; None if it is free, or constrained by other means.
+        grammar: the grammar of the answer; None if the answer is free, or constrained by other means.
         is_reasoning: whether it begins within its reasoning.
-        tells_calls: whether the finish reason of an answer with calls says so.
+        tells_calls: whether the finish reason says that an answer has calls.
         tells_reasoning: whether the caller gets the reasoning.
-        has_content: whether it may have content; calls that have to be made come without.
+        has_content: whether it may have content; an answer that must call has none.
     """
 
     form: Format
@@ -81,11 +82,11 @@ class Plan(NamedTuple):
 
 
 def reasoning_token_count(plan: Plan, spelled: Iterable[bytes]) -> int:
-    """Counts the tokens of an answer that are reasoning, with those that open and close it.
+    """Counts the reasoning tokens of an answer, with the tokens that open and close the reasoning.
 
     Args:
         plan: how the answer is read.
-        spelled: the bytes of each of its tokens.
+        spelled: the bytes of each token of the answer.
     """
     reader, decoder = plan.reader(lambda count: "0" * count), codecs.getincrementaldecoder("utf-8")("replace")
     found = 0
@@ -97,20 +98,20 @@ def reasoning_token_count(plan: Plan, spelled: Iterable[bytes]) -> int:
 
 
 def ends_in_reasoning(prompt_tail: str) -> bool:
-    """Tells whether a prompt ends where reasoning begins."""
+    """Tells whether a prompt ends with a mark that opens reasoning."""
     return _THINKS.search(prompt_tail) is not None
 
 
 def ends_behind_reasoning(prompt_tail: str) -> bool:
-    """Tells whether a prompt ends with closed reasoning, as templates write it where a model shall not think."""
+    """Tells whether a prompt ends with closed reasoning, which templates write for a model that is not to think."""
     return _THOUGHT.search(prompt_tail) is not None
 
 
 def _read(schema: Any) -> Any:
-    """Returns a schema that may have come as a JSON text.
+    """Returns a schema, parsed if the caller gave it as a JSON text.
 
     Raises:
-        ApiError: the text is no JSON.
+        ApiError: the text is not JSON.
     """
     if not isinstance(schema, str):
         return schema
@@ -126,10 +127,10 @@ def plan_of(
     """Returns the plan for an answer; None if all of it is text.
 
     Args:
-        tools: what the model may call.
-        content: the schema of its content; None for free text.
-        notation: of the model.
-        is_reasoning: whether it begins within its reasoning.
+        tools: the tools that the model may call; None for an answer of text.
+        content: the JSON schema of the content; None for free text.
+        notation: the notation of the model.
+        is_reasoning: whether the answer begins within its reasoning.
         has_reasoned: whether the prompt ends with closed reasoning.
 
     Raises:

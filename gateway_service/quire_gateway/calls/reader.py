@@ -1,12 +1,12 @@
-"""An answer in pieces of any size, as content, reasoning, and calls of functions. Pure.
+"""Splits an answer that comes in pieces of any size into content, reasoning and calls of functions. Pure.
 
-    1. text        handed on at once, but for an end that may be the beginning of a run of calls, or of a mark
-    2. arguments   a call begins with its function's name, as soon as its arguments begin, and is not taken back;
-                   they are handed on as they come
-    3. behind      the tail of the call, then another call of the run, or its end
+    1. text        is handed on at once, except an end that may be the beginning of a run of calls or of a mark
+    2. arguments   a call begins with its function's name as soon as its arguments begin, and is not taken back. The
+                   arguments are handed on as they come
+    3. behind      after the arguments: the tail of the call, then another call of the run, or the end of the run
 
-Anything that only looks like a call is text: an incomplete head, a function that the caller does not offer, arguments
-that are not an object. Pieces, put together, do not depend on how the text was cut.
+Text that only looks like a call stays text: an incomplete head, a function that the caller does not offer, or arguments
+that are not an object. The pieces together do not depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire_gateway.calls.deltas import CallDelta, Delta, merged
 from quire_gateway.calls.formats import Elements, Format, Mark, Maybe, Place, Run, Slot
 from quire_gateway.calls.matching import Found, Status, after_space, find
 
-_OUTSIDE: Final = re.compile(r'[{}\[\]"]')  # what parts of a JSON text are told from outside its strings
+_OUTSIDE: Final = re.compile(r'[{}\[\]"]')  # the structural characters of JSON, outside of strings
 _SPACE: Final = " \t\r\n"
 _INSIDE: Final = re.compile(r'["\\]')
 
@@ -56,14 +56,14 @@ class AnswerReader:
     """Reads one answer.
 
     Args:
-        form: of what is no plain text.
-        functions: what the model may call.
-        new_id: returns so many random characters.
+        form: the notation of calls and reasoning.
+        functions: names of the functions that the model may call.
+        new_id: returns the given number of random characters.
         is_reasoning: whether the answer begins within its reasoning.
 
     Attributes:
         call_count: calls that have begun.
-        has_reasoned: whether any of the text so far is reasoning.
+        has_reasoned: whether any of the text so far was reasoning.
     """
 
     def __init__(
@@ -75,14 +75,15 @@ class AnswerReader:
         is_reasoning: bool = False,
     ) -> None:
         self._form, self._functions, self._new_id = form, frozenset(functions), new_id
-        self._text = ""  # that is not handed on
-        self._json: _Json | None = None  # of the arguments that are being read
-        self._run: Run | None = None  # that has begun
-        self._has_tail = False  # of the last call
-        self._space = ""  # that is handed on if text follows it
-        self._drops_space = is_reasoning  # it would be the first of its kind behind a mark or a call
+        self._text = ""  # not handed on yet
+        self._json: _Json | None = None  # set while arguments are being read
+        self._run: Run | None = None  # set while a run is being read
+        self._has_tail = False  # whether the tail of the last call was read
+        self._space = ""  # whitespace that is handed on only if text follows it
+        # whether leading whitespace is dropped: it would be first, or right behind a mark or a call
+        self._drops_space = is_reasoning
         self._has_content = False
-        self._is_behind = is_reasoning  # no text came since the last mark or call
+        self._is_behind = is_reasoning  # whether no text came since the last mark or call
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[CallDelta] = []
@@ -96,7 +97,7 @@ class AnswerReader:
         return self._place is Place.REASONING
 
     def push(self, text: str) -> Delta:
-        """Takes the next piece of the text."""
+        """Takes the next piece of the text, and returns the parts that are certain."""
         if self._is_plain(text):
             self._text = text
             self._say(len(text))
@@ -107,13 +108,13 @@ class AnswerReader:
         return self._taken()
 
     def _is_plain(self, text: str) -> bool:
-        """Tells whether nothing is waiting for more text, and no run or mark can begin in this piece: most are so."""
+        """Tells whether no text is waiting, and no run or mark can begin in this piece. Most pieces are so."""
         if self._text or self._run is not None or self._place is Place.START:
             return False
         return self._first is None or self._first.search(text) is None
 
     def flush(self) -> Delta:
-        """Ends the text: nothing follows that could make a call of what is left."""
+        """Ends the text. A call that is incomplete now stays text."""
         while self._text and self._step(is_last=True):
             pass
         if self._space and not self._is_behind and self._place is not Place.REASONING:
@@ -122,13 +123,13 @@ class AnswerReader:
         return self._taken()
 
     def _taken(self) -> Delta:
-        # One piece of each call: callers put together what has one index in different deltas, not in one.
+        # One piece for each call: callers join pieces with one index across deltas, but not within one.
         delta = Delta("".join(self._content), "".join(self._reasoning), merged(self._calls))
         self._content, self._reasoning, self._calls = [], [], []
         return delta
 
     def _step(self, *, is_last: bool) -> bool:
-        """Takes in some of the text; tells whether that may go on."""
+        """Takes one step through the text. Returns whether another step is possible."""
         if self._json is not None:
             self._read_arguments(self._json)
             return True
@@ -137,7 +138,7 @@ class AnswerReader:
         return self._read_text(is_last=is_last)
 
     def _read_text(self, *, is_last: bool) -> bool:
-        """Hands text on up to the next run or mark, or to what may become one."""
+        """Hands text on up to the next run or mark, or to a text that may become one."""
         place = 0
         if self._place is Place.START:
             start = after_space(self._text, 0)
@@ -161,9 +162,9 @@ class AnswerReader:
         return False
 
     def _take_at(self, place: int, *, is_last: bool) -> bool | None:
-        """Takes a run or a mark at a place in; waits for more if it may become one, which False says.
+        """Takes in a run or a mark at a place.
 
-        Returns None where there is neither.
+        Returns True if one was taken in, False if more text is needed to tell, and None if there is neither.
         """
         has_begun = False
         for run in self._form.runs:
@@ -220,7 +221,7 @@ class AnswerReader:
             self._json = None
 
     def _read_behind(self, run: Run, *, is_last: bool) -> bool:
-        """Takes in the tail of a call, then the next call, or the closing of the run."""
+        """Takes in the tail of a call, then the next call or the closing of the run."""
         start = after_space(self._text, 0)
         if not self._has_tail:
             tail = find(run.tail, self._text, start, self._functions)
@@ -255,9 +256,9 @@ class AnswerReader:
         self.has_reasoned |= place is Place.REASONING
 
     def _say(self, end: int, *, is_end: bool = False) -> None:
-        """Hands the text before a place on, without the whitespace at its end, unless more text of its kind follows it.
+        """Hands on the text before a place. Whitespace at its end is kept until more text of the same kind follows.
 
-        `is_end` says that a run or a mark follows.
+        `is_end` says that a run or a mark follows, so that this whitespace is dropped.
         """
         text, self._text = self._space + self._text[:end], self._text[end:]
         if self._drops_space:
@@ -275,7 +276,7 @@ class AnswerReader:
 
 
 def _first_characters(form: Format, place: Place) -> re.Pattern[str] | None:
-    """Returns what finds the characters with which runs and marks begin; None where nothing can begin."""
+    """Returns a pattern of the characters with which runs and marks begin; None if nothing can begin here."""
     lists = [(*run.opening, *run.head) for run in form.runs if place in run.places and run.places != {Place.START}]
     lists += [mark.elements for mark in form.marks if place in mark.places and mark.places != {Place.START}]
     characters = {character for elements in lists for character in _begins_with(elements)}

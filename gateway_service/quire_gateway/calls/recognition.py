@@ -23,7 +23,7 @@ from quire_gateway.calls.reader import AnswerReader
 
 AUTO: Final = "auto"
 NONE: Final = "none"
-_LATER: Final = {  # errors that may be gone in a second
+_LATER: Final = {  # errors that may pass within seconds
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -43,12 +43,12 @@ _TOOL: Final = {
     },
 }
 _ASKED: Final = {"role": "user", "content": "quire question"}
-# Templates refuse ids of other lengths, or write them down as a part of the call.
+# Templates either refuse ids of other lengths, or write the id as a part of the call.
 _IDS: Final = ("quirecall", f"functions.{_FUNCTION}:0")
 
 
 class Named(NamedTuple):
-    """The formats of a model that options name; `auto` is recognized from its template, `none` means it has none.
+    """Formats that options name for a model: `auto` recognizes a format from the template, `none` means it has none.
 
     Attributes:
         calls: name of the format of its calls.
@@ -92,7 +92,7 @@ async def _calls_of(texts: _Texts) -> str:
         call = {"id": call_id, "type": "function", "function": {"name": _FUNCTION, "arguments": _ARGUMENTS}}
         said = {"role": "assistant", "content": "", "tool_calls": [call]}
         whole = await texts.written([_ASKED, said], tools=[_TOOL], with_generation_prompt=False)
-        behind = whole[_common_count(begun, whole) :]  # what the model would have written
+        behind = whole[_common_count(begun, whole) :]  # the text that the model would have written
         text = b"".join(whole).decode(errors="replace")
         later = text[text.rfind(str(_ASKED["content"])) + len(str(_ASKED["content"])) :] if whole else ""
         for name, form in CALL_FORMATS.items():
@@ -135,13 +135,13 @@ async def _reasoning_of(texts: _Texts) -> str:
 
 
 class _Texts:
-    """Conversations and texts that a worker writes out as tokens."""
+    """Renders conversations and texts through a worker, as tokens."""
 
     def __init__(self, worker: AsyncClient, timeout_s: float) -> None:
         self._worker, self._timeout_s = worker, timeout_s
 
     async def written(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[bytes, ...]:
-        """Returns a conversation, token by token; nothing where the template refuses it.
+        """Returns a conversation token by token; empty if the template refuses it.
 
         Raises:
             QuireError: the worker does not answer.
@@ -149,7 +149,7 @@ class _Texts:
         return (await self._spelled(messages, **options))[1]
 
     async def tokens_of(self, texts: Sequence[str]) -> dict[str, int]:
-        """Returns the ids of those texts that are single tokens.
+        """Returns the ids of the texts that are single tokens.
 
         Raises:
             QuireError: the worker does not answer.
@@ -165,7 +165,7 @@ class _Texts:
     async def _spelled(
         self, prompt: str | Sequence[Mapping[str, Any]], **options: Any
     ) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
-        """Returns the tokens of a text or a conversation, and the bytes of each; nothing if the worker refuses it.
+        """Returns the tokens of a text or a conversation, and the bytes of each. Empty if the worker refuses it.
 
         Raises:
             QuireError: the worker does not answer now.

@@ -1,4 +1,4 @@
-"""Functions that a caller offers, and the choice whether the answer must call them. Pure."""
+"""Functions that a caller offers, and whether the answer must call them. Pure."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperti
 class Choice(enum.Enum):
     """The caller's choice whether the answer calls functions."""
 
-    AUTO = "auto"  # as the model likes
-    REQUIRED = "required"  # at least one function
-    NAMED = "named"  # the only function in `Tools`, once
+    AUTO = "auto"  # The model decides.
+    REQUIRED = "required"  # The answer calls at least one function.
+    NAMED = "named"  # The answer calls the only function in `Tools`, once.
 
 
 class Tools(NamedTuple):
     """The functions that an answer can call.
 
     Attributes:
-        functions: in the caller's order.
-        choice: whether the answer must call one.
+        functions: the functions in the caller's order.
+        choice: whether the answer must call a function.
         is_parallel: whether an answer may have several calls.
     """
 
@@ -45,10 +45,10 @@ class Tools(NamedTuple):
 
 
 def tools_of(body: ChatBody) -> Tools | None:
-    """Returns the functions that an answer can call; None if the answer is text.
+    """Returns the functions that an answer can call; None if the answer must be text.
 
     Raises:
-        ApiError: a tool is no function, or a choice names none of them.
+        ApiError: a tool is not a function, or the choice names a function that is not offered.
     """
     choice = body.tool_choice
     if not body.tools:
@@ -56,7 +56,7 @@ def tools_of(body: ChatBody) -> Tools | None:
         if choice not in neutral:
             raise invalid("tool_choice", "tool_choice is for tools, and there are none")
         return None
-    if choice == "none":  # the template is told of them, whatever they are
+    if choice == "none":  # The chat template still gets the tools, so none of them is checked here.
         return None
     functions: dict[str, Function] = {}
     for number, tool in enumerate(body.tools):
@@ -81,7 +81,7 @@ def _allowed(choice: Mapping[str, Any], functions: Mapping[str, Function], *, is
     """Returns the tools among which OpenAI's `allowed_tools` lets the model choose.
 
     Raises:
-        ApiError: it is malformed, or names a function that is not among the tools.
+        ApiError: the choice is malformed, or names a function that is not among the tools.
     """
     place = "tool_choice.allowed_tools"
     _check_keys(choice, frozenset({"type", "allowed_tools"}), "tool_choice")
@@ -136,10 +136,10 @@ def _function(tool: Mapping[str, Any], place: str) -> Function:
 
 
 def _schema(given: Any, place: str) -> Mapping[str, Any]:
-    """Returns the schema of arguments; it must describe an object.
+    """Returns the JSON schema of a function's arguments.
 
     Raises:
-        ApiError: it does not.
+        ApiError: the schema does not describe an object.
     """
     if given is None:
         return _NO_PARAMETERS

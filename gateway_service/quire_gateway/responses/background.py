@@ -1,4 +1,4 @@
-"""Responses that are computed while nobody waits for them."""
+"""Responses that are computed in the background, while their callers do not wait."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final
 from quire_gateway.failures import RATE, ApiError
 from quire_gateway.shares import Shares
 
-COUNT_MAX: Final = 256  # at a time
+COUNT_MAX: Final = 256  # running at a time
 
 
 class Background:
-    """Runs them. They end with the process, as the store does that their callers look into.
+    """Runs background responses. Like the store that keeps their results, they end with the process.
 
     Args:
-        are_several: whether there are several namespaces. One then has as many as are left for another one.
+        are_several: whether there are several namespaces. One may then use only as many places as stay free for others.
     """
 
     def __init__(self, *, are_several: bool) -> None:
@@ -24,10 +24,10 @@ class Background:
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def start(self, namespace: str, identity: str, work: Coroutine[None, None, None]) -> None:
-        """Begins one.
+        """Starts a response.
 
         Raises:
-            ApiError: there are too many.
+            ApiError: too many responses are running.
         """
         if not self._places.take(namespace, 1):
             work.close()
@@ -37,7 +37,7 @@ class Background:
         task.add_done_callback(lambda _: self._ended(namespace, identity))
 
     async def cancel(self, namespace: str, identity: str) -> bool:
-        """Ends one; returns whether it was running."""
+        """Cancels a response. Returns whether it was running."""
         task = self._running.get((namespace, identity))
         if task is None:
             return False

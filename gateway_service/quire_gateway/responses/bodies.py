@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/responses and below, field by field. An unknown field is refused by its name."""
+"""The bodies of POST /v1/responses and of paths below it. An unknown field is refused by its name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire_gateway.bodies import CHOICE_TEXTS_MAX, MESSAGES_MAX, TOOLS_MAX, Body, Count, Flag, Logprobs
 
-ID_CHARACTERS_MAX = 128  # of a response
+ID_CHARACTERS_MAX = 128  # characters of a response's id
 LOGPROBS = "message.output_text.logprobs"
-# Parts of an answer that are told only if they are asked for. All but `LOGPROBS` are of tools and reasoning that this
-# server does not have, so that there is nothing to tell.
+# Parts of an answer that are returned only on request. Requesting the parts other than `LOGPROBS` has no effect: they
+# belong to tools and kinds of reasoning that this server does not have.
 Includable: TypeAlias = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -25,12 +25,12 @@ Includable: TypeAlias = Literal[
 
 
 class Reasoning(BaseModel):
-    """How much the model thinks, and which summary of it is answered."""
+    """How much the model thinks, and which summary of its reasoning is returned."""
 
     model_config = ConfigDict(extra="forbid")
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None  # reasoning itself is told, and no summary made
+    summary: Literal["auto"] | None = None  # accepted; the reasoning itself is returned, without a summary
     generate_summary: Literal["auto"] | None = None
 
 
@@ -44,7 +44,7 @@ class TextOptions(BaseModel):
 
 
 class InputTokensBody(BaseModel):
-    """Body of POST /v1/responses/input_tokens: the parameters of a response that its prompt is made of."""
+    """Body of POST /v1/responses/input_tokens: the parameters that determine the prompt of a response."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -70,12 +70,12 @@ class ResponseBody(Body, InputTokensBody):
     include_reasoning: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: Annotated[list[Includable], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
-    max_tool_calls: Count | None = None  # taken and not used: it is of OpenAI's own tools
-    prompt_cache_key: str | None = None  # likewise: every prefix is found by what it is
-    prompt_cache_options: dict[str, Any] | None = None  # likewise
-    prompt_cache_retention: str | None = None  # likewise
-    safety_identifier: str | None = None  # likewise: a key says who calls
+    max_tool_calls: Count | None = None  # accepted, not used: it limits OpenAI's own tools
+    prompt_cache_key: str | None = None  # accepted, not used: prefixes are found by their tokens
+    prompt_cache_options: dict[str, Any] | None = None  # accepted, not used
+    prompt_cache_retention: str | None = None  # accepted, not used
+    safety_identifier: str | None = None  # accepted, not used: the key identifies the caller
     top_logprobs: Logprobs | None = None
     context_management: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     prompt: dict[str, Any] | None = None
-    enable_response_messages: Flag | None = None  # vLLM's; only false is accepted
+    enable_response_messages: Flag | None = None  # vLLM's parameter; only false is accepted

@@ -28,7 +28,7 @@ from quire_gateway.serving import Served
 from quire_gateway.work import Work, json_response
 
 log = structlog.get_logger()
-LIMIT_DEFAULT, LIMIT_MAX = 20, 100  # items of a page, as OpenAI has it
+LIMIT_DEFAULT, LIMIT_MAX = 20, 100  # items on a page, as in OpenAI's API
 _DEFECT: Final = "the gateway has a defect; its log has a line about it"
 
 
@@ -73,10 +73,10 @@ class _Responses:
         self._background = Background(are_several=store.are_several)
 
     def find(self, request: Request, identity: str, param: str | None = None) -> Kept:
-        """Returns a response.
+        """Returns a response of the caller's namespace.
 
         Raises:
-            ApiError: there is none that its caller may know of.
+            ApiError: the namespace has no such response.
         """
         kept = self._store.find(request.state.namespace, identity)
         if kept is None:
@@ -84,10 +84,10 @@ class _Responses:
         return kept
 
     async def _prepared(self, request: Request, kind: type[InputTokensBody]) -> tuple[Asked, Call, Said | None]:
-        """Returns what is asked for, that with its tokens, and the conversation that it continues.
+        """Returns the parsed request, the call with its tokens, and the conversation that it continues.
 
         Raises:
-            ApiError: it is refused.
+            ApiError: the request is refused.
         """
         state, work = request.state, self._work
         earlier: Kept | None = None
@@ -122,19 +122,19 @@ class _Responses:
         return asked, call, said
 
     async def count(self, request: Request) -> Response:
-        """Tells how many tokens the prompt of a response would have.
+        """Returns how many tokens the prompt of a response would have.
 
         Raises:
-            ApiError: such a response is refused.
+            ApiError: such a response would be refused.
         """
         _, call, _ = await self._prepared(request, InputTokensBody)
         return json_response({"object": "response.input_tokens", "input_tokens": len(call.tokens[0])})
 
     async def create(self, request: Request) -> Response:
-        """Answers a POST of a response.
+        """Answers a POST of a response: as a whole, as a stream, or in the background.
 
         Raises:
-            ApiError: it is refused.
+            ApiError: the request is refused.
         """
         state, work = request.state, self._work
         asked, call, said = await self._prepared(request, ResponseBody)
@@ -169,24 +169,24 @@ class _Responses:
             await served.unattended()
         except ApiError as error:
             self._store.put(namespace, failed(asked.head, error), asked.items)
-        except Exception as error:  # its text may contain data of the caller
+        except Exception as error:  # The text of the error may contain data of the caller.
             log.error("response failed", response_id=asked.head["id"], error=type(error).__name__)
             self._store.put(
                 namespace, failed(asked.head, ApiError(500, _DEFECT, kind=SERVER, code="internal_error")), asked.items
             )
 
     def _count_continued(self, call: Call, said_count: int, ended: Ended) -> None:
-        """Counts a response that continues another one of so many tokens."""
+        """Counts a response that continues another one of `said_count` tokens."""
         computed = ended.taken.prompt_token_count - ended.taken.cached_token_count
         own = ended.prompt_token_count - said_count
         block = self._work.fleet.block_size(call.model)
         self._work.telemetry.continued[TAIL if computed <= own + block else MORE] += 1
 
     async def delete(self, request: Request, identity: str) -> Response:
-        """Forgets a response, and ends it where it is under way.
+        """Deletes a response, and cancels it if it is running.
 
         Raises:
-            ApiError: there is none.
+            ApiError: there is no such response.
         """
         self.find(request, identity)
         await self._background.cancel(request.state.namespace, identity)
@@ -194,10 +194,10 @@ class _Responses:
         return json_response({"id": identity, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request, identity: str) -> Response:
-        """Ends a response that is computed in the background; one that has ended stays as it is.
+        """Cancels a response that is computed in the background. A response that has ended stays as it is.
 
         Raises:
-            ApiError: there is none, or its caller has waited for it.
+            ApiError: there is no such response, or it was not computed in the background.
         """
         kept = self.find(request, identity)
         if not orjson.loads(kept.response)["background"]:
@@ -221,10 +221,10 @@ def _not_found(identity: str, param: str | None) -> ApiError:
 
 
 def _page(items: tuple[bytes, ...], limit: str, order: str, after: str) -> Response:
-    """Returns a page of items.
+    """Returns a page of a response's items.
 
     Raises:
-        ApiError: the page cannot be.
+        ApiError: a parameter of the page is invalid.
     """
     count = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 4 else 0
     if limit and not 1 <= count <= LIMIT_MAX:

@@ -1,4 +1,4 @@
-"""The shape of a response: as a whole, and as the events of a stream."""
+"""The form of responses: whole responses, and the events of streams."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TEXT_EVENTS: Final = {"message": "response.output_text", "reasoning": "response
 
 
 class Ended(NamedTuple):
-    """A response that has ended well, or for its length.
+    """A response that is complete, or was cut at its limit of tokens.
 
     Attributes:
-        response: as its caller gets it.
-        tokens: of its prompt and its answer.
-        prompt_token_count: how many of them are the prompt's.
-        taken: usage.
+        response: the response as its caller gets it.
+        tokens: the tokens of its prompt and its answer.
+        prompt_token_count: the number of tokens that belong to the prompt.
+        taken: its usage.
     """
 
     response: dict[str, Any]
@@ -45,7 +45,7 @@ class _Item:
         self.call = call
 
     def as_json(self, status: str, *, has_content: bool = True) -> dict[str, Any]:
-        """Returns the item as far as it is written."""
+        """Returns the item as JSON, with the text so far."""
         head: dict[str, Any] = {"id": self.identity, "type": self.kind, "status": status}
         if self.call is not None:
             return {**head, "call_id": self.call.call_id, "name": self.call.function, "arguments": self.text}
@@ -55,18 +55,18 @@ class _Item:
         return {**head, "role": "assistant", "content": content}
 
     def part(self) -> dict[str, Any]:
-        """Returns its only part."""
+        """Returns the only part of the item."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
 
 class ResponseForm(Form):
-    """Has the shape of /v1/responses. One is made for each response.
+    """The form of /v1/responses. Each response has its own object.
 
     Args:
-        head: the response as it begins.
-        on_end: called with a response that has ended, before its caller gets it; it may change `response`.
+        head: the first state of the response.
+        on_end: called with a response that has ended, before its caller gets it. It may change `response`.
     """
 
     def __init__(self, head: dict[str, Any], on_end: Callable[[Ended], None]) -> None:
@@ -77,8 +77,8 @@ class ResponseForm(Form):
         self._reason: str | None = None
         self._prompt: Sequence[int] = ()
         self._tokens: list[int] = []
-        self._logprobs: list[Any] = []  # of tokens that no message has yet
-        self._is_whole = False  # nobody reads its events
+        self._logprobs: list[Any] = []  # logprobs of tokens that no message has yet
+        self._is_whole = False  # whether the response is sent as a whole, without events
 
     def logprobs(
         self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
@@ -135,7 +135,7 @@ class ResponseForm(Form):
         return data + self._event(f"{_TEXT_EVENTS[kind]}.delta", **where, delta=text, **more)
 
     def _take_logprobs(self, message: _Item) -> list[Any]:
-        """Gives a message what came since its last piece, and returns that."""
+        """Adds the logprobs since the last piece to a message, and returns them."""
         taken, self._logprobs = self._logprobs, []
         message.logprobs += taken
         return taken
@@ -159,12 +159,12 @@ class ResponseForm(Form):
         return data
 
     def _end(self) -> bytes:
-        """Ends the output: an answer of nothing is an empty text."""
+        """Ends the output. An answer without any item gets an empty text."""
         data = b"" if self._output or self._item else self._open(_Item("message", 0, None))
         return data + self._close("incomplete" if self._reason == _LENGTH else "completed")
 
     def _close(self, status: str = "completed") -> bytes:
-        """Ends the item that is being written."""
+        """Ends the current item."""
         item = self._item
         if item is None:
             return b""
@@ -210,7 +210,7 @@ class ResponseForm(Form):
 
 
 def usage_of(taken: Taken) -> dict[str, Any]:
-    """Returns `usage` as responses have it."""
+    """Returns `usage` in the form of responses."""
     return {
         "input_tokens": taken.prompt_token_count,
         "input_tokens_details": {"cached_tokens": taken.cached_token_count, "cache_write_tokens": 0},

@@ -1,4 +1,4 @@
-"""Items of a conversation: as callers give them, as they are kept, and as the messages of a chat."""
+"""Items of a conversation: as callers send them, as the store keeps them, and as messages of a chat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire_gateway.failures import ApiError, invalid, missing, unsupported
 
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-# Keys of each type of item. Others say what no template is told, as `phase` and `namespace`.
+# Known keys of each type of item. Other keys, such as `phase` and `namespace`, would not reach any template.
 _KEYS: Final[Mapping[str, frozenset[str]]] = {
     "message": frozenset({"role", "content"}),
     "function_call": frozenset({"call_id", "name", "arguments"}),
@@ -25,7 +25,7 @@ ID_CHARACTERS_MAX: Final = 128
 
 
 def new_id(kind: str) -> str:
-    """Returns an id for an item of this type."""
+    """Returns a new id for an item of this type."""
     return f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
 
 
@@ -35,11 +35,11 @@ def items_of(
     """Returns an input as items with ids.
 
     Args:
-        given: by the caller.
-        find: returns JSON of an earlier item by its id, or None if there is none.
+        given: the input that the caller sent.
+        find: returns the JSON of an earlier item by its id; None if there is no such item.
 
     Raises:
-        ApiError: one of them is nothing that a chat can have, or refers to no item, or to one that is there already.
+        ApiError: an item cannot be part of a chat, refers to an unknown item, or repeats a reference.
     """
     if isinstance(given, str):
         return [_message({"role": "user", "content": given}, "input")]
@@ -51,7 +51,7 @@ def items_of(
             items.append(_item(item, where))
             continue
         identity = _reference(item, where)
-        if identity in referred:  # else a short body could become an endless conversation
+        if identity in referred:  # Otherwise a short body could become an endless conversation.
             raise invalid(f"{where}.id", f"{where}.id is {identity!r}, to which an earlier item refers")
         referred.add(identity)
         found = find(identity)
@@ -63,10 +63,10 @@ def items_of(
 
 
 def _reference(given: Mapping[str, Any], where: str) -> str:
-    """Returns the id to which a reference refers.
+    """Returns the id to which a reference item refers.
 
     Raises:
-        ApiError: there is none, or another key.
+        ApiError: the item has no id, or another key.
     """
     _check_keys(given, frozenset({"type", "id"}), where)
     identity = _text_at(given, "id", where)
@@ -119,10 +119,10 @@ def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _head(given: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Returns id and type of an item. Ids are the caller's if there are any; nothing is found by them.
+    """Returns id and type of an item. The caller's id is kept if there is one; nothing is found by it.
 
     Raises:
-        ApiError: the id is no text, or the item has a key that is unknown.
+        ApiError: the id is not a text, or the item has an unknown key.
     """
     _check_keys(given, _KEYS[kind] | {"type", "id", "status"}, where)
     identity = given.get("id")
@@ -147,10 +147,10 @@ def _text_at(given: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _joined(parts: Any, where: str, kinds: Mapping[str, str] = _TEXTS) -> str:
-    """Returns parts as one text.
+    """Returns the texts of parts as one text.
 
     Raises:
-        ApiError: they are no list of parts, or one of them is no text.
+        ApiError: this is not a list of parts, or a part is not a text.
     """
     if parts is None:
         raise missing(where)
@@ -166,7 +166,7 @@ def _joined(parts: Any, where: str, kinds: Mapping[str, str] = _TEXTS) -> str:
 
 
 def messages_of(items: Iterable[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Returns items as the messages of a chat: what a model says in a row (reasoning, text, calls) is one message."""
+    """Returns items as messages of a chat. Successive reasoning, text and calls of a model become one message."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -191,8 +191,10 @@ def messages_of(items: Iterable[Mapping[str, Any]], instructions: str | None) ->
 
 
 def _said(messages: list[dict[str, Any]], *without: str) -> dict[str, Any]:
-    """Returns the message of the assistant that is being written: a new one where the last one is another's, or has one
-    of these fields already."""
+    """Returns the assistant's message that is being written.
+
+    Starts a new one if the last message is not the assistant's, or already has a field of `without`.
+    """
     if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in without):
         messages.append({"role": "assistant"})
     return messages[-1]

@@ -1,4 +1,4 @@
-"""From the body of a response to the chat that is asked: pure, and the place where a parameter is refused by name."""
+"""Turns the body of a response into a chat. Pure. Wrong parameters are refused here, by their names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from quire_gateway.reading import of_validation
 from quire_gateway.responses.bodies import LOGPROBS, ResponseBody
 from quire_gateway.responses.items import items_of, messages_of
 
-# What no part of a response is, and values of it that change nothing.
-STREAM_TELLINGS: Final = 4  # of logprobs: the ends of a text, of its part and of its item have them, and the whole
+# Logprobs are kept for four events of a stream: the ends of a text, of its part, of its item, and of the response.
+STREAM_TELLINGS: Final = 4
+# Parameters that responses do not have, each with its neutral values.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "n": (1,),
     "response_format": (),
@@ -27,10 +28,10 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "context_management": ([],),
     "prompt": (),
     "enable_response_messages": (False,),
-    "use_beam_search": (False,),  # as many as choices, of which a response has one
+    "use_beam_search": (False,),  # A response has one choice, so beam search would have one beam.
 }
 _SAME_NAME: Final = ("parallel_tool_calls", "include_reasoning", "chat_template_kwargs", "service_tier")
-# Names of a chat's parameters, by which its reader refuses them, and what they are called here.
+# The chat parameters that an error may name, each with the name that it has here.
 _NAMES: Final = (
     (re.compile(r"^messages"), "input"),
     (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
@@ -44,14 +45,14 @@ _FORMAT_KEYS: Final = frozenset({"type", "name", "description", "schema", "stric
 
 
 class Asked(NamedTuple):
-    """One response that is asked for.
+    """A request for one response.
 
     Attributes:
-        ask: the chat.
-        items: JSON of each item of the conversation so far.
-        head: the response before anything of it is known, but for its id, time and model.
-        is_stored: whether it is kept.
-        is_background: whether its caller waits for it.
+        ask: the response as a chat.
+        items: the JSON of each item of the conversation so far.
+        head: the first state of the response, still without its id, time and model.
+        is_stored: whether the response is kept.
+        is_background: whether the response is computed while its caller does not wait.
     """
 
     ask: Ask
@@ -67,12 +68,12 @@ def of_response(
     """Reads the body of a response.
 
     Args:
-        body: of the request.
-        earlier: JSON of the items of the response that it continues.
-        find: returns JSON of an earlier item by its id, or None if there is none.
+        body: the body of the request.
+        earlier: the JSON of each item of the response that is continued.
+        find: returns the JSON of an earlier item by its id; None if there is no such item.
 
     Raises:
-        ApiError: it asks for what is not served, which the error names.
+        ApiError: a parameter is not supported; the error names it.
     """
     _check(body)
     new = items_of(body.input, find)
@@ -84,7 +85,7 @@ def of_response(
     fields["logprobs"] = LOGPROBS in (body.include or ())
     fields["top_logprobs"] = body.top_logprobs
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
-        fields["truncate_prompt_tokens"] = -1  # the latest that fits
+        fields["truncate_prompt_tokens"] = -1  # Only the end that fits is kept.
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
     fields["verbosity"] = body.text and body.text.verbosity
     fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None
@@ -97,7 +98,7 @@ def of_response(
     except ApiError as error:
         raise renamed(error) from None
     names = {name: _renamed(theirs) for name, theirs in ask.names.items()}
-    # A stream's last event has what it took, and what is kept are the tokens themselves.
+    # The last event of a stream needs the usage, and the store needs the tokens.
     tellings = STREAM_TELLINGS if ask.is_streamed else 1
     ask = ask._replace(names=names, with_usage=True, with_token_ids=True, logprob_tellings=tellings)
     is_stored = body.store is not False
@@ -127,10 +128,10 @@ def _check(body: ResponseBody) -> None:
 
 
 def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns a tool as a chat has it.
+    """Returns a tool in the form of a chat.
 
     Raises:
-        ApiError: it is no function.
+        ApiError: the tool is not a function.
     """
     kind = given.get("type")
     if kind != "function":
@@ -153,10 +154,10 @@ def _choice(given: str | dict[str, Any] | None) -> Any:
 
 
 def _format(body: ResponseBody) -> Any:
-    """Returns the format of the text as a chat has it.
+    """Returns the format of the text in the form of a chat.
 
     Raises:
-        ApiError: it has a key that is unknown.
+        ApiError: the format has an unknown key.
     """
     given = body.text.format if body.text is not None else None
     if given is None or given.get("type") != "json_schema":
@@ -174,7 +175,7 @@ def _renamed(name: str) -> str:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Returns an error of a chat with the names that its parameters have here."""
+    """Replaces the names of chat parameters in an error by the names that responses have."""
     told = error.body["error"]
     theirs = told["param"]
     if theirs is not None and _renamed(theirs) != theirs:
@@ -184,7 +185,7 @@ def renamed(error: ApiError) -> ApiError:
 
 
 def _head(body: ResponseBody, ask: Ask, *, is_stored: bool) -> dict[str, Any]:
-    """Returns a response as it begins: what was asked, with its defaults."""
+    """Returns the first state of a response: its request with defaults."""
     tools = [
         {"description": None, "parameters": None, "strict": None, **tool, "type": "function"}
         for tool in body.tools or ()

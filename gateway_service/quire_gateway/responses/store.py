@@ -1,12 +1,12 @@
-"""Responses that are kept: in memory, for a time, each for the namespace of its caller.
+"""Responses that are kept for some time, in memory, each for the namespace of its caller.
 
 Lifecycle of a response:
 
-    1. begun     only in the background: it has no output, and is replaced when it has ended
-    2. kept      it is found by its id, and can be continued
-    3. gone      deleted, its time is over, or its room was needed for a later one of its namespace
+    1. begun   only in the background: the response has no output yet, and is replaced when it has ended
+    2. kept    the response is found by its id, and can be continued
+    3. gone    it was deleted, its time is over, or its memory was needed for a later response of its namespace
 
-Times are equal, so the oldest one is always the next whose time is over.
+All lifetimes are equal, so the oldest response is always the next to expire.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from quire_gateway.metrics import Telemetry
 from quire_gateway.shares import Shares
 
 COUNT_MAX: Final = 65_536
-BYTES_EACH: Final = 2_048  # that a response takes beside its texts and tokens
-BYTES_OF_ITEM: Final = 64  # the same of one of its items
-BYTES_OF_OUTPUT: Final = 512  # the same of one of its output's, which is found by its id
+BYTES_EACH: Final = 2_048  # bytes of a response besides its texts and tokens
+BYTES_OF_ITEM: Final = 64  # further bytes of an item
+BYTES_OF_OUTPUT: Final = 512  # further bytes of an output item, which can be found by its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Kept:
     """A response that is kept.
 
     Attributes:
-        head: its JSON without its output.
-        output: JSON of each item of its output.
-        items: JSON of each item that it was generated from; responses of one conversation share them.
-        said: what another one continues, 32 bits for each token; None until it has ended.
-        expires_s: by the clock of the store.
+        head: the JSON of the response without its output.
+        output: the JSON of each output item.
+        items: the JSON of each input item; responses of one conversation share them.
+        said: the tokens that another response continues, with 32 bits each; None until the response has ended.
+        expires_s: when it expires, by the clock of the store.
     """
 
     head: bytes
@@ -50,7 +50,7 @@ class Kept:
 
     @property
     def size_bytes(self) -> int:
-        """Returns what it takes; shared items count for each."""
+        """Returns the bytes that the response takes. Shared items count fully."""
         items = sum(map(len, self.items)) + BYTES_OF_ITEM * len(self.items)
         tokens = 0 if self.said is None else 4 * (len(self.said.tokens) + len(self.said.as_split))
         output = sum(map(len, self.output)) + BYTES_OF_OUTPUT * len(self.output)
@@ -58,26 +58,26 @@ class Kept:
 
     @property
     def response(self) -> bytes:
-        """Returns JSON of the whole, as its caller gets it."""
+        """Returns the JSON of the whole response, as its caller gets it."""
         return orjson.dumps({**orjson.loads(self.head), "output": [*map(orjson.Fragment, self.output)]})
 
     def conversation(self) -> tuple[bytes, ...]:
-        """Returns JSON of its items and of its output."""
+        """Returns the JSON of its input and output items."""
         return (*self.items, *self.output)
 
 
 class Store:
-    """Responses by namespace and id.
+    """The kept responses, by namespace and id.
 
     Attributes:
-        are_several: as given.
+        are_several: whether there are several namespaces.
 
     Args:
-        telemetry: counts them.
+        telemetry: counts the responses and their bytes.
         bytes_max: limit for all responses together; 0 keeps none.
-        lifetime_s: of each.
-        are_several: whether there are several namespaces. One then has as much as is left for another one.
-        clock: seconds.
+        lifetime_s: how long each response is kept.
+        are_several: whether there are several namespaces. One may then use only as many bytes as stay free for others.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -95,23 +95,26 @@ class Store:
         self._places = Shares(COUNT_MAX, is_for_several=are_several)
         self._oldest_first: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._of: defaultdict[str, OrderedDict[str, Kept]] = defaultdict(OrderedDict)
-        self._items: dict[tuple[str, str], tuple[str, int]] = {}  # responses and places of output, by namespace and id
+        # response id and place in its output, by namespace and item id
+        self._items: dict[tuple[str, str], tuple[str, int]] = {}
 
     def find(self, namespace: str, identity: str) -> Kept | None:
-        """Returns a response; None if there is none, or it is another namespace's."""
-        own = self._of.get(namespace)  # not [namespace], which would put one there
+        """Returns a response of a namespace; None if it has no such response."""
+        own = self._of.get(namespace)  # `self._of[namespace]` would add an entry
         kept = None if own is None else own.get(identity)
         return None if kept is None or kept.expires_s <= self._clock() else kept
 
     def find_item(self, namespace: str, identity: str) -> bytes | None:
-        """Returns JSON of an item of a kept response's output; None if there is none."""
+        """Returns the JSON of an output item of a kept response; None if there is no such item."""
         response, place = self._items.get((namespace, identity), ("", 0))
         kept = self.find(namespace, response)
         return None if kept is None else kept.output[place]
 
     def put(self, namespace: str, response: dict[str, Any], items: tuple[bytes, ...], said: Said | None = None) -> bool:
-        """Keeps a response in place of the one with its id, if there is room, and returns whether it is kept. The
-        oldest ones of its namespace make room."""
+        """Keeps a response, which replaces an earlier one with its id. Returns whether it is kept.
+
+        If memory is short, the oldest responses of its namespace are removed.
+        """
         self.remove(namespace, response["id"])
         now_s = self._clock()
         while self._oldest_first:
@@ -136,7 +139,7 @@ class Store:
         return True
 
     def remove(self, namespace: str, identity: str) -> bool:
-        """Forgets a response; returns whether there was one."""
+        """Removes a response. Returns whether there was one that had not expired."""
         kept = self._of[namespace].pop(identity) if identity in self._of.get(namespace, ()) else None
         if kept is None:
             return False
@@ -160,10 +163,10 @@ class Store:
         return False
 
     def check_invariants(self) -> None:
-        """Compares the counts with what is there.
+        """Checks that the counts match the responses.
 
         Raises:
-            AssertionError: they differ.
+            AssertionError: they do not match.
         """
         found = {(namespace, identity): kept for namespace, own in self._of.items() for identity, kept in own.items()}
         assert found.keys() == self._oldest_first.keys()

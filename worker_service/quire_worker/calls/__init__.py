@@ -1,1 +1,1 @@
-"""RPC handlers of WorkerService: they check a call before the engine gets it, and build its answer."""
+"""RPC handlers of WorkerService: they check a call, hand it to the engine, and build its answer."""

@@ -46,7 +46,7 @@ class AdapterCalls(pb_grpc.WorkerServiceServicer):
         return pb.UnloadAdapterResponse()
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        """Answers with the loaded adapters, and the limits for them."""
+        """Returns the loaded adapters, and their limits."""
         permissions: Permissions = self._authorize(context)
         try:
             self._check(permissions.may_observe(self._pool))

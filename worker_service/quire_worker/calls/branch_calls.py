@@ -1,4 +1,4 @@
-"""The calls of WorkerService that concern branches: each is checked, and handed to `branches`."""
+"""The calls of WorkerService on branches: checks each call, and hands it to `branches`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from quire_worker.calls.checks import Checks, check_namespace, require
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 
-IDS_MAX = 4_096  # of one call
+IDS_MAX = 4_096  # ids in one call
 _DEFAULTS = SamplingParams()
 
 
 class BranchCalls:
-    """Answers calls on the branches of one engine. All raise QuireError where a call is refused or fails."""
+    """Answers calls on the branches of one engine. All methods raise QuireError if a call is refused or fails."""
 
     def __init__(self, branches: Branches, checks: Checks) -> None:
         self._branches = branches
         self._checks = checks
 
     async def prefill(self, message: pb.PrefillRequest, permissions: Permissions) -> pb.PrefillResponse:
-        """Computes a prompt and holds it."""
+        """Computes a prompt, and keeps it as a branch."""
         request_id = self._checks.begin(message.request_id)
         check_namespace(message.namespace, permissions)
         ttl_ms = message.ttl_ms if message.HasField("ttl_ms") else TTL_MS_DEFAULT
@@ -52,7 +52,7 @@ class BranchCalls:
         )
 
     async def fork(self, message: pb.ForkBranchRequest, permissions: Permissions) -> pb.ForkBranchResponse:
-        """Makes branches of the same tokens."""
+        """Makes further branches with the same tokens."""
         request_id = self._checks.begin(message.request_id)
         if not 1 <= message.count <= FORK_COUNT_MAX:
             raise QuireError.of(
@@ -63,14 +63,14 @@ class BranchCalls:
         return pb.ForkBranchResponse(branch_ids=[child.id for child in children])
 
     async def extend(self, message: pb.ExtendBranchRequest, permissions: Permissions) -> pb.ExtendBranchResponse:
-        """Puts tokens behind those of a branch."""
+        """Appends tokens to a branch."""
         request_id = self._checks.begin(message.request_id)
         branch = self._branches.find(message.branch_id, permissions)
         tokens = await self._checks.continuation(message, request_id)
         return pb.ExtendBranchResponse(token_count=await self._branches.extend(branch, tokens, request_id))
 
     async def score(self, message: pb.ScoreBranchRequest, permissions: Permissions) -> pb.ScoreBranchResponse:
-        """Says how likely candidates are."""
+        """Returns how likely candidates are after a branch."""
         request_id = self._checks.begin(message.request_id)
         count = len(message.candidates)
         if not 1 <= count <= CANDIDATE_COUNT_MAX:
@@ -96,13 +96,13 @@ class BranchCalls:
         )
 
     async def renew(self, message: pb.RenewBranchesRequest, permissions: Permissions) -> pb.RenewBranchesResponse:
-        """Begins the time of branches anew."""
+        """Renews the lifetime of branches."""
         count = len(message.branch_ids)
         require(count <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}, not {count}")
         return pb.RenewBranchesResponse(unknown_branch_ids=self._branches.renew(message.branch_ids, permissions))
 
     async def release(self, message: pb.ReleaseBranchesRequest, permissions: Permissions) -> pb.ReleaseBranchesResponse:
-        """Ends branches that the caller may use."""
+        """Releases branches that the caller may use."""
         count = len(message.branch_ids)
         require(count <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}, not {count}")
         await self._branches.release(message.branch_ids, permissions)
@@ -118,7 +118,7 @@ class BranchCalls:
         *,
         time_left_s: float | None,
     ) -> AsyncIterator[Request]:
-        """Continues a branch, whose request is there to be read inside."""
+        """Continues a branch. Yields the request, whose answer can be read inside the block."""
         require(not message.namespace, "namespace is the branch's own: leave it out")
         require(not message.adapter, "a branch is of the model as it is: leave adapter out")
         for name in ("n", "best_of", "num_beams"):

@@ -1,22 +1,21 @@
-"""Branches: sequences that the worker holds for its callers between their calls.
+"""Branches: sequences that the worker keeps for its callers between their calls.
 
 Lifecycle of a branch:
 
-    1. named      it has an id and tokens; `sample` computes them, all but the last one
-    2. held       its sample rests: it has a sequence at the allocator, whose blocks nobody else gets
-    3. dropped    it has its tokens alone: its blocks were needed for somebody who computes, or what was asked of it
-                  failed, or the allocator's state is gone. The next call that needs them computes them again, as far
-                  as they are not in the cache any more
-    4. ended      released, or not named for the length of its time. Its id is unknown from then on
+    1. named     the branch has an id and tokens; `sample` computes all tokens but the last one
+    2. held      its sample rests: it has a sequence at the allocator, which holds its blocks
+    3. dropped   only its tokens are left: running samples needed its blocks, a call failed, or the allocator lost its
+                 state. The next call that needs the blocks computes them again, as far as they are not cached
+    4. ended     it was released, or no call named it for its lifetime. Its id is unknown from then on
 
 Tokens of a branch in state 2:
 
-    [0, length - 1)         in pages that the branch holds, or shares with those it was forked from and with its forks
-    [length - 1, length)    the last token, computed with whatever follows it, because logits come after it
+    [0, length - 1)        in pages that the branch holds, or shares with its parent and with its forks
+    [length - 1, length)   the last token. It is computed with the tokens after it, because logits follow from it
 
-A call has the branch to itself; others wait for it. What a call adds becomes the branch's when it has ended well, and
-one that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches keep nobody from being computed
-(`scheduling/resting.py`). All of this is for the event loop of the engine.
+One call at a time uses a branch; others wait. The tokens of a call become the branch's when the call succeeds. A call
+that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches do not keep requests from being
+computed (`scheduling/resting.py`). All of this runs on the event loop of the engine.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.slots import BranchTask, Scored
 
-BRANCH_COUNT_MAX = 1_024  # of one namespace; of all, twice as many
+BRANCH_COUNT_MAX = 1_024  # of one namespace; all namespaces together may have twice as many
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
 FORK_COUNT_MAX = 64
 CANDIDATE_COUNT_MAX = 256
-CANDIDATE_TOKENS_MAX = 65_536  # of all candidates together
-BUSY_RETRY_S = 0.05  # after which a branch is looked at again that is used when its time ends
-COMPUTE_ALONE = SamplingParams(max_tokens=1)  # of requests after which no token is drawn
+CANDIDATE_TOKENS_MAX = 65_536  # sum over all candidates
+BUSY_RETRY_S = 0.05  # seconds until the next look at a branch that is in use when its time ends
+COMPUTE_ALONE = SamplingParams(max_tokens=1)  # for requests that only compute their tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -54,10 +53,10 @@ class Branch:
     """One branch; see the module's docstring.
 
     Attributes:
-        sample: what held its blocks last, or holds them.
-        expires_s: when it ends, unless it is named before, by the clock of `Branches`.
-        lock: of the call that uses it.
-        answered: id and answer of the last call that changed something, for its repetition.
+        sample: the sample that holds its blocks, or held them last.
+        expires_s: when it ends unless a call names it, by the clock of `Branches`.
+        lock: held by the call that uses the branch.
+        answered: id and answer of the last call that changed the branch, so that a repeated call gets the same answer.
     """
 
     id: bytes
@@ -81,10 +80,10 @@ class Branches:
     """The branches of one engine.
 
     Args:
-        engine: computes them.
-        count_max: branches that one namespace may have at a time, where no other has any; there are twice as many,
-            and a namespace may have as many as are left free.
-        clock: seconds.
+        engine: the engine that computes them.
+        count_max: branches that one namespace may have while no other has any. There are twice as many places, and a
+            namespace may have as many as stay free.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -98,19 +97,19 @@ class Branches:
 
     @property
     def count(self) -> int:
-        """Counts the branches that have not ended."""
+        """Returns the number of branches that have not ended."""
         return len(self._branches)
 
     @property
     def held_count(self) -> int:
-        """Counts those that hold blocks and are not used right now."""
+        """Returns the number of branches that hold blocks and are not in use."""
         return len(self._engine.scheduler.roster.resting)
 
     def find(self, branch_id: bytes, permissions: Permissions) -> Branch:
-        """Returns a branch that the caller may use, and begins its time anew.
+        """Returns a branch that the caller may use, and renews its lifetime.
 
         Raises:
-            QuireError: BRANCH_UNKNOWN; also if the caller may not use its namespace, so that it does not learn of it.
+            QuireError: BRANCH_UNKNOWN, also if the caller may not use its namespace, so that it learns nothing.
         """
         branch = self._branches.get(branch_id)
         if branch is None or not permissions.may_use(branch.namespace):
@@ -122,10 +121,10 @@ class Branches:
         return branch
 
     async def prefill(self, *, request_id: str, tokens: list[int], namespace: str, ttl_s: float) -> tuple[Branch, int]:
-        """Computes a prompt, and returns a branch of it and how many of its tokens were in the cache.
+        """Computes a prompt. Returns a branch of it, and the number of cached tokens among its tokens.
 
         Raises:
-            QuireError: LIMIT, there are too many branches; or as of `Engine.submit`; or it could not be computed.
+            QuireError: LIMIT, there are too many branches; the errors of `Engine.submit`; or the computation failed.
         """
         self._take(namespace, 1)
         branch = self._new(tokens, namespace, ttl_s)
@@ -139,7 +138,7 @@ class Branches:
         return branch, cached
 
     async def fork(self, parent: Branch, count: int, request_id: str) -> list[Branch]:
-        """Returns new branches with the same tokens; they share all blocks of one that is held.
+        """Returns new branches with the same tokens. They share all blocks of a held branch.
 
         Raises:
             QuireError: LIMIT, there are too many branches.
@@ -163,10 +162,10 @@ class Branches:
             return children
 
     async def extend(self, branch: Branch, tokens: Sequence[int], request_id: str) -> int:
-        """Puts tokens behind those of a branch, computes all but the last one, and returns how many it has.
+        """Appends tokens to a branch, and computes all but the last one. Returns the number of all its tokens.
 
         Raises:
-            QuireError: PROMPT_TOO_LONG; or as of `Engine.submit`; or they could not be computed.
+            QuireError: PROMPT_TOO_LONG; the errors of `Engine.submit`; or the computation failed.
         """
         async with self._using(branch):
             if branch.answered is None or branch.answered[0] != request_id:
@@ -188,11 +187,10 @@ class Branches:
         priority: int = 0,
         time_left_s: float | None = None,
     ) -> AsyncIterator[Request]:
-        """Continues a branch: inside, its request's deliveries are there to be read. The branch keeps the tokens if it
-        was read to its end.
+        """Continues a branch: yields a request. The branch keeps the new tokens if the request is read to its end.
 
         Raises:
-            QuireError: PROMPT_TOO_LONG, there is no room for another token; or as of `Engine.submit`.
+            QuireError: PROMPT_TOO_LONG, there is no room for another token; or the errors of `Engine.submit`.
         """
         asked_s = self._clock()
         async with self._using(branch):
@@ -213,10 +211,10 @@ class Branches:
                 branch.answered = None
 
     async def score(self, branch: Branch, candidates: Sequence[Sequence[int]], request_id: str) -> Scores:
-        """Computes how likely each candidate is after a branch, all together, each on a fork.
+        """Returns how likely each candidate is after a branch. All are computed together, each on a fork of its own.
 
         Raises:
-            QuireError: PROMPT_TOO_LONG; or as of `Engine.submit`; or they could not be computed.
+            QuireError: PROMPT_TOO_LONG; the errors of `Engine.submit`; or the computation failed.
         """
         async with self._using(branch):
             self._check_length(len(branch.tokens) + max(map(len, candidates)) - 1)
@@ -241,7 +239,7 @@ class Branches:
             return Scores([each.logprobs for each in scored], request.usage.granted_block_count)
 
     def renew(self, branch_ids: Iterable[bytes], permissions: Permissions) -> list[bytes]:
-        """Begins the time of branches anew, and returns the ids of those that are unknown."""
+        """Renews the lifetime of branches. Returns the ids of unknown branches."""
         unknown = []
         for branch_id in branch_ids:
             try:
@@ -251,13 +249,13 @@ class Branches:
         return unknown
 
     async def release(self, branch_ids: Iterable[bytes], permissions: Permissions) -> None:
-        """Ends branches that the caller may use, each as soon as no call uses it."""
+        """Releases branches that the caller may use, each as soon as no call uses it."""
         for branch_id in branch_ids:
             branch = self._branches.get(branch_id)
             if branch is None or not permissions.may_use(branch.namespace):
                 continue
             async with branch.lock:
-                if branch.id in self._branches:  # else another call released it while this one waited
+                if branch.id in self._branches:  # Another call may have released it while this one waited.
                     if branch.sample is not None:
                         await self._engine.settled(branch.sample)
                     self._end(branch)
@@ -266,10 +264,10 @@ class Branches:
 
     @asynccontextmanager
     async def _using(self, branch: Branch) -> AsyncIterator[None]:
-        """Gives a call the branch to itself, at rest, and begins the branch's time anew afterwards.
+        """Gives a call exclusive use of a settled branch. Renews the branch's lifetime afterwards.
 
         Raises:
-            QuireError: BRANCH_UNKNOWN: it ended while it was waited for.
+            QuireError: BRANCH_UNKNOWN, the branch ended while the call waited for it.
         """
         async with branch.lock:
             if branch.id not in self._branches:
@@ -282,8 +280,10 @@ class Branches:
                 self._renew(branch)
 
     async def _compute(self, branch: Branch, tokens: list[int], request_id: str) -> int:
-        """Computes tokens that begin with all that the branch has, but for the last one. Returns how many of them were
-        in the cache."""
+        """Computes all but the last of some tokens. Returns how many of them were cached.
+
+        The tokens begin with those of the branch.
+        """
         ready = tokens[:-1]
         if not ready or (self._is_held(branch) and branch.sample.computed == len(ready)):  # type: ignore[union-attr]
             return 0
@@ -306,8 +306,7 @@ class Branches:
         priority: int = 0,
         time_left_s: float | None = None,
     ) -> Request:
-        """Opens a request on the branch's own sample, or on a new one where it holds no blocks. If it does not end
-        well, the sample leaves, and the branch is dropped."""
+        """Opens a request on the branch's own sample, or on a new one. If it fails, the branch is dropped."""
         engine = self._engine
         request = engine.reception.new_request(
             request_id, list(tokens), sampling, branch.namespace, priority=priority, time_left_s=time_left_s
@@ -334,10 +333,10 @@ class Branches:
         return sample
 
     async def _finished(self, request: Request) -> None:
-        """Waits for a request that gives no tokens.
+        """Waits for a request that generates no tokens.
 
         Raises:
-            QuireError: it failed.
+            QuireError: the request failed.
         """
         try:
             delivery = await request.deliveries.get()
@@ -350,7 +349,7 @@ class Branches:
         return branch.sample is not None and branch.sample in self._engine.scheduler.roster.resting
 
     def _check_length(self, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # there must be room for one more token
         if token_count > longest:
             raise QuireError.of(
                 Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens; model and pool hold {longest}"
@@ -359,10 +358,10 @@ class Branches:
     # -- branches and their expiry -------------------------------------------------------------------------------------
 
     def _take(self, namespace: str, count: int) -> None:
-        """Takes places for new branches.
+        """Takes the places of new branches.
 
         Raises:
-            QuireError: LIMIT.
+            QuireError: LIMIT, the namespace may have no more branches.
         """
         if not self._places.take(namespace, count):
             held, most = self._places.held_by(namespace), self._places.count_max
@@ -370,7 +369,7 @@ class Branches:
             raise QuireError.of(Reason.LIMIT, f"{message}: release some")
 
     def _new(self, tokens: list[int], namespace: str, ttl_s: float) -> Branch:
-        """Makes a branch in a place that was taken."""
+        """Creates a branch in a place that was taken."""
         now_s = self._clock()
         branch = Branch(secrets.token_bytes(16), tokens, namespace, ttl_s, now_s + ttl_s)
         self._branches[branch.id] = branch
@@ -388,7 +387,7 @@ class Branches:
             self._engine.wake.set()
 
     def _sweep(self) -> None:
-        """Ends the branches whose time has come, and comes again for the next one."""
+        """Ends the branches whose time is over, and sets the timer for the next one."""
         now_s = self._clock()
         for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
             is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)

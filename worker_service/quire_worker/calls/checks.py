@@ -1,4 +1,4 @@
-"""Checks of every call of the worker before the engine gets it."""
+"""Checks of every call before the engine gets it."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
 
-INTERVAL_MS_MAX = 60_000  # between messages of an answer, in which more tokens are to be expected than in one
+# The longest interval between messages of an answer. In a longer one, more tokens could come than fit a message.
+INTERVAL_MS_MAX = 60_000
 SALT_BYTES_MAX = 128
-PROMPT_LOGPROB_VALUES_MAX = 1 << 18  # in one message, at most 7 bytes each: of its tokens, and the likeliest ones
-HELD_LOGPROB_VALUES_MAX = 1 << 21  # of a request, that come at its end; 16 MiB
-HELD_CHARACTERS_MAX = 16 << 20  # of all texts of a request, that each begin with its prompt's
-SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
+# values in one message, with at most 7 bytes each: a prompt's tokens, and the likeliest ones at their places
+PROMPT_LOGPROB_VALUES_MAX = 1 << 18
+HELD_LOGPROB_VALUES_MAX = 1 << 21  # values of one request that are sent only at its end; 16 MiB
+HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request, each of which begins with the prompt
+SPELLED_MAX = 1 << 16  # tokens in one call of Detokenize
 
 
 def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: int) -> None:
-    """Refuses a request whose prompt would have more logprobs than a message holds, or whose samples would have more
-    than the worker keeps until all have ended.
+    """Refuses a request with too many logprobs.
+
+    The prompt may have no more than fit a message. The samples may have no more than the worker keeps until all of
+    them have ended.
 
     Args:
-        sampling: of the request.
-        prompt_token_count: of its prompt.
-        longest: tokens of a sequence, at most.
+        sampling: the parameters of the request.
+        prompt_token_count: the number of tokens in its prompt.
+        longest: the most tokens of a sequence.
 
     Raises:
-        QuireError: BAD_PARAMETER.
+        QuireError: BAD_PARAMETER, there would be too many.
     """
     top_count = sampling.prompt_logprobs
     count = 0 if top_count is None else prompt_token_count * (1 + top_count)
@@ -63,10 +67,10 @@ def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: i
 
 
 def check_echo(sampling: SamplingParams, echo: str) -> None:
-    """Refuses a request whose samples would all begin with more text than the worker keeps at a time.
+    """Refuses a request whose samples would all begin with a prompt that is too long for the worker to keep so often.
 
     Raises:
-        QuireError: BAD_PARAMETER.
+        QuireError: BAD_PARAMETER, the texts would be too long.
     """
     samples = sampling.sample_count
     count = samples * len(echo)
@@ -77,22 +81,22 @@ def check_echo(sampling: SamplingParams, echo: str) -> None:
 
 
 class Given(Protocol):
-    """A message that carries a text or its tokens, in a group whose name the reader knows."""
+    """A message with a text or its tokens, in a oneof group whose name the caller knows."""
 
     @property
     def text(self) -> str:
-        """Returns the text, empty where there is none."""
+        """Returns the text; empty if there is none."""
 
     @property
     def tokens(self) -> Any:
-        """Returns the message of the tokens."""
+        """Returns the message that has the tokens."""
 
     def WhichOneof(self, name: Any, /) -> Any:
-        """Returns which of them it carries."""
+        """Returns the name of the field that is set."""
 
 
 class Checks:
-    """Checks calls of one engine. `trusts_templates`: callers may bring chat templates.
+    """Checks the calls of one engine. `trusts_templates` says whether callers may send chat templates.
 
     Attributes:
         draining: whether calls are refused because the worker shuts down.
@@ -106,16 +110,16 @@ class Checks:
         self._texts = Texts(engine.tokenizer, trusts_templates=trusts_templates)
 
     async def warm(self) -> None:
-        """Starts what conversations need, before the first one comes."""
+        """Starts the process for conversations before the first one comes."""
         await self._texts.warm()
 
     def close(self) -> None:
-        """Ends what is being computed of callers' texts and structures."""
+        """Ends running computations on callers' texts and structures."""
         self._texts.close()
         self._structures.close()
 
     def begin(self, request_id: str) -> str:
-        """Returns the id of a call, a new one where its caller gave none.
+        """Returns the id of a call; a new one if its caller gave none.
 
         Raises:
             QuireError: DRAINING; MALFORMED, the id is too long.
@@ -137,26 +141,26 @@ class Checks:
             raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
 
     async def prompt(self, given: Given, request_id: str) -> list[int]:
-        """Returns the tokens of a prompt, with those that the checkpoint puts around a text.
+        """Returns the tokens of a prompt. A text gets the checkpoint's special tokens.
 
         Raises:
-            QuireError: it is missing, empty, too long, or of tokens that the model does not know.
+            QuireError: the prompt is missing, empty or too long, or has tokens that the model does not know.
         """
         return await self._tokens(given, "prompt", request_id, self._engine.tokenizer.encode)
 
     async def echo(self, given: Given, request_id: str, prompt: list[int]) -> str:
-        """Returns the prompt's text: what came where text came, else its tokens, special ones written out."""
+        """Returns the text of a prompt. If it came as tokens, special tokens are written out."""
         if given.WhichOneof("prompt") == "text":
             return given.text
         text = await self._computed(request_id, self._texts.written(prompt))
-        self.check_serving()  # also after the tokenizer's time
+        self.check_serving()  # The worker may have begun to drain in the meantime.
         return text
 
     async def continuation(self, given: Given, request_id: str) -> list[int]:
-        """Returns the tokens of what comes after others.
+        """Returns the tokens of a text that continues other tokens.
 
         Raises:
-            QuireError: it is missing, empty, too long, or of tokens that the model does not know.
+            QuireError: the continuation is missing, empty or too long, or has tokens that the model does not know.
         """
         encode = self._engine.tokenizer.encode_continuation
         return await self._tokens(given, "continuation", request_id, encode)
@@ -165,11 +169,11 @@ class Checks:
         kind = given.WhichOneof(name)
         require(kind is not None, f"{name} is missing: give text or tokens")
         if kind == "tokens":
-            self._check_length(name, len(given.tokens.ids))  # before a list is made of them
+            self._check_length(name, len(given.tokens.ids))  # before the ids are copied to a list
             tokens = list(given.tokens.ids)
         else:
             tokens = await self._computed(request_id, self._texts.encoded(given.text, encode))
-            self.check_serving()  # also after the tokenizer's time
+            self.check_serving()  # The worker may have begun to drain in the meantime.
         if not tokens:
             raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token: at least one is needed")
         self._check_length(name, len(tokens))
@@ -177,7 +181,7 @@ class Checks:
         return tokens
 
     def _check_length(self, name: str, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # there must be room for one more token
         if token_count > longest:
             message = f"the {name} has {token_count} tokens; model and pool hold {longest}"
             raise QuireError.of(Reason.PROMPT_TOO_LONG, message, field=name)
@@ -186,7 +190,7 @@ class Checks:
         """Returns the tokens of a text or a conversation.
 
         Raises:
-            QuireError: it is missing, too large, or refused by the chat template.
+            QuireError: the input is missing, too large, or refused by the chat template.
         """
         kind = request.WhichOneof("input")
         require(kind is not None, "input is missing: give text or a conversation")
@@ -200,7 +204,7 @@ class Checks:
         """Returns the bytes of each token.
 
         Raises:
-            QuireError: there are too many, or the tokenizer failed.
+            QuireError: there are too many tokens, or the tokenizer failed.
         """
         if len(request.token_ids) > SPELLED_MAX:
             raise QuireError.of(
@@ -209,21 +213,21 @@ class Checks:
         return await self._computed("", self._texts.spelled(list(request.token_ids)))
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
-        """Returns an answer of so many tokens. A long one is put together on a thread, so that no other call waits."""
+        """Returns an answer of `size` tokens. A long one is built on a thread, so that other calls do not wait."""
         return await self._texts.message(make, size)
 
     async def matcher(self, sampling: SamplingParams, namespace: str) -> Matcher | None:
-        """Returns what a text has to be, compiled; None if it may be anything.
+        """Returns the compiled structure of a text; None if the text is free.
 
         Raises:
-            QuireError: it cannot be compiled; there are texts to stop at, and no tokenizer to find them with.
+            QuireError: it cannot be compiled, or there are stop texts and no tokenizer to find them.
         """
         if sampling.stop and isinstance(self._engine.tokenizer, NoTokenizer):
             raise QuireError.of(Reason.NOT_SUPPORTED, str(NoTokenizerError()), field="stop")
         return None if sampling.structure is None else await self._structures.compile(sampling.structure, namespace)
 
     async def with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
-        """Returns sampling parameters whose bad words are tokenized.
+        """Returns sampling parameters with tokenized bad words.
 
         Raises:
             QuireError: there is no tokenizer, or it failed.
@@ -234,7 +238,7 @@ class Checks:
         return replace(sampling, bad_word_ids=tuple(found))
 
     async def _computed(self, request_id: str, computing: Awaitable[ResultT]) -> ResultT:
-        """Returns what is computed of a text, or refuses the call that it is part of."""
+        """Returns the result of a computation on a text. Turns errors of the tokenizer into the call's error."""
         try:
             return await computing
         except NoTokenizerError as error:
@@ -251,7 +255,7 @@ class Checks:
 
 
 def check_namespace(namespace: str, permissions: Permissions) -> None:
-    """Refuses a namespace that is none, or not the caller's.
+    """Refuses a namespace that is too long, or that the caller may not use.
 
     Raises:
         QuireError: MALFORMED; NAMESPACE_FORBIDDEN.
@@ -264,7 +268,7 @@ def check_namespace(namespace: str, permissions: Permissions) -> None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuses a call where a condition does not hold.
+    """Refuses a call unless a condition holds.
 
     Raises:
         QuireError: MALFORMED, with the message.

@@ -1,4 +1,4 @@
-"""Between messages of `WorkerService.Generate` and the worker's own values."""
+"""Converts between messages of `WorkerService.Generate` and the worker's own values."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from quire_worker.sampling.params import (
 )
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
-PIECE_VALUES_MAX = 1 << 14  # logprobs of tokens in one message: some 100 KB
-KNOWN_BYTES_MAX = 64  # of sampling parameters that are kept; longer ones have texts or lists of tokens
+PIECE_VALUES_MAX = 1 << 14  # logprob values in one message; about 100 KB
+KNOWN_BYTES_MAX = 64  # size of sampling parameters that are cached; larger ones have texts or lists of tokens
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -47,11 +47,11 @@ def sampling_of(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
     """Returns sampling parameters with their defaults.
 
     Args:
-        message: as it came.
-        vocabulary: tokens of the model.
+        message: the parameters as the caller sent them.
+        vocabulary: the number of tokens in the model's vocabulary.
 
     Raises:
-        QuireError: BAD_PARAMETER, with its field.
+        QuireError: BAD_PARAMETER, with the field.
     """
     written = message.SerializeToString()
     return _known(written, vocabulary) if len(written) <= KNOWN_BYTES_MAX else _checked(message, vocabulary)
@@ -59,7 +59,7 @@ def sampling_of(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
 
 @lru_cache(maxsize=1024)
 def _known(written: bytes, vocabulary: int) -> SamplingParams:
-    """Keeps the usual ones: to read and check 25 fields takes a lone request a tenth of a millisecond."""
+    """Caches common parameters: reading and checking their 25 fields takes a tenth of a millisecond."""
     return _checked(pb.SamplingParams.FromString(written), vocabulary)
 
 
@@ -75,7 +75,8 @@ def _checked(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
 
 def _unchecked(message: pb.SamplingParams) -> SamplingParams:
     tokens, biases = message.logit_bias_token_ids, message.logit_bias
-    for name, values, most in (  # before they are copied: a message has room for a million of each
+    # Counts are checked before the values are copied, because a message has room for a million of each.
+    for name, values, most in (
         ("stop_token_ids", message.stop_token_ids, STOP_TOKEN_COUNT_MAX),
         ("stop", message.stop, STOP_TEXT_COUNT_MAX),
         ("bad_words", message.bad_words, BAD_WORD_COUNT_MAX),
@@ -120,12 +121,12 @@ def _unchecked(message: pb.SamplingParams) -> SamplingParams:
 
 
 def _given(message: pb.SamplingParams, name: Any, default: Any) -> Any:
-    """Returns an optional field's value; 0 is a value like others, and out of range where it makes no sense."""
+    """Returns the value of an optional field. An explicit 0 counts as a value, and may be out of range."""
     return getattr(message, name) if message.HasField(name) else default
 
 
 def _packed(tokens: Sequence[int]) -> Sequence[int]:
-    """Returns the tokens of a long list in 4 bytes each, where a tuple has 40: requests that wait keep them."""
+    """Returns a long list of tokens with 4 bytes each. A tuple takes 40, and waiting requests keep these lists."""
     return array("I", tokens) if tokens else ()
 
 
@@ -146,8 +147,7 @@ def _structure_of(message: pb.SamplingParams) -> Structure | None:
 
 
 def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) -> pb.GenerateResponse:
-    """Returns the message that tells a request's caller what there is for it; `sequence_tokens_max` is what bounds a
-    sequence of any request."""
+    """Returns the message for a delivery. `sequence_tokens_max` is the limit for the sequences of all requests."""
     response = pb.GenerateResponse(
         sample=delivery.sample,
         token_ids=delivery.token_ids,
@@ -181,7 +181,7 @@ def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) 
 
 
 def pieces_of(delivery: Delivery) -> Iterator[Delivery]:
-    """Yields a delivery in parts that each fit a message, whatever logprobs it has. The first has its text."""
+    """Yields a delivery in parts, each small enough for a message. The first part has the text."""
     told, tokens = delivery.logprobs, delivery.token_ids
     size = len(tokens) if told is None else PIECE_VALUES_MAX // (1 + told.top_count)
     if told is None or len(tokens) <= size:

@@ -1,4 +1,4 @@
-"""A timer of an event loop: rings at the earliest of the times that it was set to."""
+"""A timer of an event loop: it rings at the earliest of the times that it was set to."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-LATE_S: Final = 0.1  # from which on a loop counts as one that stood still
+LATE_S: Final = 0.1  # from this delay on, the loop counts as having stood still
 
 
 class LoopTimer:
-    """A timer that rings once for all times that it was set to. `ring` has to set it to the next time.
+    """A timer that rings once, at the earliest time that it was set to. `ring` must set it to the next time.
 
-    A loop that stood still (a process that was stopped, a machine that is overloaded) has timers that are due and
-    messages that came in time but were not read. A timer that is late rings `LATE_S` later still, so that they are
-    read first: what such a message renews must not have ended.
+    A loop can stand still, for example because its process was stopped or the machine is overloaded. Afterwards, timers
+    are due, and messages that came in time are still unread. A late timer waits `LATE_S` more, so that these messages
+    are read first: a branch that such a message renews must not have expired.
 
     Args:
         ring: called on the loop.
-        clock: of the times that it is set to, in seconds.
+        clock: returns the time in seconds, on the scale of `set`.
     """
 
     def __init__(self, ring: Callable[[], None], clock: Callable[[], float]) -> None:
@@ -28,7 +28,7 @@ class LoopTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, due_s: float) -> None:
-        """Lets it ring at this time, unless it rings before."""
+        """Makes the timer ring at this time, unless it rings earlier."""
         loop = asyncio.get_running_loop()
         when_s = loop.time() + max(0.0, due_s - self._clock())
         if when_s < (math.inf if self._timer is None else self._timer.when()):

@@ -1,4 +1,4 @@
-"""The calls of WorkerService on requests: which there are, why they wait, and their end. Writes the request log."""
+"""The calls of WorkerService that list and cancel requests. Also writes the request log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.waiting import Wait
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
-ENDED_MAX: Final = 256  # requests that have ended, of which the numbers are kept
+ENDED_MAX: Final = 256  # ended requests whose numbers are kept
 LISTED_MAX: Final = 4_096
 
 
@@ -28,10 +28,10 @@ class RequestRecords:
     """Records the requests of one engine: their list, and a log line for each that ends.
 
     Args:
-        engine: whose `on_ended` calls this from now on.
-        request_log: takes the lines.
-        model_name: of the lines.
-        pool: of the lines.
+        engine: the engine, whose `on_ended` is set to this object.
+        request_log: gets the lines.
+        model_name: the model's name in the lines.
+        pool: the pool's name in the lines.
     """
 
     def __init__(self, engine: Engine, request_log: RequestLog, *, model_name: str, pool: str) -> None:
@@ -42,7 +42,7 @@ class RequestRecords:
         engine.on_ended = self._note_end
 
     def listed(self, request_id: str, permissions: Permissions, *, with_ended: bool) -> pb.ListRequestsResponse:
-        """Returns the requests whose namespaces the caller may use, with stages if they are of one id."""
+        """Returns the requests whose namespaces the caller may use. If an id is given, with their stages."""
         engine = self._engine
         waits = waits_of(engine.scheduler, engine.asked_samples, is_connected=engine.session.connected)
         found = [info for info in self._ended if with_ended and permissions.may_use(info.namespace)]
@@ -60,7 +60,7 @@ class RequestRecords:
         return response
 
     def cancel(self, request_id: str, permissions: Permissions) -> int:
-        """Ends the requests of an id that the caller may use, and returns how many there were."""
+        """Cancels the requests with an id, as far as the caller may use them. Returns their number."""
         found = [
             request
             for request in self._engine.open_requests
@@ -71,7 +71,7 @@ class RequestRecords:
         return len(found)
 
     def refused(self, request: pb.GenerateRequest, error: QuireError) -> None:
-        """Logs a request that was never begun."""
+        """Logs a request that was refused before it began."""
         self._log.ended(request.request_id[:64], error=error.reason or error.code.name, **self._about)
 
     def _info(self, request: Request, wait: Wait | None, permissions: Permissions) -> pb.RequestInfo:
@@ -152,13 +152,13 @@ class RequestCalls(pb_grpc.WorkerServiceServicer):
     _authorize: Authorize
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
-        """Answers with the requests that there are; for observers of the pool."""
+        """Returns the open requests, to observers of the pool."""
         permissions: Permissions = self._authorize(context)
         if not permissions.may_observe(self._pool):
             await abort(context, QuireError.of(Reason.POOL_FORBIDDEN, "the certificate does not permit this pool"))
         return self._records.listed(request.request_id, permissions, with_ended=request.with_ended)
 
     async def CancelRequest(self, request: pb.CancelRequestRequest, context: Context) -> pb.CancelRequestResponse:
-        """Ends the requests of an id."""
+        """Cancels the requests with an id."""
         count = self._records.cancel(request.request_id, self._authorize(context))
         return pb.CancelRequestResponse(cancelled_count=count)

@@ -1,8 +1,8 @@
-"""Structures on their way into a request: compiled off the event loop, within limits that hold.
+"""Compiles the structures of requests outside of the event loop, within strict limits.
 
-A library compiles them, and nobody knows for how long: a schema of 3 KB can take days and all memory. So each is first
-compiled in a process that may be killed (`aside/bench.py`). What was done there in time is done here again, on a
-thread, in about the same time and memory.
+A library compiles them, for an unpredictable time: a schema of 3 KB can take days and all memory. So each structure is
+first compiled in a process that may be killed (`aside/bench.py`). If that succeeded in time, it is compiled again on a
+thread here, in about the same time and memory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullEr
 from quire_worker.sampling.params import Structure
 
 log = structlog.get_logger()
-COMPILE_S_MAX = 10  # for one structure, the time that it waits for others included
+COMPILE_S_MAX = 10  # for one structure, with the time that it waits for others
 LIMITS = Limits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
 
 
 class StructureCompiler:
-    """Compiles for one model, a structure of each namespace at a time. For the event loop alone.
+    """Compiles structures for one model, one at a time for each namespace. For the event loop alone.
 
     Args:
-        tokenizer: of the model.
-        vocabulary: tokens of the model.
-        eos_token_ids: of the model, which end a text.
+        tokenizer: the model's tokenizer.
+        vocabulary: the number of tokens in the model's vocabulary.
+        eos_token_ids: the model's tokens that end a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_token_ids: list[int]) -> None:
@@ -39,11 +39,12 @@ class StructureCompiler:
         self._bench = Bench("structures", lambda: {"tokenizer": tokenizer.to_json(), **about}, LIMITS)
 
     async def compile(self, structure: Structure, namespace: str) -> Matcher:
-        """Returns the matcher of a text that has not begun.
+        """Returns a matcher at the start of a text.
 
         Raises:
-            QuireError: BAD_PARAMETER, it cannot be compiled; TOO_LARGE, not within the limits; TOKENIZER_FAILED, not
-                with the tokenizer of this model; NOT_SUPPORTED, it has none; QUEUE_FULL, too many are compiled.
+            QuireError: BAD_PARAMETER, the structure cannot be compiled; TOO_LARGE, not within the limits;
+                TOKENIZER_FAILED, not with the tokenizer of this model; NOT_SUPPORTED, there is no tokenizer;
+                QUEUE_FULL, others take all memory.
         """
         field = structure.kind.value
         if not self._has_tokenizer:
@@ -58,7 +59,7 @@ class StructureCompiler:
                 raise QuireError.of(Reason.BAD_PARAMETER, found["refused"], field=field)
             if "broken" not in found:
                 return await self._threads.run(self._grammars.compile, structure, found["bytes"])
-            log.warning("compiling failed", error=found["broken"])  # llguidance does not read every tokenizer
+            log.warning("compiling failed", error=found["broken"])  # llguidance cannot read every tokenizer.
         except GrammarError as error:
             raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=field) from None
         except GrammarsFullError:
@@ -75,5 +76,5 @@ class StructureCompiler:
         raise QuireError.of(TOKENIZER.reason, TOKENIZER.message)
 
     def close(self) -> None:
-        """Ends what is being compiled."""
+        """Stops all running compilations."""
         self._bench.close()

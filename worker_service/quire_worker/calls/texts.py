@@ -1,9 +1,9 @@
-"""Computations on callers' texts, outside the event loop and within bounds.
+"""Computations on callers' texts, outside of the event loop and within limits.
 
-Long texts and long lists of tokens have another thread than short ones, so that they cannot delay short ones for long.
-Chat templates are programs and run in a process (`aside/bench.py`): short conversations are written down at once, long
-ones one after another. An answer is packed where it is computed: its tokens as Python's numbers take ten times as much
-memory, and would wait for the thread once more.
+Long texts and long lists of tokens have a thread of their own, so that they hardly delay short ones. Chat templates are
+programs, so they run in a process (`aside/bench.py`): short conversations at once, long ones one after another. Answers
+are built where they are computed: as Python's numbers, their tokens would take ten times as much memory, and building
+them later would need the thread once more.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, Tokenize
 log = structlog.get_logger()
 
 TEXT_BYTES_MAX = 1 << 20
-SHORT_MAX = 16 << 10  # bytes of a text, or tokens: a few milliseconds
-SHORT_CONVERSATION_BYTES_MAX = 64 << 10  # a template that looks at each message for each message takes 0.1 s for it
-WAITING_MAX = 64  # long ones
-ANSWER_TOKENS_MAX = 16 << 10  # a few milliseconds
+SHORT_MAX = 16 << 10  # bytes of a text, or number of tokens; takes a few milliseconds
+# A template that loops over all messages for each message takes 0.1 s for a conversation of this size.
+SHORT_CONVERSATION_BYTES_MAX = 64 << 10
+WAITING_MAX = 64  # waiting long texts
+ANSWER_TOKENS_MAX = 16 << 10  # built on the event loop up to this size; takes a few milliseconds
 ResultT = TypeVar("ResultT")
-TEMPLATE_S_MAX = 10  # for one conversation, the time that it waits for others included
+TEMPLATE_S_MAX = 10  # for one conversation, with the time that it waits for others
 LIMITS = Limits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
 
 
 class Texts:
-    """Encodes, decodes and writes down for one tokenizer. For the event loop alone.
+    """Encodes texts and decodes tokens with one tokenizer, and renders conversations. For the event loop alone.
 
-    All raise NoTokenizerError where there is none, TokenizerError where it fails, and QuireError QUEUE_FULL where too
-    many wait.
+    All methods raise NoTokenizerError if there is no tokenizer, TokenizerError if it fails, and QuireError QUEUE_FULL
+    if too many texts wait.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, trusts_templates: bool = False) -> None:
-        """Begins with no text. `trusts_templates`: a conversation may bring a chat template of its own."""
+        """Starts no process yet. `trusts_templates` says whether conversations may have their own chat templates."""
         self._trusts_templates = trusts_templates
         self._tokenizer = tokenizer
         self._short = Threads("tokenized", 2, 1 << 14)
@@ -52,22 +53,22 @@ class Texts:
         self._numbers = itertools.count()
 
     async def warm(self) -> None:
-        """Starts the process that writes conversations down, where the checkpoint has a template."""
+        """Starts the process that renders conversations, if there can be chat templates."""
         if self._tokenizer.chat_template.sources or self._trusts_templates:
             try:
                 await self._bench.warm()
-            except OSError as error:  # and the first conversation tries again
+            except OSError as error:  # The first conversation tries again.
                 log.error("the process for chat templates failed", error=str(error))
 
     def close(self) -> None:
-        """Ends the process that writes conversations down."""
+        """Ends the process that renders conversations."""
         self._bench.close()
 
     async def encoded(self, text: str, encode: Callable[[str], ResultT]) -> ResultT:
-        """Returns the tokens of a text, as `encode` makes them.
+        """Returns the tokens of a text, in the form that `encode` returns.
 
         Raises:
-            QuireError: TOO_LARGE.
+            QuireError: TOO_LARGE, the text is too long.
         """
         size = len(text.encode())
         if size > TEXT_BYTES_MAX:
@@ -77,7 +78,7 @@ class Texts:
         return await self._threads(size).run(encode, text)
 
     async def written(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, special ones written out."""
+        """Returns the text of tokens. Special tokens are written out."""
         return await self._threads(len(tokens)).run(self._tokenizer.written, tokens)
 
     async def spelled(self, tokens: Sequence[int]) -> pb.DetokenizeResponse:
@@ -86,24 +87,24 @@ class Texts:
         return await self._threads(len(tokens)).run(lambda: pb.DetokenizeResponse(texts=spell(tokens)))
 
     async def bad_word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Returns the tokens of each word, as it may begin a text, and as it may come behind a space."""
+        """Returns the tokens of each word: as it begins a text, and as it follows a space."""
         size = sum(map(len, words))
         return await self._threads(size).run(self._tokenizer.word_ids, words)
 
     async def tokenized(self, text: str, *, is_bare: bool = False) -> pb.TokenizeResponse:
-        """Returns the tokens of a text, if bare without the special ones that the checkpoint puts around it.
+        """Returns the tokens of a text. `is_bare` leaves out the checkpoint's special tokens around it.
 
         Raises:
-            QuireError: TOO_LARGE.
+            QuireError: TOO_LARGE, the text is too long.
         """
         encode = self._tokenizer.encode_continuation if is_bare else self._tokenizer.encode
         return await self.encoded(text, lambda text: pb.TokenizeResponse(token_ids=encode(text)))
 
     async def conversation(self, given: pb.Conversation, *, surround: bool = False) -> pb.TokenizeResponse:
-        """Returns the tokens of a conversation; `surround` adds those that the checkpoint puts around a text.
+        """Returns the tokens of a conversation. `surround` adds the checkpoint's special tokens around its text.
 
         Raises:
-            QuireError: TOO_LARGE; BAD_PARAMETER, it is none, or the chat template refuses it.
+            QuireError: TOO_LARGE; BAD_PARAMETER, it is malformed, or the chat template refuses it.
         """
         if isinstance(self._tokenizer, NoTokenizer):
             raise NoTokenizerError
@@ -130,7 +131,7 @@ class Texts:
         return await self._threads(len(text)).run(encoded)
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
-        """Returns an answer to a caller. `size` is a number of tokens: a long answer is put together on a thread."""
+        """Returns an answer to a caller. `size` is its number of tokens: a long answer is built on a thread."""
         return make() if size <= ANSWER_TOKENS_MAX else await self._long.run(make)
 
     def _read(self, given: pb.Conversation) -> Conversation:

@@ -1,1 +1,1 @@
-"""The worker as a process, or several: its command line, what it looks at first, and how it starts and ends."""
+"""The worker as one process or several: its command line, its first checks, its start and its end."""

@@ -1,4 +1,4 @@
-"""The chat template that the command line names in place of the checkpoint's."""
+"""Reads the chat template that the command line names instead of the checkpoint's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_chat_template(file: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """Reads the chat template that the command line names.
 
     Raises:
-        UsageError: it cannot be read, or has a syntax error.
+        UsageError: the file cannot be read, or has a syntax error.
     """
     try:
         template = ChatTemplate({"default": file.read_text(encoding="utf-8-sig")}, tokenizer.chat_template.variables)

@@ -1,4 +1,4 @@
-"""Values of the worker's command line: names, folders and sizes of memory, each checked as it is read."""
+"""Parses values of the worker's command line: names, folders and sizes of memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fractions import Fraction
 
 
 def model_name(text: str) -> str:
-    """Returns a name for a model.
+    """Returns a valid name for a model.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not a valid name.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", text):
         raise argparse.ArgumentTypeError(
@@ -25,7 +25,7 @@ def named_folder(text: str) -> tuple[str, str]:
     """Returns the name and the folder of `name=folder`.
 
     Raises:
-        argparse.ArgumentTypeError: it is not of that form.
+        argparse.ArgumentTypeError: the text does not have that form.
     """
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
@@ -34,10 +34,10 @@ def named_folder(text: str) -> tuple[str, str]:
 
 
 def memory_bytes(text: str) -> int | Fraction:
-    """Returns the bytes of `256MiB`, `2GiB` or `1e9`, or the share of `80%`.
+    """Returns the number of bytes for `256MiB`, `2GiB` or `1e9`, or the fraction for `80%`.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither, or nothing, or more than all.
+        argparse.ArgumentTypeError: the text has another form, or is 0 or more than 100%.
     """
     share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if share is not None:

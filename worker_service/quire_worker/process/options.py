@@ -25,14 +25,14 @@ from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKEN
 BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
-CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
-# Default. Hundreds of tokens take a GPU no longer than reading the weights does, and a prompt of 4 k tokens
-# in one pass has them read once.
+CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
+# Defaults. A GPU computes hundreds of tokens in the time in which it reads the weights. If a prompt of 4 k tokens is
+# one pass, the weights are read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 MODEL_NAMES_MAX = 16
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
-# vLLM's names of options that mean the same, for those who come from it; --help leaves them out.
+# vLLM's names of the same options, for users who know vLLM. --help leaves them out.
 VLLM_NAMES = {
     "max_running": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),
@@ -42,7 +42,7 @@ VLLM_NAMES = {
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COUNT_MAX = 2**31 - 1
 THREADS_MAX = 1_024
-_COUNTS = {  # the least and the most
+_COUNTS = {  # lower and upper bound of each
     "block_size": (1, COUNT_MAX),
     "blocks": (1, COUNT_MAX),
     "max_batch_tokens": (1, COUNT_MAX),
@@ -74,7 +74,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def make_parser() -> Parser:
-    """Makes what reads it."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages.")
     _add_model(parser)
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
@@ -136,7 +136,7 @@ def make_parser() -> Parser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which model is served, by which names and up to which length."""
+    """Adds the options for the model, its names and its longest sequence."""
     parser.add_argument(
         "--model",
         required=True,
@@ -160,7 +160,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_conversations(parser: argparse.ArgumentParser) -> None:
-    """Adds how conversations become texts."""
+    """Adds the options for conversations."""
     parser.add_argument(
         "--special-tokens-in-chats",
         choices=("text", "tokens"),
@@ -182,7 +182,7 @@ def _add_conversations(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_pool(parser: argparse.ArgumentParser) -> None:
-    """Adds how large blocks are, and how many there are."""
+    """Adds the options for the size and the number of blocks."""
     parser.add_argument(
         "--block-size",
         type=int,
@@ -207,7 +207,7 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses numbers that make no sense, alone or together."""
+    """Refuses numbers that are out of range, alone or together."""
     for name, (least, most) in _COUNTS.items():
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
@@ -234,7 +234,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses names that the model cannot have, and sequences without room for an answer."""
+    """Refuses invalid names of the model, and sequences without room for an answer."""
     names = options.served_model_name or ()
     if len(names) > MODEL_NAMES_MAX or len(set(names)) < len(names):
         parser.error(f"--served-model-name must be at most {MODEL_NAMES_MAX} different names, not {len(names)}")
@@ -246,7 +246,7 @@ def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -
 
 
 def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses drafts that cannot be made."""
+    """Refuses invalid options for drafts."""
     if not 0 <= options.speculative_tokens <= SPECULATIVE_TOKENS_MAX:
         given = options.speculative_tokens
         parser.error(f"--speculative-tokens must be from 0 to {SPECULATIVE_TOKENS_MAX}, not {given}")
@@ -277,7 +277,7 @@ def _add_tls(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_formats(parser: argparse.ArgumentParser) -> None:
-    """Adds what weights and pages are made of, and where they are."""
+    """Adds the options for the format and the device of weights and pages."""
     parser.add_argument(
         "--dtype",
         type=lambda name: DTYPE_NICKNAMES.get(name, name),
@@ -316,7 +316,7 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_speculation(parser: argparse.ArgumentParser) -> None:
-    """Adds how tokens are drafted."""
+    """Adds the options for drafted tokens."""
     speculation = parser.add_argument_group(
         "speculative decoding, by prompt lookup for texts that repeat themselves or their prompt, or by a second model;"
         " it changes no text"
@@ -346,7 +346,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
-    """Adds which LoRA adapters are served, and how many."""
+    """Adds the options for LoRA adapters."""
     adapters = parser.add_argument_group("LoRA adapters, as PEFT saves them, of which each request may choose one")
     adapters.add_argument(
         "--adapter",
@@ -369,7 +369,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a model that several processes compute."""
+    """Adds the options for a model that several processes compute."""
     ranks = parser.add_argument_group("tensor parallel; torchrun may start the ranks, too, also on several machines")
     ranks.add_argument(
         "--tensor-parallel",

@@ -1,4 +1,6 @@
-"""Options of a worker for its pool, beside its size: quotas, the policy of eviction, and room for those that run."""
+"""Options for the worker's pool besides its size: quotas, the eviction policy, and blocks reserved for running
+samples.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def quota(text: str) -> Quota:
     """Returns the limits of `namespace:held=N,cached=N`.
 
     Raises:
-        argparse.ArgumentTypeError: it is not of that form.
+        argparse.ArgumentTypeError: the text does not have that form.
     """
     namespace, colon, limits = text.rpartition(":")
     given = dict(limit.partition("=")[::2] for limit in limits.split(","))

@@ -1,7 +1,7 @@
 """Checks of the command line before anything is loaded or started, without torch.
 
 They check that the model's folder has all its files, that ports are free and safe, that keys exist, and that the pool
-is no larger than the machine.
+fits the machine's memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["ModelError", "check", "check_budget", "check_files", "check_memory",
 
 
 def check(options: argparse.Namespace) -> None:
-    """Looks at all of it.
+    """Runs all checks.
 
     Raises:
-        CheckpointError: the folder lacks something.
-        UsageError: an address is taken, unsafe or none, a file of keys is unusable, or the pool is larger than the
+        CheckpointError: the folder lacks a file.
+        UsageError: an address is taken, unsafe or invalid, a key file is unusable, or the pool is larger than the
             memory.
     """
     check_temporary_folder()
@@ -37,14 +37,14 @@ def check(options: argparse.Namespace) -> None:
     check_options(options)
     to_allocator = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
     if to_allocator is not None:
-        to_allocator.channel_credentials()  # which looks at the files
+        to_allocator.channel_credentials()  # reads the files
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Looks at all of it but the addresses.
+    """Runs all checks except those of addresses.
 
     Raises:
-        CheckpointError, UsageError: as `check`.
+        CheckpointError, UsageError: see `check`.
     """
     check_model(options.model)
     if options.draft_model is not None:
@@ -53,10 +53,10 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 def check_temporary_folder() -> None:
-    """Looks for a folder where torch can put files while it is loaded.
+    """Checks that there is a folder where torch can put files while it is loaded.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such folder.
     """
     try:
         tempfile.gettempdir()
@@ -65,20 +65,20 @@ def check_temporary_folder() -> None:
 
 
 def check_model(folder: str | Path) -> None:
-    """Looks at the files of a model, and at the headers of its weights; those of a folder of 100 take milliseconds.
+    """Checks the files of a model, and the headers of its weights. A folder with 100 files takes milliseconds.
 
     Raises:
-        CheckpointError: one is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
     check_folder(Path(folder))
     read_headers(Path(folder))
 
 
 def check_memory(options: argparse.Namespace) -> None:
-    """Refuses memory that this machine cannot have; what a GPU has is known to torch alone.
+    """Refuses more memory than this machine has. Only torch knows a GPU's memory, so that is checked later.
 
     Raises:
-        UsageError: it is larger than the memory.
+        UsageError: the memory is too small.
     """
     if options.device == "cpu":
         check_budget(options.kv_memory, host_bytes(), "--kv-memory")
@@ -86,10 +86,10 @@ def check_memory(options: argparse.Namespace) -> None:
 
 
 def check_budget(asked: int | Fraction | None, total: int, option: str) -> None:
-    """Refuses more bytes than there are; a share of them never is more.
+    """Refuses more bytes than there are. A share cannot be too large.
 
     Raises:
-        UsageError: it is.
+        UsageError: there are fewer bytes.
     """
     if isinstance(asked, int) and asked > total:
         raise UsageError(f"{option}: {size(asked)} are more than the {size(total)} that there are")

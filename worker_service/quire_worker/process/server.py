@@ -60,14 +60,14 @@ from quire_worker.telemetry import WorkerTelemetry
 
 log = structlog.get_logger()
 
-TURN_S = 2.0  # for the last turn, after the drain's time
+TURN_S = 2.0  # seconds for the last turn, after the drain
 WAIT_LOG_S = 10.0
 
 
 class Loaded(NamedTuple):
     """A loaded model: the contents of its folder, and the pages for it."""
 
-    names: tuple[str, ...]  # the first is in answers
+    names: tuple[str, ...]  # answers have the first of them
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
@@ -78,18 +78,18 @@ class Loaded(NamedTuple):
 
 
 def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
-    """Loads what the command line asks for; takes seconds to minutes.
+    """Loads everything that the command line asks for. Takes seconds to minutes.
 
     Args:
-        options: of `parse_arguments`.
-        ranks: the crew whose rank 0 is this process; None, or a crew of one, if it is alone.
+        options: the result of `parse_arguments`.
+        ranks: the crew whose rank 0 is this process. None or a crew of one if it is alone.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
-        UsageError: there is no room for the pool, or no such device.
+        UsageError: there is not enough memory for the pool, or no such device.
         RankLostError: another rank is gone.
     """
-    # First, as weights take minutes, and these may be what is missing.
+    # Checked first, because weights take minutes to load.
     preflight.check_files(options)
     tokenizer = read_tokenizer(options.model, keeps_special=options.special_tokens_in_chats == "tokens")
     if options.chat_template is not None:
@@ -113,7 +113,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
-    """Loads what one rank computes, and makes its pages; of a worker that is alone, all of it.
+    """Loads one rank's part of the model, and makes its pages. Without a crew, the part is the whole model.
 
     Raises:
         ModelError, UsageError: see `load`.
@@ -135,7 +135,8 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         model = model.limited_to(options.max_model_len)
     draft = load_draft_model(options, model, device)
     if options.device == "cuda":
-        for each in filter(None, (model, draft)):  # before the memory is measured: they take some of it
+        # Kernels take some memory, so they are compiled before memory is measured.
+        for each in filter(None, (model, draft)):
             compile_kernels(each)
     draft_block_bytes = 0 if draft is None else draft.cache_spec.bytes_per_block
     rank_count = 1 if crew is None else crew.local_size
@@ -147,7 +148,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         drafter = None
         if draft is not None:
             drafter = Drafter(draft, cache.block_count, cache.spec.groups, options.speculative_tokens)
-    except OSError as error:  # of a CPU's pages, where the system promises no more than it has
+    except OSError as error:  # On a CPU, the system may refuse to reserve so much memory.
         raise UsageError(f"--kv-memory: no {size(memory.budget_bytes)} are to be had: {error.strerror}") from None
     log.info(
         "model loaded",
@@ -162,10 +163,10 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
 
 
 def check_device(device: str) -> None:
-    """Refuses a device that this machine, or this installation, cannot serve from.
+    """Refuses a device that this machine or this installation does not support.
 
     Raises:
-        UsageError: there is no GPU, or no Triton.
+        UsageError: there is no GPU, or Triton is not installed.
     """
     if device == "cpu":
         return
@@ -176,12 +177,12 @@ def check_device(device: str) -> None:
 
 
 def _progress(event: str) -> Callable[[int, int, str], None]:
-    """Returns what logs how far something is."""
+    """Returns a function that logs progress."""
     return lambda done, total, title: log.info(event, done=done, total=total, next=title)
 
 
 def compile_kernels(model: PagedModel) -> None:
-    """Compiles the kernels that a model needs, which can take a minute where Triton's cache has none of them."""
+    """Compiles the kernels that a model needs. Takes up to a minute if Triton's cache has none of them."""
     from quire_worker.execution.warm_up import warm_up
 
     started = time.monotonic()
@@ -190,7 +191,7 @@ def compile_kernels(model: PagedModel) -> None:
 
 
 def capture_decode(part: Part, size_max: int) -> Shortcut | None:
-    """Captures decode batches of up to so many samples as CUDA graphs, where the model lets itself be captured."""
+    """Captures decode batches of up to `size_max` samples as CUDA graphs; returns None if that is impossible."""
     from quire_worker.execution.decode_graphs import decode_graphs_of
 
     graphs = decode_graphs_of(part.model, part.cache, size_max, _progress("capturing CUDA graphs"))
@@ -198,7 +199,7 @@ def capture_decode(part: Part, size_max: int) -> Shortcut | None:
 
 
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: AsyncSession) -> Engine:
-    """Puts the parts together; nothing is connected yet."""
+    """Builds the engine from its parts. Nothing is connected yet."""
     model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
     if options.swap_memory and loaded.leader is not None:
         raise UsageError("--swap-memory: pages of several ranks are not swapped")
@@ -231,7 +232,7 @@ def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:
     """Loads the adapters that the command line names.
 
     Raises:
-        ModelError: one cannot be served; the message says why.
+        ModelError: an adapter cannot be served; the message says why.
     """
     limits = AdapterLimits(options.max_adapters, options.max_adapter_rank, options.adapter_memory)
     root = None if options.adapter_folder is None else Path(options.adapter_folder)
@@ -242,7 +243,7 @@ def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:
 
 
 def log_waits() -> Callable[[QuireError], None]:
-    """Logs why the allocator has to be waited for: at once, and then every ten seconds."""
+    """Returns a function that logs why the worker waits for the allocator: at once, and then every ten seconds."""
     last_s = -WAIT_LOG_S
 
     def log_wait(error: QuireError) -> None:
@@ -256,7 +257,10 @@ def log_waits() -> Callable[[QuireError], None]:
 
 
 def spec_of(options: argparse.Namespace, model: PagedModel, cache: KVCache) -> PoolSpec:
-    """Returns what the allocator is to know of the pool of a loaded model; `options` are of `parse_arguments`."""
+    """Returns the description of a loaded model's pool for the allocator.
+
+    `options` is the result of `parse_arguments`.
+    """
     return PoolSpec(
         block_count=cache.block_count,
         groups=cache.spec.groups,
@@ -274,18 +278,19 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     """Runs until SIGTERM or SIGINT.
 
     Args:
-        options: of `parse_arguments`.
-        ranks: the crew whose rank 0 is this process, perhaps the only one.
+        options: the result of `parse_arguments`.
+        ranks: the crew whose rank 0 is this process; it may be the only one.
 
     Raises:
         UsageError: an address is unsafe or taken, or a file is unusable.
         ModelError: the checkpoint cannot be served; the message says why.
-        QuireError: the allocator refuses this worker for good.
-        DeviceLostError: the device failed; its last requests were told.
-        RankLostError: another rank is gone; the last requests were told.
+        QuireError: the allocator refuses this worker permanently.
+        DeviceLostError: the device failed; callers of the last requests got the error.
+        RankLostError: another rank is gone; callers of the last requests got the error.
     """
     stop = stop_event()
-    calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
+    # far above the limit of the queue, which refuses calls with a reason
+    calls_max = 4 * (options.max_waiting + options.max_running)
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
     allocator = AsyncAllocator(options.allocator, token=server.token, tls=tls)
@@ -315,35 +320,36 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     service.drain()
     await server.withdraw()
-    if not running.done() and not lost.done():  # without an allocator, too: what has room ends, and it may come back
+    # Drain even without an allocator: samples that have room can end, and the allocator may come back.
+    if not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())
         await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
         engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker is gone"))
     engine.stop()
     if not session.connected or lost.done():
-        running.cancel()  # it may be waiting for an allocator that is down, or for a rank
+        running.cancel()  # It may be waiting for an allocator that is down, or for a rank.
     await asyncio.wait((running,), timeout=TURN_S)
     running.cancel()
     warming.cancel()
     service.close()
-    await server.stop()  # by now every call has ended, or is being told why
-    session.on_change = lambda _connected: None  # that it ends is no news of the allocator
+    await server.stop()  # By now every call has ended, or is getting its error.
+    session.on_change = lambda _connected: None  # The end of the session is not worth a log line.
     await session.close()
     await allocator.close()
     if lost.done():
-        raise RankLostError(lost.result())  # the model's thread may never end
+        raise RankLostError(lost.result())  # The model's thread may never end, so nothing is closed.
     engine.close()
     if loaded.leader is not None:
         ranks.let_end()
         loaded.leader.stop()
     log.info("stopped")
     with contextlib.suppress(asyncio.CancelledError):
-        await running  # raises what ended it, if it was not us
+        await running  # Raises the error that ended it. Only a cancellation is suppressed.
 
 
 async def _run(engine: Engine, server: Server) -> None:
-    """Health follows the session: without an allocator, new requests are better sent elsewhere."""
+    """Runs the engine, and lets health follow the session. Without an allocator, new requests should go elsewhere."""
     await engine.session.open()
     await server.announce()
     changes = set[asyncio.Task[None]]()
@@ -362,7 +368,7 @@ async def _run(engine: Engine, server: Server) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Is the entry point of `quire-worker`."""
+    """Runs the worker: the entry point of `quire-worker`."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parse_arguments(given)
     try:
@@ -390,4 +396,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RankLostError as error:
         print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
         write_out()
-        os._exit(1)  # a thread may be waiting for the rank that is gone
+        os._exit(1)  # A thread may be waiting for the rank that is gone.

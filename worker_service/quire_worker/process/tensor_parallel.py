@@ -1,25 +1,26 @@
-"""A worker as several processes, the ranks. Each computes a part of the model.
+"""A worker as several processes, called ranks. Each computes a part of the model.
 
-    rank 0      has the session with the allocator, the scheduler, the tokenizer and the server. There is one pool, one
-                lease and one block table per sequence for all ranks; each keeps its own heads of every block
-    the others  have a part of the model and pages. They listen to rank 0 and to nobody else
+    rank 0       has the session with the allocator, the scheduler, the tokenizer and the server. All ranks share one
+                 pool, one lease and one block table per sequence. Each rank keeps its own heads of every block
+    other ranks  have a part of the model and pages. They take orders only from rank 0
 
 Life of a crew:
 
-    1. start    `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all of them
-    2. load     in lockstep: each reads the weights and keeps its part, and the parts together are compared with the
-                whole (`model.splitting`); kernels are compiled; all pools get as many blocks as the smallest can have
-    3. lead     rank 0 tells the others of every forward pass and every copy, and all run it (`execution.leader`,
-                `execution.follower`). Only rank 0 samples, from logits that all parts were added up to
-    4. stop     rank 0 drains, then tells the others
+    1. start   `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all of them
+    2. load    in lockstep: each rank reads the weights and keeps its part. The parts together are compared with the
+               whole (`model.splitting`). Kernels are compiled. All pools get as many blocks as the smallest can have
+    3. lead    rank 0 tells the others of every forward pass and every copy, and all run it (`execution.leader`,
+               `execution.follower`). Only rank 0 samples. Its logits are the sum of all parts'
+    4. stop    rank 0 drains, then tells the others
 
-Who is missed, and how it ends:
+How failures end:
 
-    a rank is killed or fails  rank 0 sees its process end, or its connection to it break in the next pass or within
-                               `SILENCE_S`. It fails all requests, gives its pool back,
-                               kills the others and exits with 1
-    rank 0 is killed           the others see a pipe close, and end by themselves; the lease ends as that of any worker
-    a rank is stuck            after --rank-timeout as if it had been killed
+Rank 0 notices that a rank is killed or fails: its process ends, or its connection breaks in the next pass or within
+`SILENCE_S`. Rank 0 then fails all requests, gives its pool back, kills the other ranks, and exits with 1.
+
+If rank 0 is killed, the others see a pipe close, and end. The lease ends like that of any worker.
+
+A rank that is stuck counts as killed after --rank-timeout.
 """
 
 from __future__ import annotations
@@ -50,15 +51,18 @@ from quire_worker.speculation.drafter import Drafter
 
 log = structlog.get_logger()
 
-SILENCE_S = 2.0  # an idle rank 0 sends a message this often, and so notices ranks that are gone
-REASON_S = 5.0  # for rank 0's own loading to find the reason why another rank's has failed
+SILENCE_S = 2.0  # An idle rank 0 sends messages at this interval, and so notices ranks that are gone.
+# If another rank fails while it loads, rank 0 gets this time to find the same reason in its own loading.
+REASON_S = 5.0
 
 ResultT = TypeVar("ResultT")
 
 
 class Part(NamedTuple):
-    """A rank's loaded part: its part of the model and of every page, and the memory that its pool was sized from. The
-    drafter belongs to a model that no other rank has a part of."""
+    """One rank's part of the model and of every page, and the memory from which its pool was sized.
+
+    Only a rank that is alone has a drafter, because a draft model is not split.
+    """
 
     model: PagedModel
     cache: KVCache
@@ -84,13 +88,13 @@ def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tupl
 
 
 def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part: LoadPart) -> None:
-    """Is any other rank, until rank 0 says stop; exits with 1 where the crew is lost.
+    """Runs any other rank until rank 0 stops it. Exits with 1 if the crew is lost.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
         UsageError: there is no such device, or too little memory for the pool.
     """
-    if identity.is_by_torchrun:  # which tells all ranks to stop: rank 0 then drains, and needs the others for that
+    if identity.is_by_torchrun:  # torchrun signals all ranks, but rank 0 needs the others while it drains.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     try:
@@ -100,7 +104,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
     except RankLostError as error:
         log.error("the crew is lost", error=str(error))
         sys.stderr.flush()
-        os._exit(1)  # threads of torch may be waiting for the rank that is gone
+        os._exit(1)  # Threads of torch may be waiting for the rank that is gone.
     crew.close()
 
 
@@ -108,8 +112,8 @@ async def unless_lost(load: Callable[[], ResultT], lost: asyncio.Future[str]) ->
     """Loads on a thread of its own, and gives up if another rank is gone.
 
     Raises:
-        RankLostError: one is.
-        Exception: what loading raised.
+        RankLostError: another rank is gone.
+        Exception: the error of `load`.
     """
     loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, thread_name_prefix="load"), load)
     await asyncio.wait((loading, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +129,7 @@ async def unless_lost(load: Callable[[], ResultT], lost: asyncio.Future[str]) ->
 
 
 def _join(options: argparse.Namespace, identity: RankIdentity) -> tuple[Crew, str]:
-    """Meets the other ranks, and says which device is this one's. A share of a machine's memory is of all its ranks."""
+    """Meets the other ranks, and chooses this rank's device. A share of memory is divided among the machine's ranks."""
     device = options.device
     if device == "cpu" and isinstance(options.kv_memory, Fraction):
         options.kv_memory /= identity.local_size

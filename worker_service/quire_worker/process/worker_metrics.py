@@ -1,4 +1,4 @@
-"""The metrics of one worker, for the collector that Prometheus asks."""
+"""Metrics of one worker, and the collector that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ METRIC_NAMES = frozenset(
 
 
 class WorkerCollector(Collector):
-    """Reads engine and telemetry at scrape, in the metrics server's thread; a number may be one step old."""
+    """Reads engine and telemetry in the thread of the metrics server. A number may be one step old."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Returns the families of `METRIC_NAMES`."""
+        """Yields the families of `METRIC_NAMES`."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()

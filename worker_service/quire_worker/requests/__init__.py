@@ -1,1 +1,1 @@
-"""Requests at the engine: how they are taken in, may wait, take tokens, and hand these out."""
+"""Requests at the engine: how they are admitted to the queue, take tokens, and deliver them to their callers."""

@@ -1,11 +1,11 @@
-"""The adapters of a worker, by name: loaded at its start or by a call, chosen by requests, dropped by a call.
+"""The adapters of a worker, by name. They are loaded at its start or by a call, and requests choose among them.
 
 Lifecycle of a name:
 
-    1. loading   its folder is read and checked, on another thread; requests do not know it yet
-    2. loaded    requests choose it. Its digest is in the root of all their prefixes, so that no other's blocks are hit
-    3. dropped   unknown again; refused while a request has it. What its requests left in the cache is hit once more if
-                 the same weights are loaded again, under whatever name
+    1. loading   a thread reads and checks its folder; requests do not know it yet
+    2. loaded    requests can choose it. Its digest is in the root of all their prefixes, so they hit no other's blocks
+    3. dropped   it is unknown again. Dropping is refused while a request uses it. The cached blocks of its requests are
+                 hit again if the same weights are loaded again, under any name
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from quire_worker.model.adapters.peft_folder import AdapterError, AdapterLimits,
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.request import Request
 
-LIMITS = AdapterLimits(count_max=16, rank_max=64, byte_count_max=1 << 30)  # if nothing is said
+LIMITS = AdapterLimits(count_max=16, rank_max=64, byte_count_max=1 << 30)  # the defaults
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 log = structlog.get_logger()
 
 
 def request_count(adapter: Adapter, requests: Iterable[Request]) -> int:
-    """Counts the requests that have chosen an adapter and are not done."""
+    """Returns the number of requests that use an adapter and are not done."""
     return sum(request.adapter is adapter and not request.is_done for request in requests)
 
 
 class Adapters:
-    """All that are loaded. For the event loop; `read` for the start."""
+    """All loaded adapters. For the event loop, except `read`, which is for the start."""
 
     def __init__(self, model: PagedModel, limits: AdapterLimits = LIMITS, root: Path | None = None) -> None:
-        """Begins without any.
+        """Starts without adapters.
 
         Args:
-            model: the model that they change.
-            limits: of all of them.
-            root: folder from below which a call may load; None: no call may.
+            model: the model that the adapters change.
+            limits: the limits for all adapters.
+            root: folder below which calls may load adapters; None: no call may.
         """
         self.limits = limits
         self._model = model
@@ -53,47 +53,47 @@ class Adapters:
 
     @property
     def all(self) -> list[Adapter]:
-        """Returns what is loaded, by name."""
+        """Returns all loaded adapters, sorted by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def get(self, name: str) -> Adapter | None:
-        """Returns the adapter of a request; None where it names none.
+        """Returns the adapter of a request; None if the name is empty.
 
         Raises:
-            QuireError: ADAPTER_UNKNOWN.
+            QuireError: ADAPTER_UNKNOWN, no adapter has the name.
         """
         return self.named(name) if name else None
 
     def named(self, name: str) -> Adapter:
-        """Returns an adapter.
+        """Returns the adapter with a name.
 
         Raises:
-            QuireError: ADAPTER_UNKNOWN.
+            QuireError: ADAPTER_UNKNOWN, no adapter has the name.
         """
         if name not in self._by_name:
             raise QuireError.of(Reason.ADAPTER_UNKNOWN, f"no adapter {name[:64]!r} is loaded")
         return self._by_name[name]
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Loads an adapter now.
+        """Loads an adapter, and blocks meanwhile.
 
         Raises:
-            AdapterError: it cannot be served, or a limit is passed.
+            AdapterError: it cannot be served, or a limit is exceeded.
         """
         adapter = self._read(name, folder, None)
         self._keep(adapter)
         return adapter
 
     async def load(self, name: str, folder: str) -> Adapter:
-        """Loads an adapter while requests are computed. The same one under the same name is loaded already.
+        """Loads an adapter while requests run. Does nothing if the same adapter is already loaded under this name.
 
         Args:
             name: its name in requests.
-            folder: below the root, relative to it or not.
+            folder: its folder below the root; relative to the root, or absolute.
 
         Raises:
-            QuireError: NOT_SUPPORTED, this worker takes none by a call; ADAPTER_EXISTS, another has the name;
-                ADAPTER_UNUSABLE, it cannot be served, or a limit is passed.
+            QuireError: NOT_SUPPORTED, calls may not load adapters; ADAPTER_EXISTS, another adapter has the name;
+                ADAPTER_UNUSABLE, it cannot be served, or a limit is exceeded.
         """
         path = self._below_root(folder)
         async with self._loading:
@@ -109,14 +109,14 @@ class Adapters:
             return held or adapter
 
     def drop(self, name: str, request_count: int) -> None:
-        """Lets an adapter go.
+        """Drops an adapter.
 
         Args:
-            name: of one that is loaded.
-            request_count: open requests that have it.
+            name: the name of a loaded adapter.
+            request_count: number of open requests that use it.
 
         Raises:
-            QuireError: ADAPTER_UNKNOWN; ADAPTER_IN_USE, requests have it.
+            QuireError: ADAPTER_UNKNOWN, no adapter has the name; ADAPTER_IN_USE, requests use it.
         """
         self.named(name)
         if request_count:

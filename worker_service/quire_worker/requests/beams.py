@@ -1,13 +1,14 @@
-"""The samples of a beam search: each beam is one, and a beam that is chosen twice is forked.
+"""The samples of a beam search: each beam is a sample, and a beam that is chosen twice is forked.
 
-    1. computed   a beam's tokens are in the pages; its likeliest next tokens are told (`execution/parts.py`)
-    2. awaiting   the same, until that is so of all beams of its request. It holds its blocks, and nothing of it is
-                  planned. Preempted, it holds nothing and waits for nothing: what is told of it is kept
-    3. chosen     it goes on with one more token; for each further one that it is chosen with, a fork of it begins,
-                  which shares its blocks; without blocks, it and they wait to be computed again
-       pruned     it was not chosen: it ends, and its blocks are freed with the step that forks the others
+    1. computed   a beam's tokens are in the pages, and its likeliest next tokens are known (`execution/parts.py`)
+    2. awaiting   the beam waits until all beams of its request are computed. It keeps its blocks, and nothing is
+                  planned for it. If it is preempted, it holds no blocks, but keeps its likeliest tokens and is not
+                  queued
+    3. chosen     it continues with one more token. For each further token that is chosen after it, a fork shares its
+                  blocks. If it has no blocks, it and the forks are queued to be computed again
+    4. pruned     or it was not chosen: it ends, and its blocks are freed with the step that forks the others
 
-Texts are known when the search is over: they are delivered then, the best first.
+The texts are known when the search ends. They are delivered then, the best first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from quire_worker.scheduling.slots import Beam, RequestBeams
 def begin_search(
     sampling: SamplingParams, end_token_ids: frozenset[int], texts: Sequence[StreamDecoder | SampleText]
 ) -> tuple[RequestBeams, Beam]:
-    """Returns the search that a request asks for, whose texts end with any of these tokens, and its first beam."""
+    """Returns the search of a request, with its first beam. Its texts end with any of the given tokens."""
     rule = Rule(
         sampling.num_beams,
         sampling.length_penalty,
@@ -42,10 +43,10 @@ def begin_search(
 
 
 class BeamTurns:
-    """Takes the turns of all beam searches of one engine. For the event loop.
+    """Advances all beam searches of one engine. For the event loop.
 
     Args:
-        scheduler: scheduler of the samples.
+        scheduler: the scheduler of the samples.
         on_tokens: called with a request and the number of tokens that its beams have grown by.
         on_failure: called with a request whose tokens the tokenizer cannot decode.
     """
@@ -61,7 +62,7 @@ class BeamTurns:
         self._on_failure = on_failure
 
     def take(self, told: Sequence[Continuations]) -> None:
-        """Notes the continuations of beams, and takes a turn of each search that has them for all its beams."""
+        """Stores the continuations of beams. Advances each search that has the continuations of all its beams."""
         for each in told:
             if not each.sample.has_ended:
                 _beam_of(each.sample).continuations = each.told
@@ -88,7 +89,7 @@ class BeamTurns:
             self._deliver(request, beams, beams.search)
 
     def _go_on(self, samples: Sequence[Sample], chosen: Sequence[Chosen]) -> list[Sample]:
-        """Returns the samples of the next turn, in the order in which they were chosen."""
+        """Returns the samples of the next turn, in the order in which their tokens were chosen."""
         roster = self._scheduler.roster
         kept = {samples[each.beam] for each in chosen}
         for sample in samples:
@@ -100,7 +101,7 @@ class BeamTurns:
         following: list[Sample] = []
         for each, longer in zip(chosen, tokens, strict=True):
             sample = samples[each.beam]
-            if sample in following:  # its blocks are shared by one more
+            if sample in following:  # A further fork shares the blocks of this beam.
                 following.append(_fork_of(sample, next(places), longer, is_held=sample in roster.running))
             else:
                 following.append(sample)
@@ -113,7 +114,7 @@ class BeamTurns:
         return following
 
     def _deliver(self, request: Request, beams: RequestBeams, search: BeamSearch) -> None:
-        """Ends a request with its best texts."""
+        """Ends a request, and delivers its best texts."""
         deliveries, best = [], search.hypotheses[: request.sampling.n]
         try:
             for place, (text, found) in enumerate(zip(beams.texts, best, strict=True)):
@@ -142,7 +143,7 @@ def _told_of(sample: Sample) -> Likeliest:
 
 
 def _fork_of(parent: Sample, index: int, tokens: list[int], *, is_held: bool) -> Sample:
-    """Returns a sample with these tokens, that shares the blocks of `parent` if it holds any."""
+    """Returns a new sample with these tokens. It shares the blocks of `parent` if that holds any."""
     child = Sample(parent.request, index, tokens, parent.sampler, parent.detokenizer, begun_with=parent.begun_with)
     child.beam = Beam(_beam_of(parent).continuation_count)
     if is_held:

@@ -1,17 +1,17 @@
-"""Tokens that were generated and not handed out yet. A fast stream gets several of them in one message.
+"""Tokens that were generated but not handed out yet. For a fast stream, several of them share one message.
 
-    1. noted      the token is part of its sample's text; its caller does not have it yet
-    2. delivered  the noted tokens of a request are decoded, and lie in its queue
-    3. being read  gRPC has a delivery, and waits for the request's caller to take it
-    4. read       the caller asks for more, or gRPC's own buffers hold it
+    1. noted        the token is part of its sample's text, but not in a message yet
+    2. delivered    the noted tokens of a request are decoded, and wait in its queue
+    3. being read   gRPC has the delivery, and waits for the caller to take it
+    4. read         the caller asks for more, or gRPC's own buffers hold the delivery
 
-From 1 with logprobs, from 2 else, to 3 a request's bytes count as unread (`unread.py`). If its namespace has too many,
-that request of it ends that has most: LIMIT.
+The bytes of a request count as unread from 1 with logprobs, or from 2 without, until 4 (`unread.py`). If a namespace
+has too many unread bytes, its request with the most of them fails with LIMIT.
 
-A request's first token and a sample's end are delivered as soon as the event loop is free; tokens between them once in
-an interval. A message costs worker and client the same whatever is in it, and a small model decodes a token in a
-millisecond: one message a token would cost more than the model. If a turn takes longer than the interval, every token
-is a message.
+A request's first token and a sample's end are delivered as soon as the event loop is free. Tokens between them are
+delivered once per interval. A message costs worker and client the same for any number of tokens. A small model decodes
+a token in a millisecond, so one message per token would cost more than the model. If a turn takes longer than the
+interval, every token is a message.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from quire_worker.scheduling.request import Delivery, Request, Sample
 
 
 class Noted(NamedTuple):
-    """Noted tokens of one sample, and their logprobs."""
+    """Noted tokens of one sample, with their logprobs."""
 
     tokens: list[int]
-    logprobs: PackedLogprobs  # of each token, if they were asked for; else empty
+    logprobs: PackedLogprobs  # of each token if they were requested; otherwise empty
 
 
 class Outbox:
-    """Tokens on their way to the queues of their requests. For the event loop alone.
+    """Holds generated tokens until they go to the queues of their requests. For the event loop alone.
 
     Args:
-        interval_s: least time between two messages of one request, except for its first message and those that end a
+        interval_s: least seconds between two messages of one request, except its first message and those that end a
             sample. A request may have a longer interval.
-        on_failure: called with a request whose tokens the tokenizer cannot decode, or whose caller does not read them;
-            its further tokens are dropped.
-        unread_bytes_max: of one namespace.
+        on_failure: called with a request whose tokens cannot be decoded, or whose caller does not read them. Its
+            further tokens are dropped.
+        unread_bytes_max: the most unread bytes of a single namespace.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Outbox:
         self._unread = Unread(unread_bytes_max)
         self._on_failure = on_failure
         self._noted: dict[Request, dict[Sample, Noted]] = {}
-        self._first: list[Request] = []  # whose first tokens were noted since `deliver_first`
+        self._first: list[Request] = []  # requests whose first tokens were noted since the last `deliver_first`
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = math.inf  # when it comes
+        self._timer_s = math.inf  # when the timer rings, by the event loop's clock
 
     def note(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """Takes new tokens of a sample; none if it ended without one."""
+        """Adds new tokens of a sample; no tokens if the sample ended without one."""
         if logprobs and not self._hold(sample.request, bytes_of_values(logprobs)):
             return
         noted = self._noted.setdefault(sample.request, {}).setdefault(sample, Noted([], PackedLogprobs()))
@@ -88,7 +88,7 @@ class Outbox:
             self._timer, self._timer_s = loop.call_at(due_s, self._deliver_due), due_s
 
     def note_prompt(self, request: Request, place: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Takes logprobs of a prompt, at a place where others may be; they go with the request's first delivery."""
+        """Adds logprobs of a prompt, at a position among its tokens. The request's first delivery contains them."""
         if request.is_done:
             return
         told = request.prompt_logprobs = request.prompt_logprobs or PackedLogprobs()
@@ -97,7 +97,7 @@ class Outbox:
         self._hold(request, VALUE_BYTES * (told.value_count - before))
 
     async def next_delivery(self, request: Request) -> Delivery | QuireError:
-        """Waits for what a request's caller gets next. What it got before counts as read."""
+        """Waits for the next delivery of a request. The previous delivery counts as read."""
         self._unread.give_back(request, request.being_read_bytes)
         request.being_read_bytes = 0
         delivery = await request.deliveries.get()
@@ -106,8 +106,7 @@ class Outbox:
         return delivery
 
     async def deliver_first(self) -> None:
-        """Delivers the first tokens of requests, and lets the tasks that wait for them run before the event loop does
-        anything else."""
+        """Delivers the first tokens of requests. Lets the tasks that wait for them run before anything else."""
         first, self._first = self._first, []
         for request in first:
             self.deliver(request)
@@ -115,7 +114,7 @@ class Outbox:
             await asyncio.sleep(0)
 
     def deliver(self, request: Request) -> None:
-        """Delivers the noted tokens of a request, without waiting for its time."""
+        """Delivers the noted tokens of a request at once, without waiting for the interval."""
         noted = self._noted.pop(request, None)
         if noted is None:
             return
@@ -141,12 +140,12 @@ class Outbox:
             request.deliveries.put_nowait(delivery._replace(is_last=is_last))
 
     def discard(self, request: Request) -> None:
-        """Forgets the noted tokens of a request, because nobody reads its queue any more."""
+        """Drops the noted tokens of a request, because nobody reads its queue any more."""
         self._noted.pop(request, None)
         self._unread.give_back(request, request.unread_bytes)
 
     def _hold(self, request: Request, byte_count: int) -> bool:
-        """Counts bytes of a request as unread; False if there is no room, and the request ended."""
+        """Counts bytes of a request as unread. Returns False if there is no room, and the request has ended."""
         while not self._unread.take(request, byte_count):
             most, refusal = self._unread.most_of(request), self._unread.refusal(request.namespace)
             self._drop(most)
@@ -157,7 +156,7 @@ class Outbox:
         return True
 
     def _drop(self, request: Request) -> None:
-        """Forgets all of a request but what is being read."""
+        """Drops all data of a request except the delivery that is being read."""
         self._noted.pop(request, None)
         request.prompt_logprobs = None
         while not request.deliveries.empty():
@@ -168,7 +167,7 @@ class Outbox:
         return request.delivered_s + max(self._interval_s, request.interval_s)
 
     def _deliver_due(self) -> None:
-        """Delivers what is due, and comes again when the next is."""
+        """Delivers the requests that are due, and sets the timer for the next one."""
         self._timer, self._timer_s = None, math.inf
         loop = asyncio.get_running_loop()
         now_s, next_s = loop.time(), None
@@ -185,21 +184,21 @@ class Outbox:
 
 
 def _is_held(request: Request) -> bool:
-    """Tells whether nothing of a request goes out yet: which of its samples are the best is known at the end."""
+    """Tells whether a request delivers nothing yet, because its best samples are known only at the end."""
     return request.sampling.is_best_of and not request.is_done
 
 
 def _best(request: Request, noted: dict[Sample, Noted]) -> dict[Sample, Noted]:
-    """Returns the likeliest samples of a request, by the mean of their tokens' logprobs; of equals the first."""
+    """Returns the samples with the highest mean logprob of their tokens; of equal ones, the first."""
     ranked = sorted(noted, key=lambda sample: -sample.logprob_sum / max(1, sample.output_token_count))
     return {sample: noted[sample] for sample in ranked[: request.sampling.n]}
 
 
 def _delivery(sample: Sample, tokens: list[int], logprobs: PackedLogprobs) -> Delivery:
-    """Decodes tokens of a sample.
+    """Decodes tokens of a sample into a delivery.
 
     Raises:
-        TokenizerError: the tokenizer cannot do it.
+        TokenizerError: the tokenizer fails.
     """
     text = sample.detokenizer.push(tokens)
     if sample.has_ended:

@@ -1,10 +1,10 @@
-"""Reception of requests: it makes or refuses them. It checks these reasons for a refusal, in this order.
+"""Reception of requests: creates or refuses them. Reasons to refuse a request are checked in this order.
 
     1. DRAINING         the worker shuts down
     2. ALLOCATOR_LOST   the worker has no session with its allocator
-    3. QUEUE_FULL       as many samples or tokens wait as its namespace may have beside the others
-    4. DEADLINE         the request cannot end by then: its tokens take a pass each, one after the other. Checked again
-                        every 0.1 s while it waits
+    3. QUEUE_FULL       as many samples or tokens wait as the namespace may have beside the others
+    4. DEADLINE         the request cannot end in time: its tokens take one pass each, one after the other. Checked
+                        again every 0.1 s while it waits
 
 `scheduling/admission.py` decides which waiting samples are admitted.
 """
@@ -29,22 +29,23 @@ from quire_worker.scheduling.roster import Roster
 from quire_worker.scheduling.trace import Stage
 from quire_worker.telemetry import WorkerTelemetry
 
-QUEUED_TOKENS_MAX = 1 << 22  # of what waits for one namespace, 48 bytes each; of all, twice as many
-LOOK_S = 0.1  # between two looks at everybody's deadline
+# tokens that wait for one namespace, 48 bytes each; all namespaces together may have twice as many
+QUEUED_TOKENS_MAX = 1 << 22
+LOOK_S = 0.1  # seconds between two checks of all deadlines
 
 
 class Reception:
-    """Makes the requests of one engine and their samples, and numbers them.
+    """Creates and numbers the requests of one engine, and creates their samples.
 
     Args:
-        roster: who waits.
-        telemetry: where waiting is measured.
-        waiting_max: samples of one namespace that may wait, where no other has any; there are twice as many places, and
-            a namespace may have as many as are left free.
-        clock: of arrivals and deadlines.
+        roster: the samples, with those that wait.
+        telemetry: measures the time that requests wait.
+        waiting_max: samples of one namespace that may wait while no other namespace has any. There are twice as many
+            places, and a namespace may have as many as stay free.
+        clock: returns the time in seconds, for arrivals and deadlines.
 
     Attributes:
-        is_closed: no request is made any more, because the worker shuts down.
+        is_closed: whether the worker shuts down, so that no request is created any more.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Reception:
     ) -> None:
         self.is_closed = False
         self._model = model
-        self._layout = cache.spec.layout  # put together once, not for each request
+        self._layout = cache.spec.layout  # computed once, not for each request
         self._tokenizer = tokenizer
         self._session = session
         self._roster = roster
@@ -83,10 +84,10 @@ class Reception:
         time_left_s: float | None = None,
         cache_salt: str = "",
     ) -> Request:
-        """Returns a request that has no samples yet; arguments as of `Engine.submit`.
+        """Returns a new request without samples. See `Engine.submit` for the arguments.
 
         Raises:
-            QuireError: DRAINING; ALLOCATOR_LOST; QUEUE_FULL, with the time after which there is room again; DEADLINE.
+            QuireError: DRAINING; ALLOCATOR_LOST; QUEUE_FULL, with the seconds until there is room again; DEADLINE.
         """
         if self.is_closed:
             raise self.draining()
@@ -104,7 +105,7 @@ class Reception:
         return request
 
     def new_sample(self, request: Request, index: int, tokens: Sequence[int], matcher: Matcher | None = None) -> Sample:
-        """Returns a sample of a request, with these tokens to be computed; the roster does not know it yet."""
+        """Returns a new sample of a request, with tokens to compute. The roster does not know it yet."""
         return begin_sample(request, index, tokens, self._model, self._tokenizer, matcher=matcher)
 
     def end_hopeless(self, fail: Callable[[Request, QuireError], None]) -> None:
@@ -118,8 +119,10 @@ class Reception:
                 fail(request, _hopeless(request))
 
     def note_admitted(self, plan: Plan) -> None:
-        """Notes when the answer to a plan admitted requests, and when others were preempted. Measures the waiting time
-        of requests that are admitted for the first time."""
+        """Records when a plan's answer admitted or preempted requests.
+
+        Measures how long newly admitted requests waited.
+        """
         if not (plan.grows or self._roster.preempted):
             return
         now_s = self._clock()
@@ -135,15 +138,16 @@ class Reception:
                 self._telemetry.queue_seconds.observe(now_s - request.arrived_s)
 
     def _check_room(self, namespace: str, token_count: int) -> None:
-        """Refuses a request if the queue is full, or its namespace has its share of the queue. A namespace's only
-        waiting request may have any length.
+        """Refuses a request if the queue is full, or if its namespace has its share of the queue.
+
+        The only waiting request of a namespace may have any length.
 
         Args:
-            namespace: of the request.
-            token_count: of its prompt, and of its lists of tokens.
+            namespace: the namespace of the request.
+            token_count: the number of tokens in its prompt and in its lists of tokens.
 
         Raises:
-            QuireError: QUEUE_FULL, with the time after which there is room again.
+            QuireError: QUEUE_FULL, with the seconds until there is room again.
         """
         waiting = self._roster.waiting
         own = waiting.of_namespace(namespace)
@@ -159,8 +163,10 @@ class Reception:
             raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
 
     def _is_hopeless(self, request: Request, now_s: float) -> bool:
-        """Tells whether a request that has not begun must miss its deadline, even if it is admitted at once and all of
-        its prompt is cached: each of its tokens takes a pass, one after the other."""
+        """Tells whether a request that has not begun must miss its deadline.
+
+        Even if it is admitted at once and its whole prompt is cached, each of its tokens takes a pass.
+        """
         return now_s + _least_token_count(request.sampling) * self._roster.pace.pass_s > request.deadline_s
 
     @staticmethod
@@ -177,17 +183,17 @@ def _hopeless(request: Request) -> QuireError:
 
 
 def _least_token_count(sampling: SamplingParams) -> int:
-    """Counts the tokens that a request cannot end before."""
+    """Returns the least number of tokens that a request generates."""
     if sampling.ignore_eos and not sampling.stop_token_ids and not sampling.stop:
         return sampling.max_tokens
     return max(1, sampling.min_tokens)
 
 
 def _held_token_count(sample: Sample) -> int:
-    """Counts the tokens that a sample has in memory while it waits."""
+    """Returns the number of tokens that a sample keeps in memory while it waits."""
     return len(sample.tokens) + _listed_token_count(sample.request.sampling)
 
 
 def _listed_token_count(sampling: SamplingParams) -> int:
-    """Counts the tokens in the lists of a request."""
+    """Returns the number of tokens in the lists of a request."""
     return len(sampling.allowed_token_ids) + len(sampling.banned_token_ids)

@@ -1,4 +1,4 @@
-"""Samples of a request: their beginning, and the tokens that they take one after the other."""
+"""Samples of requests: how they begin, and how they are extended by sampled tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire_worker.telemetry import WorkerTelemetry
 
 
 def root_of(model: PagedModel, layout: str, namespace: str, adapter: Adapter | None, cache_salt: str) -> bytes:
-    """Returns the digest that the prefixes of a request start from."""
+    """Returns the digest that the prefixes of a request start with."""
     digest = b"" if adapter is None else adapter.digest
     root = root_digest(fingerprint=model.fingerprint, layout=layout, adapter=digest, namespace=namespace)
     return salted_root(root, cache_salt)
@@ -32,14 +32,14 @@ def root_of(model: PagedModel, layout: str, namespace: str, adapter: Adapter | N
 def begin_samples(
     request: Request, model: PagedModel, tokenizer: Tokenizer, *, echo: str, matcher: Matcher | None
 ) -> None:
-    """Gives a request its samples.
+    """Creates the samples of a request.
 
     Args:
-        request: without samples.
-        model: computes them.
-        tokenizer: decodes them.
-        echo: what each one's text begins with.
-        matcher: of what each text has to be; None if it may be anything.
+        request: a request without samples.
+        model: the model that computes them.
+        tokenizer: the tokenizer that decodes them.
+        echo: a text with which each sample's text begins.
+        matcher: the compiled structure of the texts; None if they are free.
     """
     sampling = request.sampling
     if sampling.has_beams:
@@ -50,7 +50,8 @@ def begin_samples(
         sample.beam = beam
         request.samples.append(sample)
         return
-    unbegun = list(request.prompt)  # of all samples until they begin: the queue has requests of 64
+    # All samples share one list until they begin, because the queue has requests of 64 samples.
+    unbegun = list(request.prompt)
     for index in range(sampling.sample_count):
         first = request.samples[0].sampler if request.samples else None
         sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher, first=first)
@@ -70,8 +71,10 @@ def begin_sample(
     matcher: Matcher | None = None,
     first: Sampler | None = None,
 ) -> Sample:
-    """Returns a sample of a request that has these tokens to be computed; the request does not know it yet. `first` is
-    the sampler of its first sample; further samples get copies of it."""
+    """Returns a new sample of a request, with tokens to compute. It is not added to the request.
+
+    If `first` is given, it is the sampler of the request's first sample, and this sample gets a copy of it.
+    """
     sampling = request.sampling
     sampler = (
         first.copy(index)
@@ -104,13 +107,13 @@ def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder
 
 
 class TokenIntake:
-    """Extends samples by the tokens that were drawn for them, and notes these for their callers. For the event loop.
+    """Extends samples by their sampled tokens, and hands these to the outbox. For the event loop.
 
     Args:
-        scheduler: scheduler of the samples.
-        outbox: where tokens are noted.
-        telemetry: where they are counted.
-        clock: seconds.
+        scheduler: the scheduler of the samples.
+        outbox: takes the tokens.
+        telemetry: counts the tokens.
+        clock: returns the time in seconds.
         eos_token_ids: the model's tokens that end a text.
         on_failure: called with a request whose tokens the tokenizer cannot decode.
     """
@@ -134,8 +137,10 @@ class TokenIntake:
         self._beams = BeamTurns(scheduler, self._observe, on_failure)
 
     def take(self, computed: Computed) -> None:
-        """Notes the logprobs of prompts and candidates, and extends every sample by its token. Ends samples that were
-        only to be computed."""
+        """Stores the logprobs of prompts and candidates, and extends every sample by its tokens.
+
+        Ends samples whose tokens were only to be computed.
+        """
         for request, position, told in computed.prompt_logprobs:
             self._outbox.note_prompt(request, position - 1, told)
         for sample, position, logprobs in computed.candidate_logprobs:
@@ -157,11 +162,11 @@ class TokenIntake:
             request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
 
     def _extend(self, tokens: Sequence[Token]) -> None:
-        now_s = self._clock()  # of all tokens of a pass
+        now_s = self._clock()  # the same for all tokens of a pass
         for (drawn, parent, drafted_count), token, logprobs in tokens:
-            if drawn.has_ended:  # cancelled while the model ran, or with the token before
+            if drawn.has_ended:  # It was cancelled while the model ran, or ended with the token before.
                 continue
-            if drafted_count:  # the token before was drafted, and is in the pages
+            if drafted_count:  # The token before was drafted, and is already in the pages.
                 drawn.computed = len(drawn.tokens)
                 self._telemetry.accepted_token_count += 1
             if drawn is not parent:
@@ -186,12 +191,13 @@ class TokenIntake:
         return self._is_end(sampling, token) or token in sampling.stop_token_ids
 
     def _is_end(self, sampling: SamplingParams, token: int) -> bool:
-        """Tells whether a token is the model's end-of-text, and counts as such."""
-        goes_on = sampling.ignore_eos and sampling.structure is None  # a structure is whole where it ends
+        """Tells whether a token is the model's end-of-text, and the request does not ignore that."""
+        # A structure is complete at its end, so `ignore_eos` has no effect on it.
+        goes_on = sampling.ignore_eos and sampling.structure is None
         return token in self._eos_token_ids and not goes_on
 
     def _take_text(self, sample: Sample, token: int) -> bool:
-        """Ends a sample whose text has come to a stop text; returns whether the token could be decoded."""
+        """Ends a sample if its text has reached a stop text. Returns whether the token could be decoded."""
         text = sample.detokenizer
         assert isinstance(text, SampleText), "its request has no stop text"
         try:

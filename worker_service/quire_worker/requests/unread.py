@@ -1,4 +1,4 @@
-"""Bytes of answers that their callers have not read, and how many of them one namespace may have.
+"""Counts the bytes of answers that callers have not read, and limits them for each namespace.
 
 For the event loop alone.
 """
@@ -17,23 +17,25 @@ from quire_worker.scheduling.request import Delivery, Request
 if TYPE_CHECKING:
     from quire_worker.sampling.logprobs import TokenLogprobs
 
-UNREAD_BYTES_MAX = 32 << 20  # of one namespace, or as many as are left free; of all, twice as many
-VALUE_BYTES = 8  # of a logprob and its token, packed
-TOKEN_BYTES = 44  # as a number of Python's, with its place
-PLACE_BYTES = 8  # of a number of Python's that other lists have, too
+# Unread bytes of a namespace that is alone. All namespaces together may have twice as many, and each may have as many
+# as stay free.
+UNREAD_BYTES_MAX = 32 << 20
+VALUE_BYTES = 8  # a logprob and its token, packed
+TOKEN_BYTES = 44  # a token as a Python number, with its place in a list
+PLACE_BYTES = 8  # its place in another list
 DELIVERY_BYTES = 1_024
 
 
 class Unread:
-    """Counts unread bytes by namespace. Those of a request are in its `unread_bytes`."""
+    """Counts unread bytes by namespace. The bytes of a request are in its `unread_bytes`."""
 
     def __init__(self, alone_max: int) -> None:
-        """Counts none at first. `alone_max`: bytes of a namespace that is alone."""
+        """Starts without unread bytes. `alone_max` is the limit of a namespace that is alone."""
         self._bytes = CallerShares(alone_max)
-        self._requests: dict[str, dict[Request, None]] = {}  # by namespace, those with unread bytes
+        self._requests: dict[str, dict[Request, None]] = {}  # requests with unread bytes, by namespace
 
     def take(self, request: Request, byte_count: int) -> bool:
-        """Returns whether a request may have so many more, and has them then."""
+        """Counts more unread bytes of a request, if its namespace may have them. Returns whether it may."""
         if not byte_count:
             return True
         if not self._bytes.take(request.namespace, byte_count):
@@ -43,7 +45,7 @@ class Unread:
         return True
 
     def give_back(self, request: Request, byte_count: int) -> None:
-        """Takes bytes from a request that its caller has read, or that are dropped."""
+        """Uncounts bytes of a request that its caller has read, or that are dropped."""
         byte_count = min(byte_count, request.unread_bytes)
         if not byte_count:
             return
@@ -56,13 +58,13 @@ class Unread:
                 del self._requests[request.namespace]
 
     def most_of(self, request: Request) -> Request:
-        """Returns the request of the same namespace that gives back most if it ends; this one if none does."""
+        """Returns the request of the same namespace whose end frees most bytes; of equal ones, this request."""
         others = self._requests.get(request.namespace, {})
         most = max(others, key=_droppable, default=request)
         return most if _droppable(most) > _droppable(request) else request
 
     def refusal(self, namespace: str) -> QuireError:
-        """Returns what a request ends with that has too many."""
+        """Returns the error of a request that has too many unread bytes."""
         held = self._bytes.held_by(namespace)
         limit = self._bytes.count_max // 2
         message = f"answers of this namespace have {held:,} unread bytes, and at most {limit:,}, or as many as are left"
@@ -70,7 +72,7 @@ class Unread:
 
 
 def bytes_of(delivery: Delivery, *, with_values: bool = True) -> int:
-    """Returns what a delivery takes until it is read; its logprobs may be counted already."""
+    """Returns the bytes of a delivery until it is read. Its logprobs may have been counted before."""
     size = DELIVERY_BYTES + TOKEN_BYTES * len(delivery.token_ids) + sys.getsizeof(delivery.text)
     if not with_values:
         return size
@@ -79,12 +81,12 @@ def bytes_of(delivery: Delivery, *, with_values: bool = True) -> int:
 
 
 def bytes_of_tokens(request: Request) -> int:
-    """Returns what the tokens of a request take that has ended; it keeps them until it is read."""
+    """Returns the bytes for the tokens of a request that has ended. It keeps them until its answer is read."""
     return PLACE_BYTES * sum(len(sample.tokens) for sample in request.samples) + TOKEN_BYTES * len(request.prompt)
 
 
 def bytes_of_values(logprobs: Sequence[TokenLogprobs]) -> int:
-    """Returns what logprobs of several tokens take, packed."""
+    """Returns the bytes of the packed logprobs of several tokens."""
     return VALUE_BYTES * len(logprobs) * (1 + len(logprobs[0].top_token_ids)) if logprobs else 0
 
 

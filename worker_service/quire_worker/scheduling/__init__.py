@@ -1,1 +1,1 @@
-"""Which tokens go through the model next, and what the allocator is asked for. Pure: it knows no device and no wire."""
+"""Chooses the tokens that go through the model next, and the requests to the allocator. Pure: no device, no network."""

@@ -1,12 +1,12 @@
 """Admission of waiting samples: in order, while there are enough blocks, tokens and places.
 
-A sample needs its blocks, less those that it will share with running samples. It is admitted when that many are free,
-and one more for each running sample, which may fill its last block with the next token. The first sample that does not
-fit is the head: no later sample is admitted before it, except by backfilling (`backfill.py`). If nothing else runs, the
-head is admitted whatever it needs.
+A sample needs its blocks, less those that it will share with running samples. It is admitted when that many blocks are
+free, plus one for each running sample, because the next token may need a new block. The first sample that does not fit
+is the head: no later sample is admitted before it, except by backfilling (`backfill.py`). If nothing else runs, the
+head is admitted in any case.
 
-If another sample is computing the first block of a sample's prompt right now, the sample waits for it without holding
-up those behind it: identical prompts cost one prefill.
+If another sample is computing the first block of a sample's prompt right now, the sample waits for that block, but
+later samples may pass it. So identical prompts cost one prefill.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from quire_worker.scheduling.waiting import Wait
 
 
 class TurnLimits(NamedTuple):
-    """Room for further admissions in this turn.
+    """Limits of further admissions in this turn.
 
     Attributes:
-        tokens: of the forward pass.
-        samples: how many more may run.
-        blocks: free ones at the allocator, and those that are held ahead; None if the allocator has not said.
-        digest_bytes: of the step.
+        tokens: tokens left in the forward pass.
+        samples: the number of samples that may still start to run.
+        blocks: free blocks at the allocator, plus blocks held ahead; None while the allocator has not told.
+        digest_bytes: bytes of digests left in the step.
     """
 
     tokens: int
@@ -50,41 +50,42 @@ class TurnLimits(NamedTuple):
 
 
 class Peaks:
-    """The most blocks that a sequence holds at a time, of each group: all of full attention, of a window those that the
-    tokens of a pass read, and of a state the running one. As for all else, blocks are counted as if each were one of
-    every group of attention.
+    """The most blocks that a sequence holds at a time.
+
+    Of a group with full attention, it holds all blocks; of a window, those that the tokens of a pass read; of recurrent
+    states, the running one. Like all block counts here, the result is in units of one block of every attention group.
 
     Args:
-        groups: of the pool, with blocks of one size.
-        pass_token_count: tokens of one sequence that are computed at a time, at most.
+        groups: the pool's groups, with blocks of one size.
+        pass_token_count: the most tokens of one sequence that are computed at a time.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], pass_token_count: int) -> None:
         attention = [group for group in groups if group.kind is not GroupKind.STATE]
         size = attention[0].block_size
         windows = [group.window for group in attention if group.kind is not GroupKind.FULL_ATTENTION]
-        # Of the keys that a pass reads, the first may be the last of its block.
+        # The first key that a pass reads may be the last one of its block.
         self._windowed = [-(-(window + pass_token_count - 2) // size) + 1 for window in windows]
         self._group_count = len(attention)
         self._state_count = len(groups) - len(attention)
 
     def block_count(self, length: int) -> int:
-        """Counts the blocks of a sequence whose tables get so many entries."""
+        """Returns the blocks of a sequence whose tables have `length` entries."""
         full = (self._group_count - len(self._windowed)) * length
         windowed = sum(min(length, peak) for peak in self._windowed)
         return -(-(full + windowed + self._state_count) // self._group_count)
 
 
 class Applicants:
-    """Waiting samples that apply for admission: `consider` chooses from them, one after the other.
+    """Waiting samples that apply for admission. `consider` goes through them, and admits those that fit.
 
     Args:
-        running: in order, backfilled samples last.
-        limits: of this turn.
+        running: the running samples in order, backfilled ones last.
+        limits: what admissions may use in this turn.
         block_size: tokens per block.
-        peaks: blocks that a sequence holds at a time.
-        sequence_tokens_max: the longest sequence, with whose last token a sample ends.
-        resting: of branches, whose blocks may be shared.
+        peaks: the most blocks that sequences hold at a time.
+        sequence_tokens_max: the most tokens of a sequence; a sample ends with the last of them.
+        resting: samples of branches, whose blocks may be shared.
     """
 
     def __init__(
@@ -112,13 +113,13 @@ class Applicants:
     def consider(
         self, waiting: Iterable[Sample], *, may_preempt: bool, waits: dict[Sample, Wait] | None = None
     ) -> Round:
-        """Chooses from `waiting`. Changes nothing but caches of digests.
+        """Chooses admissions from `waiting`. Changes nothing except caches of digests.
 
         Args:
-            waiting: in the order of their turn.
-            may_preempt: whether backfilled samples may make room for the head that they passed. If they may not but
-                could, neither the head nor any later sample is admitted.
-            waits: takes why samples wait, where that is wanted.
+            waiting: samples in the order in which they are considered.
+            may_preempt: whether backfilled samples may be preempted for the head that they passed. If not, and the head
+                needs that, neither the head nor any later sample is admitted.
+            waits: gets the reasons why samples wait; None if they are not needed.
         """
         looked_at, self._waits = 0, waits
         for sample in waiting:
@@ -135,7 +136,8 @@ class Applicants:
                 looked_at += 1
                 self._backfill(sample, digests)
             elif not self._let_in(sample, digests, self._running):
-                passed = [each for each in self._running if each.passed is not None]  # it, or one behind it
+                # These samples passed this one, or one behind it.
+                passed = [each for each in self._running if each.passed is not None]
                 if passed and self._fits_without(sample, digests, passed):
                     if not may_preempt:
                         break
@@ -157,7 +159,7 @@ class Applicants:
         return True
 
     def _shared(self, digests: Sequence[bytes], running: Sequence[Sample]) -> int:
-        """Counts the leading blocks that some sample holds."""
+        """Returns the number of leading blocks that other samples hold."""
         return held_count(digests, (*running, *self._resting), self._block_size)
 
     def _needed(self, sample: Sample, shared: int) -> int:
@@ -172,7 +174,7 @@ class Applicants:
             self._waits[sample] = Wait(reason, missing_block_count)
 
     def _note_shortage(self, sample: Sample, digests: list[bytes]) -> None:
-        """Notes what a sample lacks that does not fit beside the running ones."""
+        """Records what a sample lacks if it does not fit beside the running ones."""
         if self._left.samples < places_of(sample):
             self._note(sample, WaitReason.PLACES)
         elif self._waits is not None:
@@ -184,7 +186,7 @@ class Applicants:
     ) -> None:
         tokens, samples, blocks, digest_bytes = self._left
         token_count = min(len(sample.tokens) - shared * self._block_size, tokens)
-        sent = digests[: digest_bytes // DIGEST_BYTES]  # fewer digests only make the hit shorter
+        sent = digests[: digest_bytes // DIGEST_BYTES]  # With fewer digests, only the hit gets shorter.
         self.chosen.admissions.append(Admission(sample, token_count, needed, sent, passed))
         self._note(sample, WaitReason.NEXT_PASS)
         self._being_computed.update(digests[shared:])
@@ -198,7 +200,7 @@ class Applicants:
     # -- the head, and the samples that pass it ------------------------------------------------------------------------
 
     def _without(self, passed: Sequence[Sample]) -> tuple[list[Sample], TurnLimits, int]:
-        """Returns the other running samples, the limits without those in `passed`, and the blocks these hold alone."""
+        """Returns the state without the samples in `passed`: other running samples, limits, and blocks freed."""
         others = [each for each in self._running if each not in passed]
         own = own_block_count(passed, (*others, *self._resting), self._block_size)
         blocks = None if self._left.blocks is None else self._left.blocks + own
@@ -215,7 +217,7 @@ class Applicants:
         return fits
 
     def _preempt_for(self, head: Sample, digests: list[bytes], passed: Sequence[Sample]) -> None:
-        """Preempts as few of the samples that passed the head as make it fit, the last first."""
+        """Preempts samples that passed the head, the last first, and only as many as the head needs."""
         count = next(count for count in range(1, len(passed) + 1) if self._fits_without(head, digests, passed[-count:]))
         self.chosen.victims = list(passed[-count:])
         self._running, self._left, self.chosen.victim_block_count = self._without(self.chosen.victims)
@@ -223,7 +225,7 @@ class Applicants:
         assert let_in, "the head fits no more"
 
     def _reserve_for(self, head: Sample, digests: list[bytes]) -> bool:
-        """Makes a sample the head; returns False if no sample could pass it."""
+        """Makes a sample the head. Returns False if no sample could pass it."""
         blocks = self._left.blocks
         if blocks is None or self._left.samples < 1 or blocks < len(self._running) + 2:
             return False
@@ -240,7 +242,10 @@ class Applicants:
         return True
 
     def _backfill(self, sample: Sample, digests: list[bytes]) -> None:
-        """Lets a sample pass the head if that does not delay the head. Does not count on blocks that it might share."""
+        """Lets a sample pass the head if that does not delay the head.
+
+        Blocks that it might share are not counted on.
+        """
         assert self._reservation is not None
         needed = self._needed(sample, 0)
         turn_count = turns_left(sample, self._sequence_tokens_max)
@@ -248,7 +253,7 @@ class Applicants:
         if (
             places_of(sample) == 1
             and not sample.is_beam
-            and sample.passed is not self._head  # it was preempted for this head before
+            and sample.passed is not self._head  # It was preempted for this head before.
             and self._fits(sample, needed, len(self._running))
             and self._reservation.admits(turn_count, at_end)
         ):
@@ -257,8 +262,10 @@ class Applicants:
 
 
 def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
-    """Returns the digests of prompt blocks that are not computed yet. Computed blocks are published, at the latest with
-    the step that admits a sample."""
+    """Returns the digests of prompt blocks that are not computed yet.
+
+    Computed blocks are published no later than in the step that admits a sample.
+    """
     digests = set[bytes]()
     for sample in running:
         computed, end = sample.computed // block_size, (len(sample.tokens) - 1) // block_size

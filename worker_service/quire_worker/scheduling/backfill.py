@@ -1,19 +1,19 @@
-"""EASY backfilling: admits samples before one that does not fit, without delaying it.
+"""EASY backfilling: admits later samples before the first one that does not fit, without delaying that one.
 
-The first sample in order that finds too few blocks (or places) is the *head*. Later samples may pass it if they do not
-delay it (Lifka, "The ANL/IBM SP Scheduling System", 1995). The head's latest start is known, because each sample's
-latest end is known (`max_tokens`):
+The first sample in order that lacks blocks (or places) is the *head*. Later samples may pass it if they do not delay it
+(Lifka, "The ANL/IBM SP Scheduling System", 1995). The latest end of each sample is known from `max_tokens`, and so is
+the latest start of the head:
 
-    start    the first turn in which enough samples have ended for the head to fit, if all of them run to the end
-    spare    blocks that are free then beyond those of the head
+    start   the first turn in which enough samples have ended for the head to fit, if all of them run to their end
+    spare   blocks that are free then beyond those of the head
 
-A later sample is *backfilled* if it fits now and ends by that start, or takes no more than the spare blocks.
+A later sample is *backfilled* if it fits now, and either ends before that start or needs no more than the spare blocks.
 
-Samples can also end sooner, by a stop token, and then the head could start sooner, too. In turns, the head still never
-starts later than without backfilling, because a backfilled sample uses only what is left over while the head that it
-passed is waiting. It gets tokens of a pass after all others. It is preempted in the same step in which the head, or a
-running sample's next token, needs its blocks. A sample that was preempted for a head does not pass it again. A prompt
-of several samples is never backfilled, and neither is a beam: a step that frees a sequence cannot fork it.
+A stop token can end a sample sooner, and then the head could start sooner, too. Counted in turns, the head still never
+starts later than without backfilling: a backfilled sample uses only resources that are left over while its head waits.
+It gets tokens of a pass after all others. If the head or a running sample's next token needs its blocks, it is
+preempted in the same step. A sample that was preempted for a head does not pass it again. Prompts with several samples
+and beams are never backfilled, because a step that frees a sequence cannot fork it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from quire.protocol.outcomes import NULL_BLOCK
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.room_ahead import block_count_of, last_of
 
-DEPTH = 32  # samples behind a head that are looked at in a turn
+DEPTH = 32  # samples behind a head that are considered in a turn
 
 
 class Reservation(NamedTuple):
-    """Reservation of the head: its latest start, and the blocks that it leaves free then.
+    """A reservation for the head: its latest start, and the blocks that it leaves free then.
 
     Attributes:
-        turn_count: turns until the head starts at the latest.
-        spare: blocks that are free then beyond its own. Backfilled samples that run longer take theirs from these.
+        turn_count: turns until the latest start of the head.
+        spare: blocks that are free then beyond the head's. Backfilled samples that run longer use these.
     """
 
     turn_count: int
     spare: int
 
     def admits(self, turn_count: int, block_count: int) -> bool:
-        """Tells whether a sample that runs for so many turns, on so many blocks at its end, does not delay the head."""
+        """Tells whether a sample that runs for `turn_count` turns, and then holds `block_count` blocks, may pass."""
         return turn_count <= self.turn_count or block_count <= self.spare
 
     def after(self, turn_count: int, block_count: int) -> Reservation:
-        """Returns the reservation that is left once that sample is admitted."""
+        """Returns the reservation after such a sample is admitted."""
         return self if turn_count <= self.turn_count else self._replace(spare=self.spare - block_count)
 
 
@@ -59,16 +59,16 @@ def reserve(
     block_size: int,
     sequence_tokens_max: int,
 ) -> Reservation:
-    """Returns the reservation of a head that needs so many blocks and places.
+    """Returns the reservation of a head that needs `needed` blocks and `needed_places` places.
 
     Args:
         running: all samples that hold blocks.
-        blocks: free blocks, and those held ahead.
-        places: samples that may run beside these.
-        needed: blocks of the head.
-        needed_places: its samples.
+        blocks: free blocks, plus those held ahead.
+        places: the number of further samples that may run.
+        needed: blocks that the head needs.
+        needed_places: the number of the head's samples.
         block_size: tokens per block.
-        sequence_tokens_max: the longest sequence, with whose last token a sample ends.
+        sequence_tokens_max: the most tokens of a sequence; a sample ends with the last of them.
     """
     ends = sorted(
         (turns_left(each, sequence_tokens_max), each.table_length - block_count_of(each, block_size))
@@ -86,17 +86,17 @@ def reserve(
 
 
 def turns_left(sample: Sample, sequence_tokens_max: int) -> int:
-    """Counts the turns after which a sample has ended at the latest, if its prompt takes one."""
+    """Returns the turns after which a sample has ended at the latest, if its prompt takes one turn."""
     return last_of(sample, sequence_tokens_max) + 1 - len(sample.tokens) + (sample.computed < len(sample.tokens) - 1)
 
 
 def blocks_at_end(sample: Sample, block_size: int, sequence_tokens_max: int) -> int:
-    """Counts the blocks that a sample holds in the end."""
+    """Returns the blocks that a sample holds at its end."""
     return -(-last_of(sample, sequence_tokens_max) // block_size)
 
 
 def places_of(sample: Sample) -> int:
-    """Counts the samples that will run because of this one: the first brings all forks of its request."""
+    """Returns the number of samples that run if this one does: the first sample of a request brings all its forks."""
     is_first = sample.index == 0 and sample.output_token_count == 0 and sample.draws
     if not is_first:
         return 1
@@ -104,7 +104,7 @@ def places_of(sample: Sample) -> int:
 
 
 def own_block_count(samples: Collection[Sample], others: Iterable[Sample], block_size: int) -> int:
-    """Counts the blocks, of each group, that are free once these samples are, and are not yet counted as held ahead."""
+    """Returns the blocks per group that only these samples hold, without those that already count as held ahead."""
     tables = [each.tables for each in others]
     counts = []
     for group in range(max((len(sample.tables) for sample in samples), default=0)):
@@ -114,8 +114,10 @@ def own_block_count(samples: Collection[Sample], others: Iterable[Sample], block
 
 
 def held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
-    """Counts the leading blocks that some running sample holds; equal digests at one place mean equal ones before
-    it."""
+    """Returns the number of leading blocks that other samples hold.
+
+    Equal digests at a place mean equal blocks before it.
+    """
     count = 0
     for sample in running:
         end = min(len(digests), sample.computed // block_size)

@@ -1,4 +1,4 @@
-"""Preemption between namespaces: a namespace with no running sample gets the place of one that has several."""
+"""Preemption between namespaces: one without running samples displaces a sample of one that has several."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire_worker.scheduling.request import Sample
 
 
 def displaced_by_head(waiting: WaitingQueue, running: Sequence[Sample]) -> Sample | None:
-    """Returns the sample that makes way for the head of the queue, if the head does not fit otherwise.
+    """Returns the sample that is preempted for the head of the queue, if the head does not fit otherwise.
 
-    It is the last sample of the namespace that has most running samples. None if that namespace has fewer than two, or
-    the head's own has any.
+    It is the last sample of the namespace with the most running samples. Returns None if that namespace has fewer than
+    two running samples, or the head's own namespace has any.
     """
     head = next(waiting.in_turn(), None) if len(waiting) else None
     if head is None:
@@ -28,7 +28,7 @@ def displaced_by_head(waiting: WaitingQueue, running: Sequence[Sample]) -> Sampl
 
 
 def _last(running: Sequence[Sample], namespace: str, parents: Collection[Sample | None]) -> Sample | None:
-    """Returns the last sample of a namespace that is no part of a fork to come, nor waits for a choice of beams."""
+    """Returns the last sample of a namespace that takes no part in a fork, and does not await a choice of beams."""
     for sample in reversed(running):
         is_forking = sample.fork_of is not None or sample in parents
         if sample.request.namespace == namespace and not is_forking and not sample.awaits_choice:

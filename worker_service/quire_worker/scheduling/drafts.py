@@ -1,20 +1,19 @@
-"""Drafts: tokens that may follow a sample's last one, computed behind it in the same pass.
+"""Drafts: tokens that may follow a sample's last one. The same pass computes them after the last one.
 
-Where drafts come from is said in `speculation/`. The pass computes the drafted tokens behind the last one, so that
-there are logits after each:
+`speculation/` makes the drafts. The pass returns logits after the last token and after each drafted one:
 
-    tokens      ... a b | c d e ...  a b        the last two stood there before
-    pass        b  c  d  e                      one token, and three that are drafted
-    logits say  c  d  x                         c and d are what would have been sampled, e is not: x follows
+    tokens      ... a b | c d e ...  a b        "a b" occurred before, followed by "c d e"
+    pass        b  c  d  e                      the last token, and three drafted ones
+    logits say  c  d  x                         c and d are what would be sampled; e is not, x is sampled instead
 
-A token is sampled after each as long as the one that was drafted for its place is the one that was sampled. So a text
-is the same with drafts and without, drawn or not, and has one to `token_count` + 1 more tokens with each pass.
+A token is sampled after each position until it differs from the drafted one. So a text is the same with drafts as
+without, also with random sampling. Each pass adds 1 to `token_count` + 1 tokens to it.
 
-Interval map of a sample's room in such a pass, with `length` its tokens and `count` drafted ones:
+Interval map of a sample's room in such a pass, where `length` counts its tokens and `count` the drafted ones:
 
-    [0, length)                  its own: in the pages after the pass
-    [length, length + count)     room ahead that it was granted; what of it turns out to be right is the sample's, the
-                                 rest is written over by the next pass. A draft never asks for a block
+    [0, length)                its own tokens, which are in the pages after the pass
+    [length, length + count)   room ahead that was granted before. Correct tokens of the draft become the sample's. The
+                               next pass overwrites the rest. A draft never asks for a block
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Drafting(Protocol):
 
     @property
     def token_count(self) -> int:
-        """Returns the most tokens of a draft."""
+        """Returns the largest number of tokens in a draft."""
         ...
 
     def speculates(self, sample: Sample) -> bool:
@@ -40,22 +39,22 @@ class Drafting(Protocol):
         ...
 
     def may_draft_next(self, sample: Sample) -> bool:
-        """Tells whether there can be a draft behind the next token of a sample, whatever that is."""
+        """Tells whether there can be a draft after the sample's next token, before that token is known."""
         ...
 
     def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
-        """Returns what is drafted behind a sample's tokens; may be nothing."""
+        """Returns a draft after a sample's tokens; may be empty."""
         ...
 
 
 def with_drafts(work: Sequence[Work], drafting: Drafting, *, budget: int, longest: int) -> list[Work]:
-    """Returns the work of a pass with drafts behind it: of samples that decode, on room that they have.
+    """Returns the work of a pass with drafts for samples that decode, as far as they have room.
 
     Args:
-        work: of the pass; no other one is under way.
-        drafting: makes them.
-        budget: tokens of the pass, with drafts.
-        longest: sequence, with whose last token a sample ends.
+        work: the work of the pass, while no other pass is under way.
+        drafting: makes the drafts.
+        budget: tokens of the pass, including drafts.
+        longest: the most tokens of a sequence; a sample ends with the last of them.
     """
     drafted, spare = [], budget - sum(item.token_count for item in work)
     for item in work:
@@ -73,7 +72,7 @@ def with_drafts(work: Sequence[Work], drafting: Drafting, *, budget: int, longes
 
 
 def _decodes(item: Work) -> bool:
-    """Tells whether nothing is computed of a sample but its last token, after which it alone goes on."""
+    """Tells whether only the last token of a sample is computed, and the sample continues without forks."""
     sample = item.sample
     is_last = item.start == len(sample.tokens) - 1 and item.is_complete and not item.is_restored
     return is_last and not sample.is_scored and not sample.has_forks_to_come

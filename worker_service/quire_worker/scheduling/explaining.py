@@ -1,4 +1,4 @@
-"""Explains to people why samples wait, by asking what decides about their admission."""
+"""Explains to operators why samples wait, with the same code that decides about their admission."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from quire_worker.scheduling.waiting import Wait
 
 
 def waits_of(scheduler: Scheduler, asked: Collection[Sample] = (), *, is_connected: bool = True) -> dict[Request, Wait]:
-    """Returns why each request waits that has a waiting sample, as the next plan would decide. Changes nothing but
-    caches of digests.
+    """Returns for each request with a waiting sample why it waits, as the next plan would decide.
+
+    Changes nothing except caches of digests.
 
     Args:
-        scheduler: of the worker.
-        asked: samples whose blocks the allocator was asked for.
+        scheduler: the worker's scheduler.
+        asked: samples whose blocks were requested from the allocator.
         is_connected: whether there is a session with the allocator.
     """
     roster = scheduler.roster
@@ -42,7 +43,7 @@ def waits_of(scheduler: Scheduler, asked: Collection[Sample] = (), *, is_connect
 
 
 def _behind(request: Request, head: Request | None) -> Wait:
-    """Returns the wait of a request that the head is before."""
+    """Returns the reason of a request that waits behind the head."""
     if head is None or head is request:
         return Wait(WaitReason.NEXT_PASS)
     is_own = head.namespace == request.namespace

@@ -1,4 +1,4 @@
-"""The allocator's answer to a step: its changes to the step's samples, and the work that it makes possible."""
+"""Applies the allocator's answer to the samples of a step, and returns the work that it makes possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSED: Final = (Result.FORBIDDEN, Result.QUOTA)  # the request ends with an er
 
 
 def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
-    """Applies swaps of blocks, and drops the blocks that fell out of windows.
+    """Swaps blocks as the allocator says, and drops blocks that fell out of windows.
 
     Raises:
         AssertionError: the allocator and this worker disagree about which sequences live.
@@ -26,7 +26,7 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
     assert all((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
     if outcome.swaps:
         by_id = {sample.sequence_id: sample for sample in roster.holders()}
-        for swap in outcome.swaps:  # samples that were freed with this step do not need theirs
+        for swap in outcome.swaps:  # Samples that this step freed need no swaps.
             if swap.sequence_id in by_id:
                 by_id[swap.sequence_id].swap(swap)
     for commit in plan.commits:
@@ -34,10 +34,10 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
 
 
 def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
-    """Notes the blocks that a sample was granted; returns False if it was granted nothing.
+    """Stores the blocks that a sample was granted. Returns False if it was granted none.
 
     Raises:
-        AssertionError: the answer is none that a grow of this worker can have.
+        AssertionError: a grow of this worker cannot have that answer.
     """
     sample, _, token_count, entering = growing
     if grown.result in (Result.NO_SPACE, *REFUSED) or not grown.result.is_known:
@@ -49,13 +49,13 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
     if entering is not None:
         sample.sequence_id = grown.sequence_id
         sample.request.trace.note_sequence(grown.sequence_id)
-    if entering is not None and sample.has_ended:  # cancelled while the allocator was being asked
+    if entering is not None and sample.has_ended:  # The sample was cancelled while the allocator was asked.
         roster.leaving.append(sample)
         return False
     tables, states = grown.blocks[: roster.group_count], grown.blocks[roster.group_count :]
     usage = sample.request.usage
     matched_block_count = grown.matched_token_count // roster.block_size
-    if not sample.has_ended:  # else it has no use for them
+    if not sample.has_ended:  # A sample that has ended does not use them.
         usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
     if entering is not None:
         roster.start(sample, entering.passed)
@@ -65,7 +65,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
         if roster.has_states:
             sample.states = [own[0] for own in states]
             sample.pass_ends = pass_ends(grown, sample.swapped.end if sample.swapped is not None else 0)
-        if sample.swapped is not None and sample.computed >= sample.swapped.end:  # all of it was hit
+        if sample.swapped is not None and sample.computed >= sample.swapped.end:  # All of its swapped tokens were hit.
             roster.swap.release(sample)
         if not sample.request.admitted:
             sample.request.admitted = True
@@ -79,7 +79,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
 
 
 def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -> list[Work]:
-    """Returns the plan's work on samples that have room, after the work under way."""
+    """Returns the plan's work on samples that have room. It comes after the work under way."""
     before, work = {item.sample: item for item in under_way}, []
     for sample, token_count in plan.wanted:
         at = standing(sample, before.get(sample))
@@ -91,7 +91,7 @@ def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -
 
 
 def refusal_of(result: Result) -> QuireError:
-    """Returns the error of a request that the allocator refuses what it needs."""
+    """Returns the error of a request whose blocks the allocator refuses."""
     if result is Result.FORBIDDEN:
         return QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the worker's own certificate does not permit this namespace")
     if result is Result.QUOTA:

@@ -1,8 +1,8 @@
-"""End of a pass over a sample: at its budget, at a stop, or where more would not fit the pool at once.
+"""Chooses where a pass over a sample ends: at its budget, at a stop, or at the most tokens that fit the pool at once.
 
-In a pool with recurrent states a commit makes a checkpoint only at a stop, and only if nothing behind it was granted.
-So a pass ends there. The commit gives back the blocks beyond it, and the same step asks for them again. The allocator
-names the stops of a sample when it admits it (`pass_ends`).
+In a pool with recurrent states, a commit makes a checkpoint only at a stop, and only if no room behind it is granted.
+So a pass ends there. The commit gives back the blocks behind the stop, and the same step asks for them again. The
+allocator names the stops of a sample when it admits the sample (`pass_ends`).
 
     prompt of 96 tokens, blocks of 16, junction 64:     [0, 64)  commit  [64, 80)  commit  [80, 96)
 """
@@ -19,26 +19,29 @@ from quire_worker.scheduling.request import Sample
 
 
 def pass_ends(grown: GrowOutcome, restored: int) -> tuple[int, ...]:
-    """Returns the stops of an admitted sample, rising, beyond its first `restored` tokens: no state is known there."""
+    """Returns the stops of an admitted sample in rising order.
+
+    Stops among its first `restored` tokens have no known state.
+    """
     return tuple(stop for stop in grown.stops if stop > restored)
 
 
 class Standing(NamedTuple):
-    """Standing of a sample after its work under way: its tokens `[start, length)` are left to be computed."""
+    """The state of a sample after its work under way: the tokens `[start, length)` are not computed."""
 
     start: int
     length: int
 
 
 def standing(sample: Sample, work: Work | None) -> Standing:
-    """Returns the standing of a sample; `work` is its part of the pass under way, if it has one."""
+    """Returns the standing of a sample. `work` is its part of the pass under way, if there is one."""
     if work is None:
         return Standing(sample.computed, len(sample.tokens))
     return Standing(work.end, len(sample.tokens) + work.is_complete)
 
 
 def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
-    """Returns the tokens that the sample's next pass computes, at most `budget`."""
+    """Returns how many tokens of the sample the next pass computes, at most `budget`."""
     end = at.length
     if sample.swapped is not None and at.start < sample.swapped.end:
         end = sample.swapped.end if at.start >= sample.swapped.first else min(end, sample.swapped.first)
@@ -54,13 +57,15 @@ def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
 
 
 def is_at_stop(sample: Sample, at: Standing) -> bool:
-    """Tells whether the sample's last pass ends at a stop, and is not committed yet."""
+    """Tells whether the sample's last pass ended at a stop and is not committed yet."""
     return sample.committed < at.start and at.start in sample.pass_ends
 
 
 def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Collection[Sample | None]) -> list[Sample]:
-    """Returns the samples that must give back their room beyond the computed tokens: their commit is to make a
-    checkpoint, or their state is to be shared. `filled` are the samples that are committed now."""
+    """Returns the samples that must give back their room behind the computed tokens.
+
+    Their commit is to make a checkpoint, or their state is to be shared. `filled` are the samples that commit now.
+    """
     return [
         sample
         for sample in samples

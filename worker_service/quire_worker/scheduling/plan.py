@@ -1,4 +1,4 @@
-"""Plan of one turn of the engine: its requests to the allocator, and the batch that it runs."""
+"""The plan of one turn of the engine: its requests to the allocator, and the batch that it runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quire_worker.scheduling.swap import SwapOut
 class Work(NamedTuple):
     """Tokens `[start, start + token_count)` of one sample.
 
-    A pass is planned while the one before it is computed. The token that this one samples has a place already, behind
-    the last of `sample.tokens`, and work that begins there gets it when it is known.
+    A pass is planned while the previous one is computed. The token that the previous pass will sample already has a
+    position, behind the last of `sample.tokens`. Work that begins there gets the token when it is known.
 
     Attributes:
-        is_complete: the next token can be sampled after it.
-        is_restored: its pages are copied from host memory, and nothing is computed.
-        draft: tokens that are computed behind them, and may turn out not to follow; see `drafts.py`.
+        is_complete: whether the next token can be sampled after it.
+        is_restored: whether its pages are copied from host memory instead of being computed.
+        draft: drafted tokens that are computed after its own; see `drafts.py`.
     """
 
     sample: Sample
@@ -33,20 +33,26 @@ class Work(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Returns how many tokens of the sample are computed when it is done, without those that are drafted."""
+        """Returns how many tokens of the sample are computed after this work, without drafted ones."""
         return self.start + self.token_count
 
 
 def is_for_first_tokens(work: Sequence[Work]) -> bool:
-    """Tells whether a pass brings first tokens of answers, and does nothing for anybody else. Those of a branch do not
-    count: what its request pays for depends on the room that is asked for while it is computed."""
+    """Tells whether a pass samples only first tokens of answers.
+
+    Samples of branches do not count, because the blocks that their requests pay for depend on the room that is
+    requested during the pass.
+    """
     is_complete = any(item.is_complete for item in work)
     return is_complete and all(item.sample.request.first_token_s is None and not item.sample.rests for item in work)
 
 
 class Draw(NamedTuple):
-    """One token to sample: for `sample`, from the logits after `parent`'s last token (itself, unless it is a fork), or
-    after so many drafted ones."""
+    """One token to sample for `sample`.
+
+    It is sampled from the logits after the last token of `parent`, or after `drafted_count` drafted tokens. The parent
+    is the sample itself, unless the sample is a fork.
+    """
 
     sample: Sample
     parent: Sample
@@ -54,14 +60,13 @@ class Draw(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Batch of one turn. It runs the moves first, in order, then restores blocks, then computes one forward pass."""
+    """Batch of one turn. It runs the moves first, in order, then restores pages, then computes one forward pass."""
 
     moves: list[Copy | SwapOut]
     work: list[Work]
 
     def draws(self) -> list[Draw]:
-        """Returns the tokens to sample after the pass. When a prompt's prefill ends, they are the first tokens of all
-        its samples."""
+        """Returns the tokens to sample after the pass; after a prefill, the first tokens of all its samples."""
         draws = []
         for item in self.work:
             if item.is_complete and item.sample.draws and not item.sample.is_beam:
@@ -77,10 +82,10 @@ class Admission(NamedTuple):
 
     Attributes:
         sample: the waiting sample.
-        token_count: tokens to compute first.
-        block_count: free blocks that it takes at most.
-        digests: to match.
-        passed: the head that it passes, if it is backfilled.
+        token_count: tokens to compute in the first pass.
+        block_count: the most free blocks that it takes.
+        digests: digests of its blocks, to be matched.
+        passed: the head that it passes if it is backfilled.
     """
 
     sample: Sample
@@ -92,12 +97,12 @@ class Admission(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """Admissions of a turn.
+    """The admissions of a turn.
 
     Attributes:
-        admissions: in order.
-        victims: backfilled samples whose blocks the head gets in the same step.
-        victim_block_count: blocks that become free with them.
+        admissions: the admissions in order.
+        victims: backfilled samples that are preempted in the same step, so that the head gets their blocks.
+        victim_block_count: blocks that become free with the victims.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -109,10 +114,10 @@ class Committing(NamedTuple):
     """Commit of a sample that has computed `token_count` tokens.
 
     Attributes:
-        sequence_id: its present one. The sample may have lost it by the time the answer comes.
-        digests: of the blocks that became full.
-        keep_token_count: the sample keeps room for so many tokens, and gives back the blocks beyond. 0: it gives
-            nothing back.
+        sequence_id: its sequence when the plan was made. It may have lost it by the time of the answer.
+        digests: digests of the blocks that became full.
+        keep_token_count: the number of tokens that the sample keeps room for; it gives back the blocks behind. 0: it
+            gives nothing back.
     """
 
     sample: Sample
@@ -123,7 +128,7 @@ class Committing(NamedTuple):
 
 
 class Forking(NamedTuple):
-    """A child that shares what its parent has committed, under these ids at the allocator."""
+    """A child that shares the committed blocks of its parent, with their sequence ids at the allocator."""
 
     parent: Sample
     child: Sample
@@ -135,10 +140,10 @@ class Entering(NamedTuple):
     """Further fields of a grow that admits a waiting sample.
 
     Attributes:
-        digests: of its blocks, to be matched.
-        prompt_token_count: all tokens that it will need, if the grow is for its first chunk alone; else 0.
+        digests: digests of its blocks, to be matched.
+        prompt_token_count: all tokens that it needs, if the grow is only for its first chunk; otherwise 0.
         is_return: whether it was admitted before.
-        passed: the head that it passes, if it is backfilled.
+        passed: the head that it passes if it is backfilled.
     """
 
     digests: Sequence[bytes]
@@ -148,7 +153,7 @@ class Entering(NamedTuple):
 
 
 class Growing(NamedTuple):
-    """A sample asks for room for `token_count` tokens, under this id at the allocator."""
+    """A sample that asks for room for `token_count` tokens, with its sequence id at the allocator."""
 
     sample: Sample
     sequence_id: int
@@ -158,25 +163,25 @@ class Growing(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """One turn before the allocator has answered.
+    """The plan of one turn, before the allocator has answered.
 
-    What is asked for, phase by phase as the allocator applies it; nothing may be needed:
+    The requests, in the order in which the allocator applies them; all may be empty:
 
     Attributes:
-        commits: who commits.
+        commits: samples that commit.
         frees: sequences that end.
-        forks: who shares what others have.
-        grows: who asks for room.
+        forks: samples that share the blocks of others.
+        grows: samples that ask for room.
 
-    And its results:
+    The work, and facts about the turn:
 
     Attributes:
-        wanted: samples, and the number of tokens to compute of each if it is granted room, in order.
-        victims: backfilled samples whose sequences are among `frees`, so that others get their blocks.
-        is_unfair: the head of the queue found no place or no blocks, and no sample of its namespace runs.
-        is_whole: no running sample is left out because it has no room.
-        tokens_left: in the turn's forward pass, beside those of samples that were not backfilled.
-        chosen: samples that would be admitted beside them, if that was looked at.
+        wanted: samples in order, each with the number of tokens to compute if its room is granted.
+        victims: backfilled samples that are preempted for others. Their sequences are in `frees`.
+        is_unfair: whether the head of the queue got no place or no blocks while its namespace has no running sample.
+        is_whole: whether no running sample is left out for lack of room.
+        tokens_left: tokens left in the forward pass after the samples that are not backfilled.
+        chosen: samples that would be admitted in addition; None if that was not examined.
     """
 
     commits: list[Committing] = field(default_factory=list)
@@ -197,5 +202,5 @@ class Plan:
 
     @property
     def admitted(self) -> set[Sample]:
-        """Returns the waiting samples that are admitted if they get their room."""
+        """Returns the waiting samples that are admitted if their room is granted."""
         return {each.sample for each in self.grows if each.entering is not None}

@@ -1,8 +1,8 @@
-"""A turn of samples that have all their blocks already, so that the allocator need not be asked.
+"""Plans turns of samples that already have all their blocks, so that the allocator need not be asked.
 
-Such a turn can be planned while the pass before it is computed. Only the tokens that this pass samples are not known
-yet. Each has its place behind its sample's last token, and the next pass computes the token that is put there. A sample
-that ended with it, by a stop token, is computed once in vain, and dropped a turn later.
+Such a turn can be planned while the previous pass is computed. Only the tokens that this pass samples are not known
+yet. Each has a position behind its sample's last token, and the next pass computes the token that is stored there. If a
+stop token ended the sample, the next pass computes it once in vain, and the result is dropped a turn later.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ def ready_after(
     budget: int,
     longest: int,
 ) -> Plan:
-    """Plans a turn after the work under way. It is not whole if the allocator has to be asked for other running
-    samples, or no sample runs.
+    """Plans a turn after the work under way.
 
-    Three kinds of samples are left out. Parents wait for their forks, which share all that the parents have committed.
-    Forks wait for their parent's first token. Samples that may have a draft wait for the token before the draft.
+    The plan is not whole if the allocator must be asked for other running samples, or if no sample runs.
+
+    Three kinds of samples are left out. Parents wait for their forks, which share everything that the parents have
+    committed. Forks wait for their parent's first token. Samples that may have a draft wait for the token before it.
 
     Args:
-        under_way: work of the pass that is being computed; empty if none is.
-        roster: of the samples.
-        drafting: makes drafts, if there are any.
+        under_way: the work of the pass that is being computed; empty if there is none.
+        roster: the roster of the samples.
+        drafting: makes drafts; None without them.
         budget: tokens of the turn's pass.
-        longest: sequence, with whose last token a sample ends.
+        longest: the most tokens of a sequence; a sample ends with the last of them.
     """
     plan, work_of = Plan(is_whole=roster.may_go_on), {item.sample: item for item in under_way}
     parents = roster.parents()
@@ -49,7 +50,7 @@ def ready_after(
                 plan.is_whole = False
                 continue
             if len(sample.tokens) >= last_of(sample, longest):
-                continue  # it ends with the token that is being computed
+                continue  # It ends with the token that is being sampled.
         at = standing(sample, work)
         token_count = pass_token_count(sample, at, budget)
         is_parted = sample.fork_of is not None or sample in parents

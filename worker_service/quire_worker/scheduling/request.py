@@ -1,25 +1,25 @@
-"""Requests, and the samples that they are made of.
+"""Requests, and the samples that they consist of.
 
 Lifecycle of a sample:
 
-    1. waiting    holds no block; `tokens` are all that it needs to be computed (again)
-    2. running    has a sequence at the allocator and a block table
-    3. leaving    finished or cancelled; its sequence is freed with the next step
-    4. gone
+    1. waiting   the sample holds no block; `tokens` are all that must be computed (again)
+    2. running   it has a sequence at the allocator, and block tables
+    3. leaving   it finished or was cancelled; the next step frees its sequence
+    4. gone      its sequence is freed
 
-A branch's sample goes from 2 to `resting` instead, whenever it has finished its task. It keeps its blocks, and returns
-to 2 with its next task (`resting.py`).
+When a branch's sample has finished its task, it goes from 2 to `resting` instead. It keeps its blocks, and returns to 2
+with its next task (`resting.py`).
 
-A preempted sample goes from 2 back to 1 and keeps its tokens and its sampler, so that it continues with the same text.
-Samples beyond the first are in no state until the prefill of the first has finished, and share one list of tokens; then
-they start in 2, as forks of it.
+A preempted sample goes from 2 back to 1. It keeps its tokens and its sampler, so it continues with the same text.
+Samples beyond the first are in no state until the prefill of the first has finished, and share one list of tokens. Then
+they start in 2, as forks of the first.
 
 Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
-    [0, committed)               in the pages, and the allocator knows it
-    [committed, computed)        in the pages; the next step commits it where a block became full
-    [computed, len(tokens))      still to be computed, or under way; in decoding that is the one token sampled last
-    [len(tokens), granted)       room in blocks that the sample holds already
+    [0, committed)            in the pages, and known to the allocator
+    [committed, computed)     in the pages; the next step commits them if a block became full
+    [computed, len(tokens))   still to be computed, or under way; in decoding, this is the one token sampled last
+    [len(tokens), granted)    room in blocks that the sample already holds
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from quire.types import GroupSpec
 from quire_worker.scheduling.slots import Beam, BranchTask, Draft, RequestBeams, Scored, Swapped
 from quire_worker.scheduling.trace import Trace
 
-if TYPE_CHECKING:  # the worker's options read numbers of this folder without torch
+if TYPE_CHECKING:  # The worker's options read numbers from this folder without torch.
     from quire_worker.model.adapters.adapter import Adapter
     from quire_worker.model.rotary import Rotation
     from quire_worker.model.sample_text import SampleText
@@ -49,19 +49,20 @@ if TYPE_CHECKING:  # the worker's options read numbers of this folder without to
     from quire_worker.sampling.params import SamplingParams
     from quire_worker.sampling.sampler import Sampler
 
-STREAM_INTERVAL_S = 0.02  # between two deliveries of a request, unless one is its first or ends a sample
+# Seconds between two deliveries of a request, except for its first one and those that end a sample.
+STREAM_INTERVAL_S = 0.02
 
 
 class FinishReason(Enum):
     """Why a sample ended."""
 
     STOP = "stop"  # end-of-text, a stop token or a stop text
-    LENGTH = "length"  # max_tokens, or the longest sequence that fits
+    LENGTH = "length"  # `max_tokens`, or the longest sequence that fits
 
 
 @dataclass(slots=True)
 class Usage:
-    """Usage of a request; fields as in `quire.v1.Usage`."""
+    """The usage of a request; its fields are those of `quire.v1.Usage`."""
 
     cached_token_count: int = 0
     output_token_count: int = 0
@@ -74,10 +75,10 @@ class Delivery(NamedTuple):
     """Something for the caller of a request: new tokens of one sample, its end, or both.
 
     Attributes:
-        is_last: nothing of the request follows.
-        logprobs: of the tokens, where they were asked for.
-        prompt_logprobs: of the prompt's, with the first one of the request.
-        score: of a text that a beam search has found.
+        is_last: whether it is the last delivery of the request.
+        logprobs: logprobs of the tokens; None if they were not requested.
+        prompt_logprobs: logprobs of the prompt; only in the request's first delivery.
+        score: the score of a text that a beam search has found.
         stop_reason: the stop text or stop token that ended the sample.
     """
 
@@ -97,23 +98,23 @@ class Request:
     """One prompt and its samples.
 
     Attributes:
-        number: rises with every request; lower is older.
-        sampling: how it is continued.
-        root: digest that the prompt's chain starts from.
-        rotation: how its keys follow its length; None where they do not.
+        number: increases with every request; an older request has a lower one.
+        sampling: the parameters of its generation.
+        root: the digest that the prompt's chain starts from.
+        rotation: how the rotation of its keys depends on its length; None if it does not.
         adapter: LoRA adapter of the request; None for the plain model.
-        deliveries: what the caller reads; a `QuireError` ends the request.
-        delivered_s: when the latest was put there, by the event loop's clock.
-        interval_s: least time that its caller wants between two deliveries.
-        priority: of its caller, within its namespace; see `order.py`.
-        deadline_s: when its caller gives up, by the clock of `arrived_s`.
-        admitted_s: when it was first let in.
-        prompt_logprobs: of its tokens from the second on, as far as they were computed, until they are delivered.
+        deliveries: the queue that its caller reads; a `QuireError` in it ends the request.
+        delivered_s: the time of the latest delivery, by the event loop's clock.
+        interval_s: the least seconds that its caller wants between two deliveries.
+        priority: the caller's priority within its namespace; see `order.py`.
+        deadline_s: when its caller stops waiting, by the clock of `arrived_s`.
+        admitted_s: when it was first admitted.
+        prompt_logprobs: computed logprobs of its prompt from the second token on, until they are delivered.
         is_read: whether the caller has taken the last delivery.
-        unread_bytes: of its answer that count as unread.
-        being_read_bytes: of these, the delivery that is being written to its caller.
-        beams: of its beam search, whose beams are its samples.
-        trace: what is remembered of it for logs.
+        unread_bytes: bytes of its answer that count as unread.
+        being_read_bytes: the part of `unread_bytes` that is being written to its caller.
+        beams: its beam search, whose beams are its samples; None without one.
+        trace: its history, for logs.
     """
 
     number: int
@@ -148,12 +149,12 @@ class Request:
         return all(sample.has_ended for sample in self.samples)
 
     def let_go(self) -> None:
-        """Lets go of its samples, which have ended, and of their tokens: its caller may never read how it ended."""
+        """Releases its ended samples and their tokens, because its caller may never read the end of the request."""
         self.samples, self.prompt = [], array("I", self.prompt)
 
     @property
     def block_count(self) -> int:
-        """Counts the distinct blocks in the tables of samples that have not ended."""
+        """Returns the number of distinct blocks in the tables of samples that have not ended."""
         holders = [sample for sample in self.samples if sample.sequence_id and not sample.has_ended]
         if len(holders) == 1:
             return holders[0].held_block_count
@@ -162,27 +163,28 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One continuation of a prompt. See the module's docstring for its counters.
+    """One continuation of a prompt. The module's docstring explains its counters.
 
     Attributes:
-        sampler: what its choices depend on.
+        sampler: the state and the parameters of its sampling.
         detokenizer: turns its tokens into text.
         sequence_id: its sequence at the allocator; 0 while it has none.
-        tables: its blocks, of each group of attention, all equally long; none while it has no sequence.
-        fallen: of each group, entries at the start of the table that hold no block: they fell out of a window.
-        fork_of: the sample to be forked from with the next step.
-        states: its running block in each group of recurrent states, where the pool has any.
-        pass_ends: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
-        pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
-        begun_with: tokens that it began with, for whose number its keys are rotated at least; see `model/rotary.py`.
-        passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
-        swapped: what of it is in host memory, from a preemption until it is restored.
+        tables: its block table for each attention group, all of equal length; empty while it has no sequence.
+        fallen: for each group, the entries at the start of the table without a block, because it fell out of a window.
+        fork_of: the sample from which the next step forks it.
+        states: its running block for each group of recurrent states; empty if the pool has none.
+        pass_ends: token counts in rising order, at which its passes end for a checkpoint; see `passes.py`.
+        pass_token_count_max: the most tokens of a pass, after the pool had no room for a longer one; 0 for no limit.
+        begun_with: the number of tokens that it began with; its keys are rotated for at least so many
+            (`model/rotary.py`).
+        passed: the head of the queue that it passed, until that is admitted; see `backfill.py`.
+        swapped: its tokens in host memory, from a preemption until they are restored.
         stop_reason: the stop text or stop token that ended it.
-        logprob_sum: of its tokens so far, where samples are compared.
-        beam: of a beam search.
-        branch: what is asked of it, where it is a branch's.
-        draft: tokens that may follow, where some are drafted.
-        lost: leading tokens that were computed before a preemption; those computed again are counted.
+        logprob_sum: sum of its tokens' logprobs, if samples are compared.
+        beam: its part in a beam search.
+        branch: its task, if it belongs to a branch.
+        draft: makes drafts of its next tokens.
+        lost: the number of leading tokens that were computed before a preemption. Those computed again are counted.
         token_s: when its latest token came, by the clock of `arrived_s`; None before the first.
     """
 
@@ -218,42 +220,45 @@ class Sample:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sorts the oldest first."""
+        """Returns the key that sorts samples, the oldest first."""
         return self.request.number, self.index
 
     @property
     def output_token_count(self) -> int:
-        """Counts the tokens generated so far."""
+        """Returns the number of tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def is_beam(self) -> bool:
-        """Tells whether it is one of the beams of its request."""
+        """Tells whether the sample is a beam of its request."""
         return self.beam is not None
 
     @property
     def awaits_choice(self) -> bool:
-        """Tells whether all of this beam is computed, and other beams are not: the search chooses when all are."""
+        """Tells whether this beam is computed while other beams are not.
+
+        The search chooses when all beams are computed.
+        """
         return self.beam is not None and self.beam.continuations is not None
 
     @property
     def draws(self) -> bool:
-        """Tells whether a token is sampled after its last one; if not, it ends when all of them are computed."""
+        """Tells whether a token is sampled after its last one. If not, it ends when all its tokens are computed."""
         return self.branch is None or self.branch.draws
 
     @property
     def rests(self) -> bool:
-        """Tells whether it keeps its blocks when it has ended in good order, because it is a branch's."""
+        """Tells whether it keeps its blocks after a successful end, because it belongs to a branch."""
         return self.branch is not None and self.branch.rests
 
     @property
     def scored(self) -> Scored | None:
-        """Returns those of its tokens whose probability is wanted."""
+        """Returns those of its tokens whose logprobs are wanted; None if there are none."""
         return None if self.branch is None else self.branch.scored
 
     @property
     def has_forks_to_come(self) -> bool:
-        """Tells whether other samples of the request may begin when this one's next token is known."""
+        """Tells whether other samples of the request may be forked when this one's next token is known."""
         if self.is_beam:
             return True
         is_first = self.index == 0 and self.output_token_count == 0
@@ -261,40 +266,39 @@ class Sample:
 
     @property
     def matchable_token_count(self) -> int:
-        """Counts the leading tokens that may be found in the cache: all but those after which logits are wanted."""
+        """Returns how many leading tokens may be hit in the cache: none of those after which logits are wanted."""
         if self.is_scored:
             return 0 if self.scored is None else self.scored.start - 1
         return len(self.tokens) - 1
 
     @property
     def is_scored(self) -> bool:
-        """Tells whether logits after more than the last of its tokens are wanted, so that these have to be computed:
-        of a prompt, or of what is scored."""
+        """Tells whether logits are wanted after more than its last token: for a prompt's logprobs, or for scores."""
         wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
         return self.scored is not None or wants_prompt
 
     def is_restored_at(self, position: int) -> bool:
-        """Tells whether the token at a position is to be restored, and not computed."""
+        """Tells whether the token at a position is restored instead of being computed."""
         return self.swapped is not None and self.swapped.first <= position < self.swapped.end
 
     @property
     def table_length(self) -> int:
-        """Counts the entries of each of its tables."""
+        """Returns the number of entries of each of its tables."""
         return len(self.tables[0]) if self.tables else 0
 
     @property
     def held_block_count(self) -> int:
-        """Counts the blocks in its tables, of all groups."""
+        """Returns the number of blocks in its tables of all groups."""
         return self.table_length * len(self.tables) - sum(self.fallen) + len(self.states)
 
     def held_blocks(self) -> set[int]:
-        """Returns the blocks in its tables, of all groups."""
+        """Returns the blocks in its tables of all groups."""
         held = {block for table in (*self.tables, self.states) for block in table}
         held.discard(NULL_BLOCK)
         return held
 
     def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
-        """Returns the digests of the blocks `[first, end)` of its tokens; each is computed once."""
+        """Returns the digests of the blocks `[first, end)` of its tokens. Each is computed only once."""
         known = len(self._digests)
         if end > known:
             if self._chain is None:
@@ -306,7 +310,7 @@ class Sample:
         return self._digests[first:end]
 
     def forget_blocks(self) -> None:
-        """Notes that the sample holds nothing: it was freed or preempted, or the allocator lost it."""
+        """Drops all its blocks: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
         self.tables, self.fallen, self.states, self.pass_ends = [], [], [], ()
         self.granted = self.committed = self.computed = self.pass_token_count_max = 0
@@ -314,23 +318,25 @@ class Sample:
 
     @property
     def is_outgrown(self) -> bool:
-        """Tells whether its keys are rotated for a shorter request than it has become, and have to be others."""
+        """Tells whether its keys are rotated for a shorter sequence, so that they must be computed again."""
         return self.is_outgrown_by(len(self.tokens))
 
     def is_outgrown_by(self, token_count: int) -> bool:
-        """Tells whether that is so when it has so many tokens."""
+        """Tells whether its keys would have to be computed again if it had so many tokens."""
         rotation = self.request.rotation
         return rotation is not None and rotation.is_outgrown(self.begun_with, token_count)
 
     def begin_again(self) -> None:
-        """Makes all tokens so far what the sample begins with; it holds nothing any more."""
+        """Makes it begin again with all its tokens so far. It holds no blocks any more."""
         self.forget_blocks()
         self.begun_with = len(self.tokens)
         self._digests, self._chain = [], None
 
     def fork_from(self, parent: Sample) -> None:
-        """Makes this sample share the blocks of `parent`, which has computed all that they have in common, from the
-        next step on."""
+        """Makes this sample share the blocks of `parent` from the next step on.
+
+        The parent has computed all their common tokens.
+        """
         self.begun_with = parent.begun_with
         self.computed = self.committed = self.granted = parent.computed
         self.fork_of, self.passed = parent, parent.passed
@@ -338,27 +344,30 @@ class Sample:
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
     def take_blocks_of(self, parent: Sample, block_size: int) -> None:
-        """Takes a share of the blocks of `parent`, after the allocator has forked it."""
+        """Shares the blocks of `parent`, after the allocator has forked it."""
         length = -(-self.computed // block_size)
         self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
         self.states, self.pass_ends = list(parent.states), parent.pass_ends
         self.fork_of = None
 
     def add_blocks(self, tables: Sequence[Sequence[int]], states: Sequence[Sequence[int]], length: int) -> None:
-        """Takes the blocks that a grow gave it: the last entries of each table, which is so long now."""
+        """Adds the blocks of a grow: the last entries of each table, which has `length` entries now."""
         for table, blocks in zip(self.tables, tables, strict=True):
             table[length - len(blocks) :] = array("I", blocks)
         self.states = [own[0] if own else now for now, own in zip(self.states, states, strict=True)]
 
     def swap(self, swap: Swap) -> None:
-        """Takes the block that was published first in the place of its own; groups of states follow the tables."""
+        """Replaces its own block by the equal one that was published first.
+
+        Groups of states come after those of tables.
+        """
         if swap.group < len(self.tables):
             self.tables[swap.group][swap.position] = swap.block
         else:
             self.states[swap.group - len(self.tables)] = swap.block
 
     def settle(self, groups: Sequence[GroupSpec]) -> None:
-        """Lets go of the blocks that no token after the committed ones reads: the commit has given them to others."""
+        """Drops the blocks that no token after the committed ones reads. The commit has already released them."""
         for index, (table, group) in enumerate(zip(self.tables, groups, strict=False)):
             first, end = self.fallen[index], group.first_read(self.committed) // group.block_size
             if end > first:
@@ -366,10 +375,10 @@ class Sample:
                 self.fallen[index] = end
 
     def check_invariants(self, block_size: int) -> None:
-        """Checks of a running sample that its counters are in order and its tables hold what was granted.
+        """Checks the counters and the tables of a running sample.
 
         Raises:
-            AssertionError: naming what is broken.
+            AssertionError: a check fails; the message says which.
         """
         assert self.committed <= self.computed <= len(self.tokens), f"counters of {self.age} are out of order"
         if self.fork_of is None:

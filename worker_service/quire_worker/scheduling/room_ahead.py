@@ -1,5 +1,7 @@
-"""Samples that continue to decode after a pass, and their blocks held ahead. `quire.session.lookahead` decides how many
-to ask for."""
+"""Samples that continue to decode after a pass, and the blocks that they hold ahead.
+
+`quire.session.lookahead` decides how many blocks to ask for.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from quire_worker.scheduling.request import Sample
 
 
 def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sample]]:
-    """Returns the samples that continue to decode after this pass, if none of them stops. Beams take no room ahead: the
-    search has not chosen yet which of them continue."""
+    """Returns the samples that continue to decode after this pass, unless they stop.
+
+    Beams get no room ahead, because the search has not yet chosen the beams that continue.
+    """
     return [
         Decoding(sample, sample.granted, len(sample.tokens) + 1, last_of(sample, sequence_tokens_max))
         for sample in (item.sample for item in work if item.is_complete)
@@ -22,7 +26,7 @@ def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sa
 
 
 def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Sequence[Decoding[Sample]]) -> int:
-    """Counts the running samples' tokens of the pass after this one."""
+    """Returns the number of tokens that the running samples need in the pass after this one."""
     counts = {item.sample: item.token_count for item in work}
     return len(samples) + sum(len(sample.tokens) - sample.computed - counts.get(sample, 0) for sample in running)
 
@@ -30,9 +34,9 @@ def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Seque
 def next_chunks(
     running: Iterable[Sample], work: Iterable[Work], budget: int, block_size: int
 ) -> list[tuple[Sample, int]]:
-    """Returns the samples whose prompt this pass leaves unfinished and whose next chunk has no room yet.
+    """Returns the samples whose prompt is unfinished after this pass, and whose next chunk has no room yet.
 
-    Each comes with the number of tokens that it needs room for in the next pass, of `budget` tokens.
+    Each comes with the number of tokens that it needs room for. The next pass has `budget` tokens.
     """
     chunks, counts = [], {item.sample: item.token_count for item in work}
     for sample in running:
@@ -48,18 +52,23 @@ def next_chunks(
 
 
 def grow_block_count(sample: Sample, token_count: int, block_size: int) -> int:
-    """Counts the blocks that a grow to so many tokens takes; that of a fork copies the one that it has begun."""
+    """Returns the number of blocks that a grow takes.
+
+    For a fork, it includes a copy of its last, partly filled block.
+    """
     return -(-(token_count - sample.granted) // block_size)
 
 
 def block_count_of(sample: Sample, block_size: int) -> int:
-    """Counts the blocks of each group that a sample holds beyond those of its tokens."""
+    """Returns how many blocks of each group a sample holds beyond those of its tokens."""
     return max(0, sample.table_length - -(-len(sample.tokens) // block_size))
 
 
 def last_of(sample: Sample, sequence_tokens_max: int) -> int:
-    """Counts the tokens of a sample that are ever computed: all but the last one, which has no successor. If none is
-    drawn, all tokens of the sample are computed."""
+    """Returns how many tokens of a sample are ever computed: all except the last one, after which nothing follows.
+
+    If no token is sampled, all tokens of the sample are computed.
+    """
     if not sample.draws:
         return len(sample.tokens)
     return min(len(sample.request.prompt) + sample.request.sampling.max_tokens, sequence_tokens_max) - 1

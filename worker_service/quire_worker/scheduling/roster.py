@@ -1,4 +1,4 @@
-"""Roster of a worker's samples: waiting ones, running ones, and ended ones that still hold blocks."""
+"""Roster of a worker's samples: those that wait, run or rest, and those that have ended but still hold blocks."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from quire_worker.scheduling.swap import SwapOut, SwapSpace, can_swap
 
 
 class Roster:
-    """Samples of one worker, each in one place.
+    """The samples of one worker. Each is in one place.
 
     Args:
-        groups: of the pool: of attention, with blocks of one size, then of states.
-        swap_slot_count: blocks of preempted samples that fit into host memory.
+        groups: the pool's groups: those of attention, with blocks of one size, then those of states.
+        swap_slot_count: the number of blocks of preempted samples that fit into host memory.
 
     Attributes:
-        waiting: in the order of `order.py`, fair between namespaces.
-        running: in the order of `order.py`; backfilled samples are the last.
-        shares: what each namespace has been served.
-        resting: of branches that nothing is asked of.
-        leaving: ended; committed once more and freed with the next step.
-        to_free: sequences of samples that live on without them.
-        pace: of this worker's passes.
+        waiting: waiting samples, in the order of `order.py`, fair between namespaces.
+        running: running samples, in the order of `order.py`, backfilled ones last.
+        shares: the service that each namespace has received.
+        resting: samples of branches that no call uses.
+        leaving: ended samples; the next step commits them once more, and frees them.
+        to_free: sequences that samples have lost, but the allocator still has.
+        pace: the speed of this worker's passes.
         swap: host memory for pages of preempted samples.
-        moves: pages to be copied before the next batch, in order.
-        preemption_count: how often a sample that ran had to wait again.
-        recomputed_token_count: tokens that were computed again after that.
-        backfilled_count: how often one passed a head.
-        yield_count: how often such a one was preempted in the step in which others got its blocks.
-        noted: requests whose blocks were counted since the last pass, because a sample of theirs ended.
-        preempted: requests of samples that were preempted; whoever has the time takes them out.
+        moves: pages to copy before the next batch, in order.
+        preemption_count: how many times a running sample was preempted.
+        recomputed_token_count: number of tokens that were computed again after preemptions.
+        backfilled_count: how many times a sample passed a head.
+        yield_count: how many times a backfilled sample was preempted in the step that gave others its blocks.
+        noted: requests whose blocks were already counted since the last pass, because one of their samples ended.
+        preempted: requests with preempted samples; `Reception.note_admitted` clears the list.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], swap_slot_count: int = 0) -> None:
-        """Begins without samples.
+        """Starts without samples.
 
         Raises:
-            ValueError: blocks have several sizes.
+            ValueError: attention groups have blocks of several sizes.
         """
         attention = tuple(group for group in groups if group.kind is not GroupKind.STATE)
         sizes = {group.block_size for group in attention}
@@ -77,7 +77,7 @@ class Roster:
 
     @property
     def group_count(self) -> int:
-        """Counts the block tables of each sample."""
+        """Returns the number of block tables of each sample."""
         return len(self.groups)
 
     @property
@@ -88,7 +88,7 @@ class Roster:
 
     @property
     def may_go_on(self) -> bool:
-        """Tells whether some running sample has something to compute, and no sample has to be forked first."""
+        """Tells whether any running sample has tokens to compute, and no sample must be forked first."""
         return not self.resting.forking and not all(sample.awaits_choice for sample in self.running)
 
     def parents(self) -> set[Sample | None]:
@@ -100,8 +100,7 @@ class Roster:
         return (*self.running, *self.leaving, *self.resting, *self.resting.forking)
 
     def add(self, sample: Sample) -> None:
-        """Adds a sample to the queue. Hashes its prompt here, while a forward pass may be running, so that its
-        admission between two passes need not."""
+        """Adds a sample to the queue. Hashes its prompt now, while a pass may be running, and not at its admission."""
         sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
         self.waiting.add(sample)
 
@@ -110,7 +109,7 @@ class Roster:
         insort(self.running, child, key=rank_of)
 
     def start(self, sample: Sample, passed: Sample | None = None) -> None:
-        """Makes an admitted sample run, backfilled if the head that it `passed` is still waiting. Samples that passed
+        """Makes an admitted sample run. It is backfilled if the head that it `passed` still waits. Samples that passed
         this one no longer count as backfilled."""
         self.waiting.remove(sample)
         self._let_down(sample)
@@ -124,17 +123,17 @@ class Roster:
         return self.running[: len(self.running) - count], self.running[len(self.running) - count :]
 
     def finish(self, sample: Sample, reason: FinishReason | None) -> None:
-        """Ends a sample; its blocks are freed with the next step."""
+        """Ends a sample. The next step frees its blocks."""
         if sample.has_ended:
             return
-        if sample.request not in self.noted:  # once a pass, as the samples of a request often end together
+        if sample.request not in self.noted:  # once per pass, because the samples of a request often end together
             self.noted.add(sample.request)
             sample.request.trace.note_blocks(sample.request.block_count)
         sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)
         self._end(sample, reason)
 
     def prune(self, sample: Sample) -> None:
-        """Ends a beam that was not chosen; its blocks are freed with the next step, and its request continues."""
+        """Ends a beam that was not chosen. The next step frees its blocks, and its request continues."""
         self._end(sample, None)
 
     def _end(self, sample: Sample, reason: FinishReason | None) -> None:
@@ -153,12 +152,12 @@ class Roster:
             self.resting.remove(sample)
 
     def _is_beyond(self, sample: Sample, reason: FinishReason) -> bool:
-        """Tells whether a sample's states may be a token further than a branch of its tokens begins: they hold what
-        its text was stopped with, or that is being computed, and they cannot step back."""
+        """Tells whether a sample's states may be a token ahead of its tokens. They then include a stop token, or a
+        token that is being computed, and they cannot step back."""
         return self.has_states and sample.draws and reason is FinishReason.STOP
 
     def _let_down(self, head: Sample) -> None:
-        """Notes that a sample waits no more, so that no other one has passed it."""
+        """Notes that a sample no longer waits, so no sample counts as having passed it."""
         passed = [each for each in (*self.running, *self.waiting.in_any_order()) if each.passed is head]
         for sample in passed:
             sample.passed = None
@@ -166,18 +165,18 @@ class Roster:
             self.running.sort(key=rank_of)
 
     def leave_queue(self, sample: Sample) -> None:
-        """Takes out a beam that waits to be computed again and need not be; one that does not wait is no error."""
+        """Removes a beam that need not be computed again from the queue. Does nothing if it does not wait."""
         if sample in self.waiting:
             self.waiting.remove(sample)
             self._let_down(sample)
 
     def stop(self, sample: Sample) -> None:
-        """Ends a sample because its text has come to its end, be it with the last token that it may have."""
+        """Ends a sample whose text is complete. The reason is STOP, even if the text also reached its limit."""
         self.finish(sample, FinishReason.STOP)
         sample.finish_reason = FinishReason.STOP
 
     def cancel(self, request: Request) -> None:
-        """Ends every sample of the request."""
+        """Ends all samples of a request."""
         for sample in request.samples:
             self.finish(sample, None)
 
@@ -187,7 +186,7 @@ class Roster:
         self.resting.clear()
         self.moves.clear()
         for sample in (*running, *self.waiting.in_any_order()):
-            self.swap.release(sample)  # it is not known which blocks were moved
+            self.swap.release(sample)  # It is unknown which blocks were moved.
         for sample in running:
             sample.request.trace.note_blocks(sample.request.block_count)
             self._uncount_ahead(sample)
@@ -198,19 +197,18 @@ class Roster:
         self.to_free.clear()
 
     def preempt_last(self) -> Sample:
-        """Makes the last running sample wait, to be computed again, and returns it. Its blocks are freed with the next
-        step."""
+        """Preempts the last running sample, and returns it. The next step frees its blocks."""
         victim = self.running[-1]
         self.to_free.append(victim.sequence_id)
         self._preempt(victim)
         return victim
 
     def displaced(self) -> Sample | None:
-        """Returns the sample that makes way for the head of the queue; see `displacing.py`."""
+        """Returns the sample that is to be preempted for the head of the queue; see `displacing.py`."""
         return displaced_by_head(self.waiting, self.running)
 
     def preempt_displaced(self) -> set[Sample]:
-        """Preempts the `displaced` sample, if there is one, as `preempt_last` does, and returns it."""
+        """Preempts the `displaced` sample, as `preempt_last` does. Returns it; an empty set if there is none."""
         victim = self.displaced()
         if victim is None:
             return set()
@@ -219,14 +217,14 @@ class Roster:
         return {victim}
 
     def make_way(self) -> None:
-        """Preempts the last beam if all running samples only await the choice of beams, so that waiting samples can be
-        admitted. Called when nothing is being computed."""
+        """Preempts the last beam if all running samples await a choice of beams, so that others can be admitted. Only
+        called while nothing is being computed."""
         are_idle = bool(self.running) and all(sample.awaits_choice for sample in self.running)
         if are_idle and self.waiting and not self.to_free:
             self.preempt_last()
 
     def make_room(self, plan: Plan) -> None:
-        """Makes the victims of a plan wait; others get their blocks in its step. Called when no answer is on its way.
+        """Preempts the victims of a plan, whose blocks others get in its step. Only called while no answer is pending.
         Commits of the plan may name the victims."""
         self.yield_count += len(plan.victims)
         for victim in plan.victims:
@@ -250,14 +248,14 @@ class Roster:
         self._wait(victim)
 
     def _wait(self, sample: Sample) -> None:
-        """Adds a sample that holds no blocks any more to the queue, unless it has nothing to compute."""
+        """Puts a sample without blocks into the queue, unless it has nothing to compute."""
         if not sample.awaits_choice:
             self.waiting.add(sample)
 
     def begin_outgrown_again(self, plan: Plan) -> None:
-        """Makes samples wait that grew beyond the length that their keys are rotated for: they are computed again from
-        their first token, as if they had begun with all that they have. Called when no answer is on its way; `plan`,
-        whose commits may name them, frees them. Frees come before forks, so parents and forks of it stay a turn."""
+        """Requeues samples that outgrew the length for which their keys are rotated, to be computed from the start.
+        Only called while no answer is pending. The plan frees them, and its commits may name them. Frees come before
+        forks, so parents and forks stay for one more turn."""
         forking = {sample for fork in plan.forks for sample in (fork.parent, fork.child)}
         for sample in [each for each in self.running if each.is_outgrown and each not in forking]:
             self.running.remove(sample)
@@ -268,14 +266,14 @@ class Roster:
             self.add(sample)
 
     def observe(self, work: Iterable[Work], seconds: float, swapped_block_count: int, swap_s: float) -> None:
-        """Measures a pass that took so many seconds, and what was swapped in it."""
+        """Measures a pass that took `seconds`, and the swaps in it."""
         token_count = sum(item.token_count for item in work if not item.is_restored)
         self.pace.observe(token_count, seconds - swap_s)
         self.swap.cost.block_count += swapped_block_count
         self.swap.cost.seconds += swap_s
 
     def note_computed(self, work: Work) -> None:
-        """Counts tokens computed again after a preemption, and what was restored: frees its slots once that is all."""
+        """Counts tokens that are computed again. Frees a sample's slots once all its swapped tokens are restored."""
         sample = work.sample
         if not work.is_restored and work.start < sample.lost:
             self.recomputed_token_count += min(work.end, sample.lost) - work.start
@@ -286,15 +284,15 @@ class Roster:
                 self.swap.release(sample)
 
     def free_count_of(self, left: Sequence[Sample]) -> int:
-        """Counts the blocks that become free with samples that left: the blocks that they hold ahead and, if samples
-        wait, all blocks that no other sample holds."""
+        """Returns the number of blocks that become free when these samples end: the blocks that they hold ahead and, if
+        others wait, all blocks that no other sample holds."""
         ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in left)
         others = (*self.running, *self.resting)
         own = own_block_count(left, others, self.block_size) if left and self.waiting else 0
         return ahead + own
 
     def spare_block_count(self) -> int:
-        """Counts the blocks that a step can give to others: held ahead, by left samples, or by branches alone."""
+        """Returns the blocks that a step can give to others: held ahead, of ended samples, or only of branches."""
         parents = self.parents()
         stay = [*self.running, *(each for each in self.leaving if each in parents)]
         ahead = sum(room_ahead.block_count_of(sample, self.block_size) for sample in stay)
@@ -302,15 +300,15 @@ class Roster:
         return ahead + free_count + self.resting.alone_held_count(stay, self.group_count)
 
     def uncommitted_block_count(self) -> int:
-        """Counts the blocks that the next commit publishes."""
+        """Returns the number of blocks that the next commit publishes."""
         return sum(
             sample.computed // self.block_size - sample.committed // self.block_size
             for sample in (*self.running, *self.leaving, *self.resting.settling)
         )
 
     def take_filled(self) -> dict[Sample, list[bytes]]:
-        """Returns the samples that filled blocks since the last commit, and the blocks' digests. Includes parents of
-        forks, because forks share only committed tokens. From now on all these tokens count as committed."""
+        """Returns the samples that filled blocks since the last commit, with the digests; marks them as committed.
+        Parents of forks are included, because forks share only committed tokens."""
         parents = self.parents()
         filled = {}
         for sample in (*self.running, *self.leaving, *self.resting.to_commit()):
@@ -321,8 +319,8 @@ class Roster:
         return filled
 
     def given_back(self, block_count: int, increment: Increment) -> dict[Sample, int]:
-        """Returns the samples that give back so many blocks held ahead, and the tokens that each keeps room for. The
-        state of an ended sample may be a token further than its commit: with room behind it is no checkpoint."""
+        """Returns the samples that give back blocks held ahead, with the tokens that each keeps room for. With states,
+        ended samples are left out: a state that is ahead of its commit is a checkpoint only without room behind it."""
         if block_count <= 0:
             return {}
         samples = self.running + ([] if self.has_states else self.leaving)
@@ -332,16 +330,15 @@ class Roster:
     # -- branches ------------------------------------------------------------------------------------------------------
 
     def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
-        """Makes a resting sample run on, for a request: `tokens` begin with all that it has computed. The request pays
-        for room ahead that the one before has not given back, as what it does not use is taken out of its usage."""
+        """Makes a resting sample run for a request. `tokens` begin with all that it has computed. Room ahead that it
+        still holds is added to the request's usage, because unused room is subtracted at the end."""
         request.usage.granted_block_count += self.group_count * room_ahead.block_count_of(sample, self.block_size)
         self.resting.wake(sample, request, tokens, draws=draws)
         self.shares.charge(request.namespace, prompt_tokens=len(tokens) - sample.computed)
         insort(self.running, sample, key=rank_of)
 
     def forks_due(self, running_max: int) -> list[tuple[Sample, Sample]]:
-        """Makes children of resting samples run as far as there are places, and returns all children to be forked now,
-        with their parents."""
+        """Makes children of resting samples run, as far as there are places. Returns all (child, parent) to fork."""
         for child in self.resting.take_forks(running_max - len(self.running)):
             self.shares.charge(child.request.namespace, prompt_tokens=len(child.tokens) - child.computed)
             self.add_fork(child)
@@ -349,41 +346,41 @@ class Roster:
         return [(child, child.fork_of) for child in (*self.running, *resting) if child.fork_of is not None]
 
     def take_back_resting(self, plan: Plan, block_count: int) -> None:
-        """Frees resting samples with the step of this plan, as many as hold so many blocks alone."""
+        """Frees resting samples with the step of this plan, until `block_count` blocks are free."""
         if block_count > 0:
             for sample in self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents()):
                 self.resting.remove(sample)
                 plan.frees.append(sample.sequence_id)
 
     def drop(self, sample: Sample) -> None:
-        """Takes the blocks of a resting sample back with the next step; one that rests no more is no error."""
+        """Takes back the blocks of a resting sample with the next step. Does nothing if it no longer rests."""
         if sample in self.resting:
             self.resting.remove(sample)
             self.leaving.append(sample)
 
     def drop_resting(self, block_count: int) -> bool:
-        """Drops resting samples that hold so many blocks alone; tells whether there were any."""
+        """Drops resting samples until `block_count` blocks are free. Returns whether any sample was dropped."""
         chosen = self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents())
         for sample in chosen:
             self.drop(sample)
         return bool(chosen)
 
     def block_count_beyond(self, kept: Mapping[Sample, int]) -> int:
-        """Counts the blocks of each group beyond the room that samples keep."""
+        """Returns the number of blocks of each group beyond the room that samples keep."""
         return sum(sample.table_length + -count // self.block_size for sample, count in kept.items())
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def _uncount_ahead(self, sample: Sample) -> None:
-        """Takes blocks that a sample held ahead and never used out of its request's usage."""
+        """Subtracts the blocks that a sample held ahead and never used from its request's usage."""
         ahead = room_ahead.block_count_of(sample, self.block_size)
         sample.request.usage.granted_block_count -= self.group_count * ahead
 
     def check_invariants(self) -> None:
-        """Checks that each sample has valid counters, is in one place only, and has its grants in its tables.
+        """Checks that each sample is in one place only, and that its counters and tables are valid.
 
         Raises:
-            AssertionError: naming what is broken.
+            AssertionError: a check fails; the message says which.
         """
         assert self.running == sorted(self.running, key=rank_of), "running is out of order"
         for sample in self.running:

@@ -2,19 +2,18 @@
 
 Pure: no torch, grpc, clock or randomness. One turn of the engine:
 
-    1. plan      what to commit, free, fork and grow, as one step for the allocator: samples that run, in order, then
-                 waiting ones as far as the token budget goes (prompts are cut into chunks by it)
-    2. schedule  the allocator's answer: samples that got their blocks are in the batch; if a running sample did not,
-                 the last one is preempted, and its blocks are free for the next turn.
-                 While the batch is computed, the needs and admissions of the next turns are asked for ahead
-                 (`plan_ahead`), so that a turn finds its blocks granted and plans without asking
-                 (`plan_without_asking`). Turns also plan without asking while the answer to a plan is late: it is
-                 taken in later (`take_in`)
-    3. advance   the batch has been computed
-    4. extend    one more token was sampled; finish says why a sample ends
+    1. plan       what to commit, free, fork and grow, as one step for the allocator: first running samples, in order,
+                  then waiting ones, as far as the token budget reaches. The budget cuts prompts into chunks
+    2. schedule   takes the allocator's answer. Samples that got their blocks form the batch. If a running sample got
+                  none, the last one is preempted, and its blocks are free for the next turn. While the batch is
+                  computed, `plan_ahead` asks for blocks and admissions of the next turns. A turn then finds its blocks
+                  granted, and `plan_without_asking` plans it. That is also used while an answer is late; `take_in`
+                  applies the answer later
+    3. advance    counts the computed tokens of the batch
+    4. extend     adds sampled tokens; `finish` records why a sample ends
 
 If a group has a window, a prompt is granted chunk by chunk: blocks that fall out of one chunk's window serve the next.
-Tables of all groups grow alike, so counts of blocks here are those of one group: "a block" is one of each group.
+Tables of all groups grow alike, so block counts here are those of one group: "a block" is one of each group.
 
 Order never changes (`order.py`): the first sample is asked for first and preempted last, so it always makes progress.
 `admission.py` decides which samples are admitted, `passes.py` where a pass over a prompt ends, and
@@ -42,19 +41,19 @@ from quire_worker.scheduling.roster import Roster
 
 
 class Scheduler:
-    """Decides about the samples of one worker.
+    """Schedules the samples of one worker.
 
     Args:
-        groups: of the pool: of attention, with blocks of one size, then of states.
-        sequence_tokens_max: longest sequence that the model and the pool can hold.
+        groups: the pool's groups: those of attention, with blocks of one size, then those of states.
+        sequence_tokens_max: the longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
-        running_max: samples that run at a time.
-        ahead_tokens: a decoding sample asks for room for so many tokens beyond its next one.
-        digest_bytes_max: of the digests that one step may carry for new sequences.
-        commit_blocks_max: committed blocks whose digests one step may carry, at least those of a forward pass. During
-            an outage of the allocator no sample computes beyond that.
-        swap_slot_count: blocks of preempted samples that fit into host memory.
-        drafting: makes drafts, if there are any; not for models with states, which cannot step back by a token.
+        running_max: the most samples that run at a time.
+        ahead_tokens: the number of tokens beyond its next one for which a decoding sample asks for room.
+        digest_bytes_max: the most bytes of digests for new sequences in one step.
+        commit_blocks_max: the most committed blocks in one step, at least those of a forward pass. If the allocator is
+            down, samples compute no further than that.
+        swap_slot_count: the number of blocks of preempted samples that fit into host memory.
+        drafting: makes drafts; None without them. Models with states have none, because states cannot step back.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Scheduler:
         swap_slot_count: int = 0,
         drafting: Drafting | None = None,
     ) -> None:
-        self.roster = Roster(groups, swap_slot_count)  # waiting, running and leaving samples
+        self.roster = Roster(groups, swap_slot_count)  # all samples of the worker
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
@@ -87,11 +86,11 @@ class Scheduler:
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def plan(self, chosen: Round | None = None) -> Plan:
-        """Plans what to ask the allocator for: running samples in order, then admitted ones, then backfilled ones.
+        """Plans the requests to the allocator: for running samples in order, then admitted ones, then backfilled ones.
 
         Args:
-            chosen: admissions that `has_to_ask` has found in the same turn. They are chosen again only if room is given
-                back meanwhile.
+            chosen: admissions that `has_to_ask` has found in the same turn. They are chosen again only if room was
+                given back since.
         """
         plan, filled = Plan(), self.roster.take_filled()
         cut = self._cut(filled)
@@ -121,12 +120,13 @@ class Scheduler:
         return plan
 
     def plan_without_asking(self, under_way: Sequence[Work] = ()) -> Plan:
-        """Plans a turn of samples that have all their blocks already; see `ready.py`.
+        """Plans a turn of samples that already have all their blocks; see `ready.py`.
 
         Args:
-            under_way: work that is being computed; the turn comes after it.
+            under_way: work that is being computed before this turn.
         """
-        filled_max = self.batch_tokens_max // self.roster.block_size + len(self.roster.running)  # by one pass
+        # blocks that one pass can fill
+        filled_max = self.batch_tokens_max // self.roster.block_size + len(self.roster.running)
         pass_count = 2 if under_way else 1
         if self.roster.uncommitted_block_count() + pass_count * filled_max > self.commit_blocks_max:
             return Plan(is_whole=False)
@@ -135,8 +135,8 @@ class Scheduler:
         )
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Tells whether a `ready` turn leaves out a sample that runs or could be admitted. Notes the admissions in
-        `ready`, and changes nothing else but caches of digests."""
+        """Tells whether a `ready` turn leaves out a sample that runs or could be admitted. Stores the admissions in
+        `ready`. Changes nothing else except caches of digests."""
         if not ready.is_whole or (ready.tokens_left > 0 and self.roster.displaced() is not None):
             return True
         if not self._can_admit(ready.tokens_left):
@@ -145,13 +145,13 @@ class Scheduler:
         return bool(ready.chosen.admissions)
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
-        """Plans what to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come
-        of each sample that goes on after this pass, and who is let in then. It lets in only whom nobody has to give
-        blocks back for, and who shares nothing of what is being computed.
+        """Plans the requests during `work`: commits of earlier passes, frees, room for next tokens, and admissions.
+
+        Admits only samples that need no blocks from others, and share nothing that is being computed.
 
         Args:
-            work: of this pass.
-            may_wait: ask for nothing at all if there are only commits and frees.
+            work: the work of the pass under way.
+            may_wait: whether to ask for nothing if there are only commits and frees.
         """
         plan = Plan()
         samples = room_ahead.going_on(work, self.sequence_tokens_max)
@@ -175,7 +175,7 @@ class Scheduler:
         return plan
 
     def schedule(self, plan: Plan, outcome: StepOutcome, under_way: Sequence[Work] = ()) -> Batch:
-        """Takes in the allocator's answer and says what to run, after what is under way.
+        """Applies the allocator's answer, and returns the batch to run after the work under way.
 
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
@@ -192,15 +192,15 @@ class Scheduler:
         work = work_of(plan, denied, under_way)
         if self.drafting is not None and not under_way:
             work = with_drafts(work, self.drafting, budget=self.batch_tokens_max, longest=self.sequence_tokens_max)
-        if not work:  # the moves wait for a batch
+        if not work:  # Moves wait for the next batch.
             self.roster.make_way()
             return Batch([], [])
         moves, self.roster.moves = self.roster.moves, []
         return Batch(moves, work)
 
     def take_in(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
-        """Takes in the answer to any plan; moves wait for the next batch. Returns the samples that got no room: they
-        ask again when they need it.
+        """Applies the answer to any plan. Moves wait for the next batch. Returns the samples that got no room; they ask
+        again when they need it.
 
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
@@ -221,8 +221,8 @@ class Scheduler:
 
     @staticmethod
     def refused(plan: Plan, outcome: StepOutcome) -> list[tuple[Request, Result]]:
-        """Returns the requests that the allocator refuses what they need: FORBIDDEN, QUOTA, or a result that is not
-        known here. They must end before the answer is taken in."""
+        """Returns the requests that the allocator refuses: FORBIDDEN, QUOTA, or a result that is unknown here. They
+        must end before the answer is taken in."""
         rows = zip(plan.grows, outcome.grows, strict=True)
         return [
             (growing.sample.request, grown.result)
@@ -231,8 +231,8 @@ class Scheduler:
         ]
 
     def advance(self, work: Iterable[Work]) -> None:
-        """Counts the computed tokens of the batch. Only these may be committed, and not the place of a token that was
-        dropped because the sample had ended with the one before. Resting samples keep their counts."""
+        """Counts the computed tokens of the batch. The place of a token that was dropped does not count, because its
+        sample had ended with the token before. Resting samples keep their counts."""
         self.roster.noted.clear()
         for item in work:
             if item.sample not in self.roster.resting:
@@ -240,7 +240,7 @@ class Scheduler:
             self.roster.note_computed(item)
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
-        """Adds a token that was sampled. A stop token ends the sample and is not kept; so does the longest length."""
+        """Adds a sampled token. A stop token ends the sample and is not kept. The longest length ends it, too."""
         if is_stop:
             self.roster.finish(sample, FinishReason.STOP)
             return
@@ -254,13 +254,12 @@ class Scheduler:
     # -- the allocator's state is gone ---------------------------------------------------------------------------------
 
     def forget_blocks(self) -> None:
-        """Makes all running samples wait, to be computed again."""
+        """Makes all running samples wait to be computed again."""
         self.roster.forget_blocks()
         self._free_block_count = None
 
     def give_everything_back(self, plan: Plan) -> None:
-        """Frees with the next step all that the allocator still holds for us, because it refused the step of this
-        plan."""
+        """Frees all sequences with the next step, because the allocator refused the step of this plan."""
         held = [sample.sequence_id for sample in self.roster.holders() if sample.sequence_id]
         self.forget_blocks()
         self.roster.to_free = sorted({*held, *plan.frees})
@@ -268,7 +267,7 @@ class Scheduler:
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
     def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
-        """Commits the samples that filled a block, and those that give blocks back and keep room for so many tokens."""
+        """Commits samples that filled a block, and samples that give blocks back and keep room for `kept` tokens."""
         plan.commits = [
             Committing(sample, sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
             for sample in {**filled, **kept}
@@ -278,17 +277,17 @@ class Scheduler:
             sample.committed = sample.computed
 
     def _keep(self, sample: Sample, token_count: int) -> None:
-        """The sample has room for so many tokens from now on, and gives back the blocks beyond."""
+        """Limits a sample's room to so many tokens, and drops the blocks behind."""
         end = -(-token_count // self.roster.block_size)
-        if not sample.has_ended:  # else they are out of its usage
+        if not sample.has_ended:  # The usage of an ended sample no longer includes them.
             sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
         for table in sample.tables:
             del table[end:]
         sample.granted = token_count
 
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
-        """Returns the samples that give back all room beyond their computed tokens: they rest from now on, or their
-        state becomes a checkpoint or is shared."""
+        """Returns the samples that give back all room behind their computed tokens: they came to rest, or their state
+        becomes a checkpoint or is shared."""
         cut = self.roster.resting.settled(self.roster.block_size, has_states=self.roster.has_states)
         if self.roster.has_states:
             cut += to_cut((*self.roster.running, *self.roster.leaving), filled, self.roster.parents())
@@ -302,8 +301,8 @@ class Scheduler:
             plan.forks.append(Forking(parent, child, parent.sequence_id, child.sequence_id))
 
     def _free(self, plan: Plan) -> int:
-        """Frees the samples that left, and returns how many blocks become free at once. A parent of forks to come stays
-        until the step after theirs, since frees come before forks."""
+        """Frees ended samples. Returns the number of blocks that become free at once. Parents of forks stay for another
+        step, because frees come before forks."""
         parents, leaving = self.roster.parents(), self.roster.leaving
         left, self.roster.leaving = (
             [sample for sample in leaving if sample not in parents],
@@ -315,8 +314,8 @@ class Scheduler:
         return self.roster.free_count_of(left)
 
     def _want(self, plan: Plan, samples: Iterable[Sample], budget: int, *, room: int | None = None) -> tuple[int, int]:
-        """Plans the next tokens of running samples, and asks for their blocks, within `room` if there is one. Returns
-        the rest of the budget, and the number of blocks that were asked for."""
+        """Plans the next tokens of running samples, and asks for their blocks, within `room` if it is given. Returns
+        the remaining budget, and the number of blocks asked for."""
         taken = 0
         for sample in samples:
             if sample.is_outgrown or sample.awaits_choice:
@@ -336,7 +335,7 @@ class Scheduler:
         return budget, taken
 
     def _take_back(self, plan: Plan, backfilled: Sequence[Sample], block_count: int) -> int:
-        """Preempts backfilled samples, the last first, until so many blocks are free; returns how many are."""
+        """Preempts backfilled samples, the last first, until so many blocks are free. Returns how many are."""
         own = 0
         for sample in reversed(backfilled):
             if own >= block_count:
@@ -351,8 +350,8 @@ class Scheduler:
         return bool(self.roster.waiting) and budget > 0 and len(first) < self.running_max
 
     def room(self) -> int | None:
-        """Counts the blocks that are free, or held ahead, by left samples or by branches alone: these are as good as
-        free. None if the allocator has not said."""
+        """Returns the number of blocks that are free, or can be taken: blocks held ahead, of ended samples, or only of
+        branches. None while the allocator has not told."""
         return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
@@ -365,7 +364,7 @@ class Scheduler:
         return applicants.consider(self.roster.waiting.in_turn(), may_preempt=may_preempt)
 
     def applicants(self, budget: int, free_block_count: int | None, without: Sequence[Sample] = ()) -> Applicants:
-        """Returns what chooses from the waiting samples, with a budget of tokens and so many free blocks."""
+        """Returns the chooser of admissions, with a budget of tokens and the number of free blocks."""
         running = [sample for sample in self.roster.running if sample not in without]
         limits = TurnLimits(budget, self.running_max - len(running), free_block_count, self.digest_bytes_max)
         return Applicants(
@@ -378,7 +377,7 @@ class Scheduler:
         )
 
     def _let_in(self, plan: Plan, chosen: Round) -> int:
-        """Returns how many blocks they take at most, beyond those of their victims."""
+        """Admits the chosen samples. Returns the most blocks that they take, beyond those of their victims."""
         block_count = -chosen.victim_block_count
         for sample, token_count, needed, digests, passed in chosen.admissions:
             prompt, request = self._round_up(len(sample.tokens)), sample.request

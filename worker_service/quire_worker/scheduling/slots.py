@@ -1,4 +1,4 @@
-"""Features that only some samples and requests use. Each feature has a slot there, None if it is not used."""
+"""Optional features of samples and requests. Each feature has a slot there, which is None if it is not used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestBeams:
-    """Beam search of a request, whose beams are its samples; see `requests/beams.py`.
+    """The beam search of a request, whose beams are its samples; see `requests/beams.py`.
 
     Attributes:
-        rule: of the search, as far as the request says.
-        texts: decoders of tokens, one for each text that is answered.
-        search: from the first turn on.
+        rule: the rule of the search, as the request gives it.
+        texts: decoders of tokens, one for each text of the answer.
+        search: the search itself; None before the first turn.
     """
 
     rule: Rule
@@ -34,7 +34,7 @@ class Beam:
     """Slot of a sample that is one of the beams of its request.
 
     Attributes:
-        continuation_count: likeliest next tokens that are returned for it. None is drawn.
+        continuation_count: the number of likeliest next tokens that are returned for it. No token is sampled.
         continuations: these tokens, until beams are chosen from them.
     """
 
@@ -44,12 +44,12 @@ class Beam:
 
 @dataclass(slots=True, eq=False)
 class Scored:
-    """Tokens at the end of a sample whose probability is wanted, each after all before it.
+    """Tokens at the end of a sample whose logprobs are wanted.
 
     Attributes:
-        tokens: the last of them is none of the sample's: nothing is computed behind it.
-        start: position of the first.
-        logprobs: of each; NaN where it is not computed yet.
+        tokens: these tokens. The last one is not among the sample's tokens, because nothing is computed after it.
+        start: the position of the first token.
+        logprobs: the logprob of each token; NaN until it is computed.
     """
 
     tokens: Sequence[int]
@@ -60,19 +60,19 @@ class Scored:
         self.logprobs = [math.nan] * len(self.tokens)
 
     def note(self, position: int, logprobs: Sequence[float]) -> None:
-        """Notes how likely the tokens from a position on are."""
+        """Stores the logprobs of the tokens from a position on."""
         first = position - self.start
         self.logprobs[first : first + len(logprobs)] = logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class BranchTask:
-    """Task of a branch's sample; see `resting.py`.
+    """The task of a branch's sample; see `resting.py`.
 
     Attributes:
-        rests: whether it keeps its blocks when it has ended in good order.
-        draws: whether a token is sampled after its last one; if not, it ends when all of them are computed.
-        scored: of a candidate that is compared with others.
+        rests: whether it keeps its blocks after a successful end.
+        draws: whether a token is sampled after its last one. If not, it ends when all its tokens are computed.
+        scored: the tokens of a candidate whose logprobs are wanted; None if there are none.
     """
 
     rests: bool = False
@@ -84,7 +84,7 @@ class Swapped(NamedTuple):
     """Tokens `[first, end)` of a sample whose pages are in host memory; see `swap.py`.
 
     Attributes:
-        slots: of the blocks of these tokens, group after group, then of the states.
+        slots: the slots of these tokens' blocks, group after group, then those of the states.
     """
 
     first: int
@@ -93,27 +93,27 @@ class Swapped(NamedTuple):
 
 
 class Draft(Protocol):
-    """Draft of the tokens that may follow those of a sample; see `drafts.py`."""
+    """A draft of the tokens that may follow those of a sample; see `drafts.py`."""
 
     def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """Returns up to `count` tokens that may follow all of a sample's; may be none."""
+        """Returns up to `count` tokens that may follow the sample's tokens; may be empty."""
         ...
 
     def may_follow_next(self, tokens: Sequence[int]) -> bool:
-        """Tells whether `following` can return anything once the sample has one more token, whatever that is."""
+        """Tells whether `following` can return tokens once the sample has one more token, whatever it is."""
         ...
 
 
 class Proposal(NamedTuple):
-    """Proposal of a draft model: tokens that may follow a sample's first `length` tokens, all that it had then."""
+    """A proposal of a draft model: tokens that may follow the first `length` tokens of a sample."""
 
     length: int
     tokens: tuple[int, ...]
 
     def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """Returns up to `count` of the proposed tokens; none if the sample has other tokens by now."""
+        """Returns up to `count` proposed tokens; none if the sample has grown since."""
         return self.tokens[:count] if self.length == len(tokens) else ()
 
     def may_follow_next(self, tokens: Sequence[int]) -> bool:
-        """Tells that there may be another proposal: the model makes one for any token."""
+        """Returns True: the model can propose tokens after any token."""
         return True

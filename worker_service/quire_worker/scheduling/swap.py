@@ -1,25 +1,25 @@
-"""Pages of preempted samples in host memory, so that what was computed need not be computed again.
+"""Pages of preempted samples in host memory, so that their tokens need not be computed again.
 
 A preempted sample can come back in two ways: its tokens are computed again, or its pages are copied out now and back
-later. Which one is cheaper is estimated from what this worker has measured: seconds of a pass for each token of a
-prompt (`pace.py`), and seconds for each block that was swapped. While nothing was swapped yet, it is tried.
+later. The cheaper way is estimated from this worker's measurements: seconds of a pass per prompt token (`pace.py`), and
+seconds per swapped block. Before any swap was measured, swapping is tried.
 
-Of a preempted sample, in tokens:
+The tokens of a preempted sample:
 
-    [0, first)         not swapped: other samples that run hold these blocks, so that they will be hit; or a window has
-                       let go of them, so that the pages are not there any more
-    [first, end)       in host memory, one *slot* for each block of each group
-    [end, length)      never computed: the token that was sampled last, or the rest of the prompt
+    [0, first)      not swapped: other running samples hold these blocks, so they will be hit; or the blocks fell out of
+                    a window, and their pages are gone
+    [first, end)    in host memory, one *slot* for each block of each group
+    [end, length)   never computed: the token that was sampled last, or the rest of the prompt
 
-When it runs again, what the allocator finds in its cache is hit, the rest of `[0, first)` is computed, and `[first,
-end)` is restored: its blocks are granted, filled and committed as those of a prompt are, chunk by chunk, only that a
-pass copies pages instead of computing tokens. A recurrent state is one of the pages; it is right as soon as all are
-restored, and nobody reads it before.
+When the sample runs again, blocks in the allocator's cache are hit, the rest of `[0, first)` is computed, and `[first,
+end)` is restored. Restored blocks are granted, filled and committed chunk by chunk like those of a prompt, but a pass
+copies their pages instead of computing tokens. A recurrent state is one of the pages. It is valid once all pages are
+restored, and no pass reads it before.
 
-    slots   free -> a swap takes them -> restored or ended -> free
+    slots   free -> taken by a swap -> restored or ended -> free
 
-A swap out runs before any pass that could write to the same blocks for somebody else, because both are in the order of
-batches; a swap in runs after all swaps out of its batch.
+Swaps out run before any pass that could overwrite the same blocks, because both keep the order of batches. Swaps in run
+after all swaps out of their batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quire_worker.scheduling.slots import Swapped
 
 
 class SwapOut(NamedTuple):
-    """Blocks of a sample to be copied into slots of host memory."""
+    """Blocks of a sample that are copied into slots of host memory."""
 
     sample: Sample
     blocks: list[int]
@@ -45,26 +45,26 @@ class SwapOut(NamedTuple):
 
 @dataclass(slots=True)
 class SwapCost:
-    """Cost of swapping so far: blocks moved, out or in, and seconds."""
+    """Measured cost of swapping: blocks moved in either direction, and seconds."""
 
     block_count: int = 0
     seconds: float = 0.0
 
     def seconds_for(self, block_count: int) -> float:
-        """Returns the seconds that so many blocks will take; 0 while nothing is known."""
+        """Returns the expected seconds for `block_count` blocks; 0 before any was measured."""
         return block_count * self.seconds / self.block_count if self.block_count else 0.0
 
 
 class SwapSpace:
-    """Slots of host memory.
+    """The slots of host memory.
 
     Args:
-        slot_count: blocks that fit; 0: nobody is swapped.
-        pace: of passes.
+        slot_count: the number of slots, for one block each; 0: samples are not swapped.
+        pace: the speed of this worker's passes.
 
     Attributes:
-        swap_count: samples that were swapped out.
-        out_count, in_count: blocks that were moved each way.
+        swap_count: number of samples that were swapped out.
+        out_count, in_count: number of blocks moved out and in.
     """
 
     def __init__(self, slot_count: int, pace: Pace) -> None:
@@ -78,16 +78,17 @@ class SwapSpace:
 
     @property
     def free_count(self) -> int:
-        """Counts the slots that hold nothing of use."""
+        """Returns the number of free slots."""
         return len(self._free)
 
     def swap_out(self, sample: Sample, shared_tokens: int, block_size: int) -> SwapOut | None:
-        """Takes slots for what a sample has computed, if that is cheaper than computing it again and there is room;
-        the sample keeps a note of it. None where it is computed again.
+        """Takes slots for a sample's computed tokens, and notes them in the sample. Returns the copies to make.
+
+        Returns None if there is no room, or if computing the tokens again is cheaper.
 
         Args:
-            sample: the sample to be preempted, with its blocks.
-            shared_tokens: of it that others who run hold, too.
+            sample: the sample that is preempted, while it still has its blocks.
+            shared_tokens: the number of its leading tokens whose blocks other running samples hold, too.
             block_size: tokens per block.
         """
         first = max(shared_tokens, max(sample.fallen, default=0) * block_size)
@@ -107,14 +108,14 @@ class SwapSpace:
         return SwapOut(sample, blocks, slots)
 
     def release(self, sample: Sample) -> None:
-        """Frees the slots of a sample that needs them no more."""
+        """Frees the slots of a sample that no longer needs them."""
         if sample.swapped is not None:
             self._free += sample.swapped.slots
             sample.swapped = None
 
 
 def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> tuple[list[int], list[int]]:
-    """Returns the slots of tokens `[start, end)` of a sample that was swapped, and the blocks that they belong into."""
+    """Returns the slots of tokens `[start, end)` of a swapped sample, and the blocks to which they are copied."""
     swapped = sample.swapped
     assert swapped is not None, f"{sample.age} was not swapped"
     base = swapped.first // block_size
@@ -122,7 +123,7 @@ def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> t
     slots, blocks = list[int](), list[int]()
     for group, table in enumerate(sample.tables):
         for position in range(start // block_size, -(-end // block_size)):
-            if table[position] != NULL_BLOCK:  # it fell out of the window already
+            if table[position] != NULL_BLOCK:  # Blocks of other positions fell out of the window already.
                 slots.append(swapped.slots[group * count + position - base])
                 blocks.append(table[position])
     slots += swapped.slots[len(sample.tables) * count :]
@@ -130,6 +131,9 @@ def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> t
 
 
 def can_swap(has_states: bool, windows: Sequence[object]) -> bool:
-    """Tells whether a pool's samples can be swapped: with states and windows, a prompt is granted chunk by chunk, and a
-    checkpoint would be made of a state that is not restored yet."""
+    """Tells whether a pool's samples can be swapped.
+
+    Pools with both states and windows cannot: prompts are granted chunk by chunk, and a checkpoint would be made of a
+    state that is not restored yet.
+    """
     return not (has_states and windows)

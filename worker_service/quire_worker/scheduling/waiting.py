@@ -1,4 +1,4 @@
-"""The reasons for which samples wait; `Applicants.consider` finds them, since it decides about admission."""
+"""The reasons why samples wait. `Applicants.consider`, which decides about admission, finds them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Wait(NamedTuple):
     """Why one sample waits.
 
     Attributes:
-        reason: the first that holds.
-        missing_block_count: blocks of each group that are not free, with BLOCKS.
-        behind: the request before it, with ORDER and FAIRNESS.
+        reason: the first reason that holds.
+        missing_block_count: for BLOCKS, the number of blocks of each group that are not free.
+        behind: for ORDER and FAIRNESS, the request that comes before it.
     """
 
     reason: WaitReason

@@ -1,1 +1,1 @@
-"""Speculative decoding: where drafts come from, a sample's own text or a draft model."""
+"""Speculative decoding: makes drafts from a sample's own text, or with a draft model."""

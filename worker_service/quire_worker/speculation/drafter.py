@@ -1,29 +1,29 @@
-"""A draft model: a second, smaller one of the same vocabulary, which says what may follow before the first one does.
+"""A draft model: a second, smaller model of the same vocabulary, which proposes tokens for the served model.
 
-At the end of each pass of the model that is served, when its tokens are sampled, the draft model reads what was
-computed, and proposes for each sample that goes on:
+At the end of each pass of the served model, after its tokens are sampled, the draft model reads the computed tokens. It
+proposes tokens for each sample that continues:
 
-    pass of the served model      ... b c d        b is the last token, c and d were proposed; c is right, x follows it
-    the draft model reads         [x]              of the others it has the keys already, from when it proposed
-    and proposes, one by one      y z              y after x, z after y; only x and y are read by then
+    the served model's pass   ... b c d     b is the last token, c and d were proposed. c is right, then x is sampled
+    the draft model reads     [x]           it already has the keys of b and c, from when it made its proposals
+    the draft model proposes  y z           y after x, then z after y. z itself is not read yet
 
-The next pass computes x y z, and samples on as long as the proposals are right. What is proposed is the draft's
-likeliest token. It changes no text; see `scheduling/drafts.py`.
+The next pass computes x y z, and accepts tokens as long as the proposals are right. The draft model proposes its
+likeliest token each time. Drafts change no text; see `scheduling/drafts.py`.
 
-Its keys and values lie in pages of their own, under the same block ids: a block holds both models' keys of the same
-tokens. So a prefix that is found in the cache, forked, or copied is there for both, and the allocator knows of one
-pool. A draft model has layers of full attention alone, and uses the tables of the served model's first such group. Of G
-groups, the pages under the blocks of the others lie idle.
+Its keys and values are in pages of its own, under the same block ids: a block holds both models' keys of the same
+tokens. So a prefix that is hit, forked or copied is there for both, and the allocator knows only one pool. A draft
+model has only layers of full attention, and uses the tables of the served model's first such group. Its pages under the
+blocks of other groups stay unused.
 
-Interval map of a sample's tokens after a pass, with `read` where the last proposals ended:
+Interval map of a sample's tokens after a pass, where the last proposals ended at `read`:
 
-    [0, start)            in the draft's pages, from earlier passes
-    [start, read)         the same, where the last proposals were right
-    [read, known)         read now: what the pass has computed, and the token that was sampled last
-    [known, known + k)    proposed; all but the last are read, in room that the sample has ahead
+    [0, start)            in the draft model's pages, from earlier passes
+    [start, read)         the same, if the last proposals were right
+    [read, known)         read now: the tokens that the pass computed, and the token that was sampled last
+    [known, known + k)    proposed; all but the last are read, in room that the sample holds ahead
 
-Pages that were swapped out and come back hold the served model's keys alone, and so do those of a pass whose drafting
-failed. Drafts behind them are worse, and the text is the same.
+Pages that return from host memory hold only the served model's keys, and so do those of a pass whose drafting failed.
+Drafts after them are worse, but the text is the same.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ log = structlog.get_logger()
 
 
 class _Row(NamedTuple):
-    """A sample that the draft model reads on.
+    """A sample whose next tokens the draft model reads.
 
     Attributes:
-        first: position of the first of `tokens`.
-        computed: tokens that the served model has computed; its next pass begins there.
-        wanted: tokens that may be proposed behind them; 0 where none is wanted.
+        first: the position of the first of `tokens`.
+        computed: the number of tokens that the served model has computed; its next pass begins there.
+        wanted: the number of tokens that may be proposed after them; 0 for none.
     """
 
     part: Part
@@ -68,26 +68,27 @@ class _Row(NamedTuple):
 
 
 class Drafter:
-    """The draft model of one engine, for the model's thread alone."""
+    """The draft model of one engine. Only the model's thread uses it."""
 
     def __init__(self, model: PagedModel, block_count: int, groups: Sequence[GroupSpec], token_count: int) -> None:
-        """Makes its pages.
+        """Creates the pages of the draft model.
 
         Args:
-            model: with layers of full attention alone, and blocks as large as those of the groups.
-            block_count: of the pool.
-            groups: of the pool; one is of full attention.
-            token_count: proposed for each sample after each pass.
+            model: a model with only layers of full attention, and the groups' block size.
+            block_count: the number of blocks of the pool.
+            groups: the groups of the pool; at least one has full attention.
+            token_count: the number of tokens proposed for each sample after each pass.
 
         Raises:
-            ValueError: no group is of full attention.
+            ValueError: no group has full attention.
         """
         self.token_count = token_count
         self._model = model
         self._cache = KVCache(model.cache_spec, block_count, device=model.device)
         kinds = [group.kind for group in groups]
         self._group = kinds.index(GroupKind.FULL_ATTENTION)
-        self._read: dict[Sample, tuple[int, int]] = {}  # of the last pass: where the next begins, and up to where
+        # after the last pass: where the next one begins, and the end of the read tokens
+        self._read: dict[Sample, tuple[int, int]] = {}
         self._has_failed = False
 
     @property
@@ -96,11 +97,11 @@ class Drafter:
         return self._cache
 
     def propose(self, copies: Sequence[Copy], parts: Sequence[Part], tokens: Sequence[Token]) -> dict[Sample, Proposal]:
-        """Reads what a pass has computed, and says what may follow; nothing if that fails. Blocks.
+        """Reads the tokens of a pass, and proposes the tokens that may follow. Returns nothing if that fails. Blocks.
 
         Args:
-            copies: of blocks, that came before the pass.
-            parts: of the pass, those that did not fail.
+            copies: copies of blocks before the pass.
+            parts: the parts of the pass that did not fail.
             tokens: the tokens sampled after it.
         """
         try:
@@ -108,7 +109,7 @@ class Drafter:
             return self._propose(self._rows_of(parts, tokens))
         except Exception as error:
             self._read = {}
-            if not self._has_failed:  # it may well fail again with every pass
+            if not self._has_failed:  # It may fail again with every pass, so it is logged once.
                 self._has_failed = True
                 log.warning("the draft model failed; passes go on without drafts", error=repr(error))
             return {}
@@ -130,11 +131,13 @@ class Drafter:
             sample, own = part.sample, part.tokens[: len(part.tokens) - len(part.draft)]
             limit = min(len(part.tables[self._group]) * self._cache.spec.block_size, self._model.max_position)
             found = sampled.get(sample, [])
-            computed = part.start + len(own) + max(0, len(found) - 1)  # all sampled tokens but the last one are drafted
+            # all sampled tokens except the last one were drafted
+            computed = part.start + len(own) + max(0, len(found) - 1)
             begins, read = self._read.get(sample, (0, 0))
-            first = max(part.start, min(read, computed) if begins == part.start else 0)  # else it is computed again
+            # If the part begins elsewhere, its tokens are read again.
+            first = max(part.start, min(read, computed) if begins == part.start else 0)
             known = [*own, *found]
-            if sample in parents:  # its forks write to its last block, each in a copy of its own
+            if sample in parents:  # Its forks write to copies of its last block.
                 known = own
             known = known[first - part.start : max(0, limit - part.start)]
             end = first + len(known)
@@ -172,7 +175,7 @@ class Drafter:
         return Chunk(tokens, start, tables, needs_logits=wanted, begun_with=row.part.sample.begun_with)
 
     def _likeliest(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Computes chunks, and returns the likeliest token after each that is asked."""
+        """Computes chunks, and returns the likeliest token after each chunk that needs logits."""
         batch = build_batch(chunks, groups=self._cache.spec.groups)
         logits = self._model.forward(batch.on(self._model.device), self._cache)
         found: list[int] = torch.argmax(logits, dim=-1).tolist()

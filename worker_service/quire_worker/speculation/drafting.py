@@ -1,4 +1,4 @@
-"""Drafting of tokens, as the command line asks for it, and the draft model that it names."""
+"""Creates the drafting that the command line names, and loads its draft model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = structlog.get_logger()
 
 
 def drafting_of(options: argparse.Namespace, groups: Sequence[GroupSpec]) -> Drafting | None:
-    """Returns how tokens are drafted, if they are.
+    """Returns the way of drafting; None without drafts.
 
     Args:
-        options: of the command line.
-        groups: of the pool.
+        options: the options of the command line.
+        groups: the groups of the pool.
 
     Raises:
-        UsageError: they cannot be.
+        UsageError: the model cannot use drafts.
     """
     if not options.speculative_tokens:
         return None
@@ -40,11 +40,11 @@ def drafting_of(options: argparse.Namespace, groups: Sequence[GroupSpec]) -> Dra
 
 
 def load_draft_model(options: argparse.Namespace, target: PagedModel, device: str) -> PagedModel | None:
-    """Loads the draft model, if there is one, for the model that is served.
+    """Loads the draft model of the served model; returns None if the command line names none.
 
     Raises:
         ModelError: the checkpoint cannot be used.
-        UsageError: it is none for this model.
+        UsageError: it does not fit the served model.
     """
     if options.draft_model is None:
         return None
@@ -66,8 +66,10 @@ def load_draft_model(options: argparse.Namespace, target: PagedModel, device: st
 
 
 def _check(options: argparse.Namespace, model: PagedModel, target: PagedModel) -> None:
-    """Refuses a model of other tokens, as far as both come with a tokenizer to tell, or of layers that share no tables
-    with the served one's."""
+    """Refuses a draft model with other tokens, or with layers that cannot share the served model's tables.
+
+    The tokens are compared only if both models have a tokenizer.
+    """
     if model.vocab_size != target.vocab_size:
         raise UsageError(
             f"--draft-model: {options.draft_model} has a vocabulary of {model.vocab_size} tokens, and the served model"

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
-# Arguments of transformers' methods that are not variables of the template. Callers must not set them through variables.
-# A test compares this list with the installed release.
+# Arguments of transformers' methods that are not variables of the template. Callers must not set them through
+# `variables`. A test compares this list with the installed release.
 TOKENIZER_OPTIONS: Final = frozenset(
     {"self", "conversation", "conversations", "chat_template", "documents", "continue_final_message", "tokenize"}
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -230,7 +230,7 @@ class ChatTemplate:
         return {**message, "content": "\n".join(part["text"] for part in parts)}
 
     def _takes_parts(self, source: str, role: str) -> bool:
-        """Returns whether the template writes a message's content only if it is a list of parts, not if it is a text."""
+        """Returns whether the template writes a message's content only if it is a list of parts, and ignores a text."""
         key = source, role if role in _AROUND else "user"
         if key not in self._wants_parts:
             as_parts = self._writes(source, key[1], [{"type": "text", "text": _PROBE}])

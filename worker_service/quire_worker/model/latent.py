@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): all keys and values of a token come from one vector.
+"""Latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): a token's keys and values come from one vector.
 
     c        [rank]         latent of a token, the same for all heads
     k_h      W_h^K c        keys of head h without positions;  values  v_h = W_h^V c

@@ -25,7 +25,7 @@ class WorkerTelemetry:
     """Counts and durations since start."""
 
     def __init__(self) -> None:
-        self.outcomes: Counter[str] = Counter()  # finished, cancelled, rejected, failed
+        self.outcomes: Counter[str] = Counter()  # by outcome: finished, cancelled, rejected, failed
         self.failures: Counter[FailureKind] = Counter()
         self.retry_count = 0  # passes, copies and samplings that were retried in parts
         self.prompt_token_count = 0

@@ -25,7 +25,7 @@ from quire.errors import QuireError, Reason
 from quire_worker.aside.child import LENGTH
 
 ANSWER_BYTES_MAX = 64 << 20
-WAITING_MAX = 256  # jobs
+WAITING_MAX = 256  # jobs that wait or run
 START_S_MAX = 60.0
 
 

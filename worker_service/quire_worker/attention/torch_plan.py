@@ -50,7 +50,7 @@ class GatheredBatch:
     tokens: slice | torch.Tensor  # the tokens in the flat batch, sequences x queries; int64 if not side by side
     sequence_count: int
     query_length: int  # queries of each sequence
-    key_pages: torch.Tensor  # int64 [sequences * pages], rows of keys if halves of pages are rows; values are 1 further
+    key_pages: torch.Tensor  # int64 [sequences * pages], row of each page's keys (`rows_of`); values are one row after
     keys: slice  # the slots that attention reads, among a sequence's gathered slots
     unseen: torch.Tensor | None  # int64, gathered slots to clear
     mask: torch.Tensor | None  # [sequences, 1, 1, keys], of the cache's dtype: -inf where unseen; None: all are seen

@@ -73,8 +73,7 @@ class Layouts:
         return with_tables(sketched[1], [part.tables for part in parts], groups=self._cache.spec.groups)
 
     def _a_token_further(self, parts: Sequence[Part], before: ForwardBatch) -> ForwardBatch | None:
-        """Returns the last layout advanced by one token; None if the parts are not the next tokens of the same samples.
-        """
+        """Returns the last layout advanced by one token; None if the parts are not the same samples' next tokens."""
         size = self._cache.spec.block_size
         entering = []  # samples that begin another block
         for row, (part, last, begun_with) in enumerate(zip(parts, self._parts, self._begun_with, strict=True)):

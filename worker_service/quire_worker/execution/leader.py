@@ -34,8 +34,8 @@ class Order(enum.IntEnum):
     """An order of rank 0 to the other ranks."""
 
     WAIT = 0  # nothing to compute
-    FORWARD = 1  # with a `ForwardBatch`
-    COPY = 2  # with sources and destinations
+    FORWARD = 1  # compute a pass; its value is a `ForwardBatch`
+    COPY = 2  # copy blocks; its value is sources and destinations
     STOP = 3
 
 

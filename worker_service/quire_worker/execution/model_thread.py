@@ -77,10 +77,9 @@ class ModelThread:
         self._reader: Lane | None = None  # the thread that finishes launched passes; started for the first of them
         self._submitted_count = self._begun_count = 0
         self._done = deque[Done]()
-        # Used only on the model's thread: passes are done and the event loop has not been told; and: the pass under way
-        # has called `before_kernels`.
-        self._is_owed = False
-        self._has_kernels = False
+        # Only the model's thread uses these two flags.
+        self._is_owed = False  # the event loop has to be notified, and was not yet
+        self._has_kernels = False  # the pass under way has called `before_kernels`
         self._announces_kernels = False  # the last pass called `before_kernels`, so the next one will, too
         # Set when a pass that was submitted to an idle thread calls `before_kernels` or ends.
         self._begun: asyncio.Future[None] | None = None

@@ -93,7 +93,7 @@ class Run:
         self._shortcut = shortcut
         self.before_kernels: Callable[[], None] | None = None  # passed on to `PagedModel.forward`
         self._drafts: dict[Sample, tuple[int, ...]] = {}
-        self._left_out: set[Request] = set()  # failed in the previous batch, whose result tells the engine
+        self._left_out: set[Request] = set()  # failed in the previous batch; the engine learns it from that one
         self._finiteness = Finiteness()
         self._rows: dict[Sample, Row] = {}  # the logits after each sample's last token
         self.likeliest: list[int] | None = None  # the token after each part, if the pass took the short path

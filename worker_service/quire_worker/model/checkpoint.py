@@ -1,7 +1,7 @@
 """A model's folder: its files of weights, and its fingerprint.
 
-The worker reads only `config.json`, safetensors files, and the tokenizer's and generation's files that transformers
-reads with them. It never loads a pickle, downloads a file or runs the checkpoint's own code.
+The worker reads only `config.json`, safetensors files, and the other files that transformers reads with them
+(tokenizer, generation defaults). It never loads a pickle, downloads a file or runs the checkpoint's own code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tokenizer_config.json"),
 )
-_VOCABULARIES = (*_TOKENIZERS[:-1], "*.model", "*.tiktoken", "tekken.json")  # the settings are useless without one
+_VOCABULARIES = (*_TOKENIZERS[:-1], "*.model", "*.tiktoken", "tekken.json")  # the last of _TOKENIZERS needs one
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"

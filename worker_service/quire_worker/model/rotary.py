@@ -60,7 +60,7 @@ class Rotation:
         return _KEY + (begun_with.to_bytes(4, "little") if self.differs_by_length else b"")
 
     def is_outgrown(self, begun_with: int, token_count: int) -> bool:
-        """Returns whether a request of `token_count` tokens has to begin again, because it outgrew the short lengths."""
+        """Returns whether a request of `token_count` tokens has to be recomputed, because it began with fewer."""
         return self.begins_again and begun_with <= self.original_tokens < token_count
 
 

@@ -99,7 +99,7 @@ class Crew:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
-    # -- sums, and passes that are made of them ------------------------------------------------------------------------
+    # -- sums, and passes that consist of them -------------------------------------------------------------------------
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all ranks' parts, on every rank.
@@ -120,8 +120,7 @@ class Crew:
 
     @contextlib.contextmanager
     def learn(self, token_count: int) -> Iterator[None]:
-        """Records the sums of a pass of `token_count` tokens. Every later pass has the same sums, scaled by its tokens.
-        """
+        """Records the sums of a pass of `token_count` tokens. Later passes have the same sums, for their own tokens."""
         self._sums_per_token, self._learned_tokens = [], token_count
         try:
             yield
@@ -180,7 +179,7 @@ class Crew:
             dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self._words)
         return int(word.item())
 
-    # -- words of rank 0 -----------------------------------------------------------------------------------------------
+    # -- messages of rank 0 --------------------------------------------------------------------------------------------
 
     def say(self, kind: int, value: object = None) -> None:
         """Sends a message to every other rank. Only rank 0 may call it.

@@ -29,7 +29,7 @@ from quire_worker.model.headers import TensorEntry, header_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES_MAX = 1 << 20
-_HEADER_BYTES_MAX = 1 << 20  # of the header of a file of weights
+_HEADER_BYTES_MAX = 1 << 20  # allowance for the header in a file of weights
 _ALPHA_MAX = 1e30
 _NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
 _FLOATS = frozenset({"F32", "F16", "BF16"})

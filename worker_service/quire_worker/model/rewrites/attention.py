@@ -33,7 +33,7 @@ class MergedAttention(torch.nn.Module):
         head_counts: tuple[int, int],  # query heads, KV heads
         norms: HeadNorms | None,
         scoring: Scoring,
-        sites: Sequence[Site | None] = (),  # of q, k, v and o
+        sites: Sequence[Site | None] = (),  # the sites of q, k, v and o
     ) -> None:
         super().__init__()
         self.library = library

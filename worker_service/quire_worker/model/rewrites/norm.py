@@ -26,7 +26,7 @@ class Norm(torch.nn.Module):
 
 
 class NormRewrite(KernelRewrite):
-    """Rewrites a module of one vector and an epsilon. Like Gemma's, the vector may lack 1 to be the weight."""
+    """Rewrites a module of one vector and an epsilon. The vector is the weight, or the weight - 1 as in Gemma."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         found = weight_and_epsilon(module)

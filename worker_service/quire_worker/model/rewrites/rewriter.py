@@ -21,7 +21,7 @@ from quire_worker.model.rewrites.text_model import TextModelRewrite
 from quire_worker.model.rewrites.tied_head import PackedEmbedding
 
 # Largest difference of a result: norm of the difference over norm of the original. Sums in another order, and in
-# bfloat16 rounding at other places, stay below it. A wrong activation or a missing bias makes tens of percents.
+# bfloat16 rounding at other places, stay below it. A wrong activation or a missing bias makes tens of percent.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 TIED_HEAD = "TiedHead"

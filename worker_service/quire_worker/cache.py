@@ -57,7 +57,7 @@ class PageSpec:
         block_size: tokens per page.
         dtype: the stored dtype.
         stride: elements of `dtype` from one page to the next; None if pages follow each other without a gap.
-        latent_dim: the number of leading key elements that are also the value (latent attention); None with own values.
+        latent_dim: latent attention: number of leading key elements that are also the value; None: values are stored.
         computed_in: dtype of queries, and of keys and values before they are stored; None means `dtype`.
         is_hnd: whether heads come before tokens in memory.
 

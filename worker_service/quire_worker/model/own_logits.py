@@ -1,4 +1,4 @@
-"""Logits of a model without pages, ranks or kernels. At load, the logits with pages, ranks and kernels must equal them.
+"""Logits of a model without pages, ranks or kernels. At load, logits computed with them are compared to these.
 
 In half precision, two correct computations of the same logits can differ by more than any fixed share. If rounding
 changes the choice of experts, or a layer amplifies it, the logits of some checkpoints move by half of their norm.

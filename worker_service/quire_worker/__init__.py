@@ -1,16 +1,16 @@
 """The worker: a model whose KV cache lies in pages, and the loop that serves text from it.
 
-From the bytes up, each file knowing only those before it:
+The modules from the bytes up; each knows only the modules above it:
 
     cache              the physical pages: buffers that one layer of every group shares, and each layer's view of them
     attention          writing keys and values into pages and attending over them
     batch              chunks of several sequences laid out as one flat forward pass
     checkpoint         a folder of weights: what is in it, and its fingerprint
-    support            what a model may be made of to be served from pages
+    support            checks that a model consists of parts that can be served from pages
     transformers_seam  how the attention of a transformers model reaches the pages
-    model              such a model: loading, checking and running it
+    model              loads, checks and runs a model
     sampling           logits to tokens
-    tokenizer          text to tokens and, piece by piece, back
+    tokenizer          text to tokens, and tokens back to text piece by piece
 
 None of these imports grpc or knows of requests.
 """

@@ -1,7 +1,7 @@
 """Runs the worker as `python -m quire_worker` and `quire-worker`.
 
-Help, wrong options, missing packages and files, and ports that cannot be had are answered before torch is loaded, which
-takes seconds.
+Help, wrong options, missing packages, missing files and occupied ports are answered before torch is loaded, because
+loading torch takes seconds.
 """
 
 import os
@@ -13,7 +13,7 @@ from quire.errors import UsageError
 
 
 def main() -> None:
-    """Is the entry point."""
+    """Checks options and files, then starts the server."""
     open_missing()
     require_open_files("quire-worker")
     require_extra_or_exit("worker")
@@ -24,7 +24,7 @@ def main() -> None:
     try:
         if os.environ.get("RANK", "0") == "0":
             preflight.check(options)
-        else:  # ports are rank 0's
+        else:  # only rank 0 opens ports
             preflight.check_files(options)
     except (UsageError, preflight.ModelError) as error:
         print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own

@@ -1,8 +1,8 @@
 """The physical KV cache: buffers of pages, each shared by one layer of every group.
 
-A block id of the allocator is a page: slot `id` of every buffer, for the group that holds the block. Which layers
-share a page, and where in it each lies, comes from the layout planner (`quire.planning`, docs/layout.md). With 2 layers
-of full attention and 4 of a sliding window, all of one size, there are three groups and two buffers:
+A block id of the allocator is a page: slot `id` of every buffer, for the group that holds the block. The layout planner
+(`quire.planning`, docs/layout.md) decides which layers share a page, and where in the page each layer lies. Example: 2
+layers of full attention and 4 of a sliding window, all of one size, make three groups and two buffers:
 
     buffer 0    full 0, sliding 0, sliding 2        a page of group 1 holds sliding 0 in buffer 0
     buffer 1    full 1, sliding 1, sliding 3        and sliding 1 in buffer 1
@@ -12,19 +12,19 @@ of full attention and 4 of a sliding window, all of one size, there are three gr
 
 Recurrent states lie in the same pages, in groups of their own (`state_pages`).
 
-A layer sees its part of the buffer as pages "5-D", or as a tuple of keys and values, the words of FlashInfer:
+A layer sees its part of the buffer as one 5-D tensor of pages, or as a tuple of keys and values (FlashInfer's terms):
 
     pages  [blocks, 2, block_size, kv_heads, head_dim]
                     |  |           N         H, D
                     |  +-- slot of a token in its page
-                    +-- 0: keys, 1: values; latent attention has keys alone, whose first elements are the values
+                    +-- 0: keys, 1: values; latent attention has only keys, and their first elements are the values
 
 In memory tokens come before heads (NHD) or heads before tokens (HND); a view has the order above either way. A page is
-contiguous. From one to the next are `PageSpec.page_stride` elements: more than a page has, where a slot holds
-other layers of the group, too, or padding. Tokens have slots in a layer's pages: page * block_size + place in the page.
+contiguous. Two neighboring pages start `PageSpec.page_stride` elements apart. That is more than a page's own elements
+if the slot also holds other layers of the group, or padding. A token's slot is page * block_size + place in the page.
 
-Nothing here knows which page is in use. A page that is free, or the part of a page past a sequence's last token, holds
-whatever was last written there, NaN included; attention must never read it.
+This module does not know which pages are in use. A free page, and the part of a page past a sequence's last token, hold
+whatever was last written there, even NaN. Attention must never read them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from quire_worker.page_format import UNSCALED, Scales, is_quantised
 from quire_worker.state_pages import LayerState, StateTensor, state_groups
 
 KEY_AND_VALUE = 2
-NAN_BYTE = 0xFF  # a float of any format that is made of these alone is NaN
+NAN_BYTE = 0xFF  # a float of any format whose bytes are all 0xFF is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +53,16 @@ class PageSpec:
     """Shape of the pages of one layer, on one tensor-parallel rank.
 
     Attributes:
-        kv_head_count: of this rank.
+        kv_head_count: this rank's heads.
         block_size: tokens per page.
-        dtype: of what is stored.
-        stride: elements from one page to the next, of `dtype`; None where page follows page.
-        latent_dim: of latent attention, how many elements of a key are its value, too; None where there are values.
-        computed_in: dtype of queries, and of keys and values before they are stored; None: that of what is stored.
+        dtype: the stored dtype.
+        stride: elements of `dtype` from one page to the next; None if pages follow each other without a gap.
+        latent_dim: latent attention: number of leading key elements that are also the value; None: values are stored.
+        computed_in: dtype of queries, and of keys and values before they are stored; None means `dtype`.
         is_hnd: whether heads come before tokens in memory.
 
     Raises:
-        ValueError: a count is below 1, or the stride is no multiple of the keys of a page.
+        ValueError: a count is below 1, or the stride is not a multiple of the size of a page's keys.
     """
 
     kv_head_count: int
@@ -89,7 +89,7 @@ class PageSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Tells whether pages hold what was appended, token by token."""
+        """Returns whether pages hold keys and values unchanged, and in token order."""
         return not self.is_hnd and not is_quantised(self.dtype)
 
     @property
@@ -99,12 +99,12 @@ class PageSpec:
 
     @property
     def half_count(self) -> int:
-        """Counts the halves of a page: 2, keys and values, or 1, keys alone."""
+        """Returns the halves of a page: 2 (keys and values), or 1 (only keys)."""
         return KEY_AND_VALUE if self.latent_dim is None else 1
 
     @property
     def half_elements(self) -> int:
-        """Counts the elements of the keys of a page, and of its values."""
+        """Returns the elements of one half of a page: all its keys, or all its values."""
         return self.block_size * self.row_elements
 
     @property
@@ -119,7 +119,7 @@ class PageSpec:
 
     @property
     def page_strides(self) -> tuple[int, int, int, int]:
-        """Returns the elements from one to the next in each of them."""
+        """Returns the strides of `page_shape`, in elements."""
         by_token = (
             (self.head_dim, self.block_size * self.head_dim) if self.is_hnd else (self.row_elements, self.head_dim)
         )
@@ -131,7 +131,7 @@ def rows_of(pages: torch.Tensor, width: int) -> torch.Tensor:
 
     Args:
         pages: `[blocks, 2, block_size, kv_heads, head_dim]`, each contiguous.
-        width: divides the stride between pages. What lies between two pages (other layers', padding) is rows, too.
+        width: must divide the stride between pages. Elements between two pages (other layers, padding) become rows too.
     """
     if pages.is_contiguous():
         return pages.view(-1, width)
@@ -144,19 +144,19 @@ class CacheSpec:
     """A model's layout of keys, values and states in pages.
 
     Attributes:
-        layers: of this tensor-parallel rank, including layers that read another layer's keys and values.
+        layers: layers of this tensor-parallel rank, including layers that read another layer's keys and values.
         block_size: tokens per block, the same in every group of attention.
-        dtype: of keys and values as the model computes them.
+        dtype: dtype in which the model computes keys and values.
         token_count_max: longest sequence; the layout is planned for it.
-        latent_dim: as in `PageSpec`, of all layers.
-        stored_as: fp8 dtype of the pages; None: they are of `dtype`.
-        is_hnd: as in `PageSpec`, of all layers.
-        scales: of layers whose pages are fp8, by index in the model. Scales of 1 are left out.
-        rank_count: ranks of the crew. Each has pages like these, for its heads.
-        states: tensors of the layers that keep recurrent states, by index in the model, in the order of their bytes.
+        latent_dim: see `PageSpec`; the same for all layers.
+        stored_as: fp8 dtype of the pages; None means `dtype`.
+        is_hnd: see `PageSpec`; the same for all layers.
+        scales: scales of the layers with fp8 pages, by index in the model. Layers with scales of 1 are left out.
+        rank_count: ranks of the crew. Each rank has pages like these, for its own heads.
+        states: state tensors of the recurrent layers, by index in the model, in the order of their bytes.
 
     Raises:
-        ValueError: a layer has no head or no dim, blocks no token, or the layers' pages do not fit side by side.
+        ValueError: a head count, head dimension or block size is below 1, or the layers' pages do not fit side by side.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -171,7 +171,7 @@ class CacheSpec:
     states: tuple[tuple[int, tuple[StateTensor, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        for _ in self.layer_pages():  # each checks its own
+        for _ in self.layer_pages():  # building each PageSpec checks it
             pass
 
     @classmethod
@@ -187,12 +187,12 @@ class CacheSpec:
 
     @property
     def plan(self) -> Layout:
-        """Plans how the layers share pages; once for each spec."""
+        """Returns the plan by which layers share pages. It is computed once for each spec."""
         return _plan(self.layers, self.block_size, self.token_count_max)
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """Returns what the allocator is told."""
+        """Returns the groups that the worker declares to the allocator."""
         return tuple(group.spec for group in self.plan.groups)
 
     @property
@@ -207,7 +207,10 @@ class CacheSpec:
 
     @property
     def layout(self) -> str:
-        """Names what identifies the bytes in a page, for prefix digests: caches of equal layout may exchange pages."""
+        """Returns a name for the format of the bytes in a page, for prefix digests.
+
+        Caches of equal layout may exchange pages.
+        """
         dtype = str(self.dtype).removeprefix("torch.")
         if self.stored_as is not None:
             scales = hashlib.sha256(repr(self.scales).encode()).hexdigest()[:16] if self.scales else "1"
@@ -234,11 +237,11 @@ class CacheSpec:
 
     @property
     def attention(self) -> tuple[LayerSpec, ...]:
-        """Returns the layers that keep keys and values, or read another's."""
+        """Returns the attention layers: they store keys and values, or read those of another layer."""
         return tuple(layer for layer in self.layers if layer.kind is not GroupKind.STATE)
 
     def layer_pages(self) -> Iterator[LayerPages]:
-        """Says where the keys and values of each layer lie; a layer that reads another's has the other's place.
+        """Yields where the keys and values of each layer lie. A layer that reads another layer gets that layer's place.
 
         Raises:
             ValueError: see the class.
@@ -265,7 +268,7 @@ class CacheSpec:
         """Counts the blocks that fit into a budget.
 
         Raises:
-            ValueError: not even one does.
+            ValueError: not even one block fits.
         """
         return blocks_for(self.plan, memory_bytes)
 
@@ -288,7 +291,7 @@ def _plan(layers: tuple[LayerSpec, ...], block_size: int, token_count_max: int) 
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Returns bytes that are 0. On a CPU `torch.zeros` would write all of them, and take all of the memory at once."""
+    """Returns zeroed bytes. On a CPU `torch.zeros` would write them, and so take all of the memory at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -299,12 +302,12 @@ class LayerCache(NamedTuple):
     """One layer, bound to its pages.
 
     Attributes:
-        kind: number of its group and shape, an index in `KVCache.kinds`: what such layers share is planned once.
-        pages: `[blocks, 2, block_size, kv_heads, head_dim]` of the cache's dtype, each page contiguous; 1 for 2 where
-            there are latents.
-        window: tokens that a query sees of a sliding window, itself included; None without one.
-        is_written: whether the layer writes its own keys and values, or reads those that another layer wrote.
-        scales: of what fp8 pages hold.
+        kind: index in `KVCache.kinds`; layers with the same group and page shape share it, and one plan serves them.
+        pages: `[blocks, 2, block_size, kv_heads, head_dim]` of the cache's dtype, each page contiguous; latent
+            attention has 1 in place of 2.
+        window: tokens of the sliding window that a query sees, itself included; None without a window.
+        is_written: True if the layer writes its own keys and values; False if it reads those of another layer.
+        scales: scales of the fp8 pages.
     """
 
     kind: int
@@ -315,8 +318,10 @@ class LayerCache(NamedTuple):
 
     @property
     def key_and_value(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the same pages as a tuple of keys and values, each `[blocks, block_size, kv_heads, head_dim]`; of
-        latents both are the keys."""
+        """Returns the same pages as a tuple of keys and values, each `[blocks, block_size, kv_heads, head_dim]`.
+
+        With latent attention both are the keys.
+        """
         return self.pages[:, 0], self.pages[:, -1]
 
 
@@ -324,18 +329,18 @@ class KVCache:
     """The pages of a pool.
 
     Attributes:
-        buffers: uint8 `[blocks, bytes of a slot]`, as many as the plan has.
-        layers: of attention, by index in the model.
-        kinds: group and shape of the pages, of all layers that share them.
-        states: of layers that keep one, by index in the model.
+        buffers: uint8 `[blocks, bytes of a slot]`, one for each buffer of the plan.
+        layers: attention layers, by index in the model.
+        kinds: the distinct pairs of group and page shape among the layers.
+        states: states of the recurrent layers, by index in the model.
     """
 
     def __init__(self, spec: CacheSpec, block_count: int, *, device: torch.device | str = "cpu") -> None:
-        """Reserves the memory. On a CPU the zeroed pages are only backed by memory once they are written.
+        """Reserves the memory. On a CPU the system provides memory for a page only when the page is first written.
 
         Raises:
             ValueError: `block_count` is below 1.
-            OSError: of a CPU's memory, the system promises no more than it has.
+            OSError: on a CPU, the system does not promise that much memory.
         """
         if block_count < 1:
             raise ValueError(f"block_count must be at least 1, not {block_count}")
@@ -365,11 +370,13 @@ class KVCache:
         return LayerCache(kind, pages, window, placed.layer.shared_with is None, scales)
 
     def sequence_tokens_max(self, pass_token_count: int) -> int:
-        """Returns the tokens of the longest sequence that fits alone, in whole blocks, if a pass computes at most
-        `pass_token_count` of them.
+        """Returns the tokens of the longest sequence that fits alone, in whole blocks.
 
-        Full attention holds all of them. A window holds the tokens that a pass reads, and the rest of the last one's
-        block. The result is 0 if not even a block of each group fits.
+        Full attention holds all its tokens. A sliding window holds the tokens that a pass reads, and the rest of the
+        last token's block. The result is 0 if not even one block of each group fits.
+
+        Args:
+            pass_token_count: the most tokens that one pass computes.
         """
         size, plan = self.spec.block_size, self.spec.plan
         fits, too_long = 0, -(-self.spec.token_count_max // size) + 1  # in blocks

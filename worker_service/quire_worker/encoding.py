@@ -12,7 +12,7 @@ from quire_worker.scheduling.plan import Plan
 
 
 class Asked(NamedTuple):
-    """A plan whose step was sent, its answer, and when that was."""
+    """A plan whose step was sent to the allocator, the task that awaits the answer, and the time of sending."""
 
     plan: Plan
     answer: asyncio.Task[StepOutcome]
@@ -20,7 +20,7 @@ class Asked(NamedTuple):
 
 
 def step_of(plan: Plan) -> StepBuilder:
-    """Returns all that a plan asks for, phase by phase."""
+    """Returns the step that carries everything a plan asks for, phase by phase."""
     step = StepBuilder()
     for commit in plan.commits:
         step.commit(commit.sequence_id, commit.token_count, commit.digests, commit.keep_token_count)

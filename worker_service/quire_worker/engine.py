@@ -1,16 +1,16 @@
 """The engine: one loop that turns requests into tokens, on blocks that the allocator grants.
 
-All state lives on the event loop; only the model runs elsewhere, on one thread. Cancelling is therefore safe at any
-moment: whatever ended while the allocator was asked or the model ran is skipped, and freed with the next step.
+All state lives on the event loop; only the model runs elsewhere, on one thread. Cancellation is therefore safe at any
+moment: a request that ended during a pass or a step is skipped, and its blocks are freed with the next step.
 
-Two passes are under way where that is possible: one is computed, and the next one, which needs nothing but the tokens
-that this one samples, lies behind it in the queue of the model's thread. Everything else of a turn happens meanwhile:
+Two passes are under way where possible. One is computed. The next one waits in the queue of the model's thread: it
+needs only the tokens that the first one samples. The rest of a turn happens meanwhile on the event loop:
 
     model's thread   |  pass 1         |  pass 2                                      |  pass 3
     event loop         plan 2              tokens of 1, ask, plan 3, messages of 1        tokens of 2, ask, plan 4, ...
 
 Blocks that a step frees may be granted to another sample while a pass that still writes to them is under way. The
-passes run in order, so that what the new holder writes comes after it.
+passes run in order, so the new holder writes only after that pass.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from quire_worker.telemetry import WorkerTelemetry
 log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
-QUIET_S = 0.1  # seconds that a step of mere commits and frees waits for others to go along with
-PATIENCE_S = 0.02  # that samples with room wait for an answer, which usually takes 1 ms, before they go on alone
+QUIET_S = 0.1  # a step that only commits and frees waits this many seconds for more to send with it
+PATIENCE_S = 0.02  # samples that have room continue without the answer after this; an answer usually takes 1 ms
 
 
 class Engine:
-    """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on.
+    """Runs requests. `submit`, `cancel` and `step` must be called on the event loop that runs `run`.
 
     The model runs on `lane`, a thread that engines may share and that `close` ends.
     """
@@ -85,14 +85,14 @@ class Engine:
         self.wake = asyncio.Event()  # set by each change of the roster
         self.open_requests: set[Request] = set()
         self.on_ended: Callable[[Request], None] = lambda _request: None
-        self._changed, self._turned = asyncio.Event(), asyncio.Event()  # a request was ended; set after each turn
+        self._changed, self._turned = asyncio.Event(), asyncio.Event()  # set when a request ends; set after each turn
         self.reception = Reception(
             model, cache, tokenizer, session,
             roster=scheduler.roster, telemetry=telemetry, waiting_max=waiting_max, clock=clock,
         )  # fmt: skip
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._plans_beside = model.device.type != "cpu"  # and asks, also beside a pass for first tokens alone
+        self._plans_beside = model.device.type != "cpu"  # plan and ask during a pass for first tokens, too
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
         self._passes = deque[Pass]()  # the pass on the device, and the one launched after it
         self.outbox = Outbox(stream_interval_s, self._not_delivered)
@@ -102,11 +102,11 @@ class Engine:
         )  # fmt: skip
 
     async def run(self) -> None:
-        """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
+        """Takes turns while there is work, and waits for work otherwise, until `stop`.
 
         Raises:
-            QuireError: the allocator refuses this worker's steps; nothing can go on.
-            DeviceLostError: neither can anything be computed.
+            QuireError: the allocator refuses this worker's steps, so no request can continue.
+            DeviceLostError: the device is lost, so no pass can be computed.
         """
         try:
             while not self.reception.is_closed:
@@ -124,13 +124,13 @@ class Engine:
             self.fail_all(self.reception.draining())
             self._turned.set()
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
-            if self._asked is not None:  # nobody takes this answer in, and its failure is no news
+            if self._asked is not None:  # read the answer's exception, or asyncio warns that it was never retrieved
                 self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def step(self) -> None:
-        """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
-        ask for what later ones need and put the next one behind it; then take its tokens. On a CPU, where to plan and
-        to ask takes processors from the kernels, that comes after first tokens if the pass brings nothing else."""
+        """Runs one turn: plans a pass and asks for its blocks, unless one is under way; during the pass, asks for the
+        blocks of later passes and queues the next one; then takes the pass's tokens. On a CPU, planning takes cores
+        from the kernels, so a pass that brings only first tokens is delivered before the turn plans ahead."""
         started = self.clock()
         self.reception.end_hopeless(self.fail)
         if not self._passes and not await self._start():
@@ -165,22 +165,22 @@ class Engine:
         time_left_s: float | None = None,
         cache_salt: str = "",
     ) -> Request:
-        """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
+        """Queues a valid request. Its `deliveries` carry the output. The caller must end every request with `cancel`.
 
         Args:
             request_id: for logs.
             prompt: tokens.
-            sampling: how it is continued.
-            namespace: inside which prefixes are shared.
-            echo: what each sample's text begins with.
+            sampling: parameters of the continuation.
+            namespace: prefixes are shared only inside it.
+            echo: text that each sample begins with.
             adapter: LoRA adapter of the request.
-            matcher: of what each text has to be, where `sampling` has a structure.
-            priority: in its namespace.
-            time_left_s: to its caller's deadline, if there is one.
-            cache_salt: inside which prefixes are shared, of those in its namespace.
+            matcher: the structure that each text must match, if `sampling` has one.
+            priority: priority within its namespace.
+            time_left_s: seconds to the caller's deadline, if it has one.
+            cache_salt: within the namespace, prefixes are shared only among requests of equal salt.
 
         Raises:
-            QuireError: it may not begin; see `Reception.new_request`.
+            QuireError: the request may not begin; see `Reception.new_request`.
         """
         about = (request_id, prompt, sampling, namespace, adapter)
         request = self.reception.new_request(*about, priority=priority, time_left_s=time_left_s, cache_salt=cache_salt)
@@ -195,14 +195,14 @@ class Engine:
         self.wake.set()
 
     async def settled(self, sample: Sample) -> None:
-        """Returns once no pass and no fork is under way that a sample is part of; raises DRAINING if none will end."""
+        """Returns once no pass and no fork of a sample is under way. Raises DRAINING if the worker stops before."""
         while sample.fork_of is not None or any(item.sample is sample for each in self._passes for item in each.work):
             if self.reception.is_closed:
                 raise self.reception.draining()
             await self._turned.wait()
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, done or not; what it still holds is freed with the next step, within 0.1 s."""
+        """Ends a request, done or not. Its blocks are freed with the next step, within 0.1 s."""
         if not (request.is_done or request.trace.error):
             request.trace.error = "CANCELLED" if self.clock() < request.deadline_s else Reason.DEADLINE
         self.scheduler.roster.cancel(request)
@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def asked_samples(self) -> set[Sample]:
-        """Returns the waiting samples whose blocks the allocator was asked for, and has not answered."""
+        """Returns the waiting samples that the step without an answer asks blocks for."""
         return set() if self._asked is None else self._asked.plan.admitted
 
     def fail_all(self, error: QuireError) -> None:
@@ -236,13 +236,13 @@ class Engine:
         self.wake.set()
 
     def close(self) -> None:
-        """Waits for the model's thread; `run` has ended before."""
+        """Waits for the model's thread to end. `run` must have ended before."""
         self._thread.close()
 
     # -- parts of a turn -----------------------------------------------------------------------------------------------
 
     async def _start(self) -> bool:
-        """Gives the model's thread the next pass, while it computes none; returns whether there is any."""
+        """Gives the idle model thread the next pass. Returns whether there was one."""
         asked = await self._plan()
         if asked is None:
             return False
@@ -256,8 +256,8 @@ class Engine:
         return bool(batch.work)
 
     async def _start_next(self) -> None:
-        """Puts the next pass behind the one that is computed, as soon as all that it needs is granted. If that does not
-        come about before this one ends, or something has gone wrong, the next turn begins by planning."""
+        """Queues the next pass behind the current one, as soon as the allocator has granted all its blocks. If the
+        current pass ends before that, or the step fails, no pass is queued and the next turn begins by planning."""
         (current,) = self._passes
         while not self.reception.is_closed:
             if self._asked is not None and self._asked.answer.done():
@@ -281,9 +281,9 @@ class Engine:
         self._passes.append(Pass(batch.work, self._thread.submit(self._runner.compute, prepared)))
 
     async def _plan(self) -> tuple[Plan, StepOutcome] | None:
-        """Returns the turn's plan, and the allocator's answer if it had to be asked; None if the turn has to restart.
+        """Returns the turn's plan and the allocator's answer (empty if it was not asked). None: the turn must restart.
 
-        One step is under way at a time. Only samples that need its answer wait for it: while the allocator is slow, or
+        One step is under way at a time. Only samples that need its answer wait for it. While the allocator is slow or
         gone, samples that have room continue.
         """
         if self._asked is not None and self._asked.answer.done() and not await self._take_in():
@@ -300,7 +300,7 @@ class Engine:
             return plan, NOTHING_ASKED
         self._send(plan)
         if plan.admitted:
-            await asyncio.sleep(0)  # the step is to be on its way first
+            await asyncio.sleep(0)  # lets the session send the step before this thread is busy
             self._runner.sketch(plan.wanted)
         if not await self._is_answered(ready):
             return ready, NOTHING_ASKED
@@ -308,8 +308,8 @@ class Engine:
         return None if outcome is None else (plan, outcome)
 
     def _ask_ahead(self, work: list[Work]) -> None:
-        """Sends the next turns' needs, unless the last step has no answer yet. Nobody waits for commits and frees: they
-        go along with the rest or after a while, because one step for many costs a small model's worker less."""
+        """Asks for the blocks of the next turns, unless the last step has no answer yet. Commits and frees wait for
+        such a step, or for `QUIET_S`: fewer steps cost the worker of a small model less, and no sample needs them."""
         if self._asked is None:
             plan = self.scheduler.plan_ahead(work, may_wait=self.clock() - self._sent_s < QUIET_S)
             if plan.has_to_be_sent:
@@ -320,7 +320,7 @@ class Engine:
         self._asked = Asked(plan, asyncio.create_task(self.session.step(step_of(plan))), self._sent_s)
 
     async def _is_answered(self, ready: Plan) -> bool:
-        """Waits for the answer: for a moment if samples can continue without it, else as long as it takes."""
+        """Waits for the answer: up to `PATIENCE_S` if samples can continue without it, else as long as it takes."""
         assert self._asked is not None
         started = self.clock()
         left_s = max(0.0, self._asked.sent_s + PATIENCE_S - started) if ready.wanted else None
@@ -329,7 +329,7 @@ class Engine:
         return self._asked.answer.done()
 
     async def _take_in(self) -> bool:
-        """Takes in an answer that came late; False if everything that ran has to start again."""
+        """Applies an answer that came late. Returns False if all running samples have to start again."""
         assert self._asked is not None
         plan = self._asked.plan
         outcome = await self._answer()
@@ -341,7 +341,7 @@ class Engine:
         return True
 
     async def _answer(self) -> StepOutcome | None:
-        """Returns the answer that has come; None if everything that ran has to start again.
+        """Returns the allocator's answer; None if the plan cannot be carried out and the turn has to restart.
 
         If a step is refused, the requests that it would have admitted fail.
 
@@ -365,15 +365,15 @@ class Engine:
             self.scheduler.give_everything_back(plan)
             return None
         for request, result in self.scheduler.refused(plan, outcome):
-            if not request.is_done:  # of several samples, each may be refused
+            if not request.is_done:  # each sample of a request may be refused, but the request fails once
                 self.fail(request, refusal_of(result))
         return outcome
 
     def _end_failed(self, computed: Computed) -> None:
-        """Ends the requests that could not be computed, before anything counts as computed, and so is published."""
+        """Ends the requests that could not be computed. Must run before their tokens count as computed and publish."""
         self.telemetry.retry_count += computed.retry_count
         failures = dict(computed.failures)
-        if computed.lost_blocks:  # also of samples that had no turn
+        if computed.lost_blocks:  # samples outside this pass may hold them, too
             for holder in self.scheduler.roster.running:
                 for block in computed.lost_blocks.keys() & holder.held_blocks():
                     failures.setdefault(holder.request, computed.lost_blocks[block])
@@ -381,13 +381,13 @@ class Engine:
             self.fail(request, self.failed(request.request_id, failure))
 
     def failed(self, request_id: str, failure: Failure) -> QuireError:
-        """Counts and logs a failure of one request, and returns what to tell its caller."""
+        """Counts and logs a failure of one request, and returns the error for its caller."""
         self.telemetry.failures[failure.kind] += 1
         log.error("request failed", request_id=request_id, kind=failure.kind.value, reason=failure.reason)
         return QuireError.of(failure.reason, failure.message)
 
     def fail(self, request: Request, error: QuireError) -> None:
-        """Ends a request with an error, after what it has for its caller."""
+        """Ends a request with an error, after delivering the output that it already has."""
         self.outbox.deliver(request)
         request.trace.error = request.trace.error or error.reason or error.code.name
         self.scheduler.roster.cancel(request)

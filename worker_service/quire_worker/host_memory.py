@@ -1,7 +1,8 @@
-"""This machine's memory, as much of it as the kernel lets this process have; known without torch.
+"""The memory that the kernel lets this process have, read without torch.
 
-It is limited by the process's control group and all groups above it, of either version (`/proc/self/cgroup` names them,
-`/proc/self/mountinfo` says where they are), and by its own limits of address space and data (`ulimit -v`, `-d`).
+Two things limit it. The first is the process's control group and all groups above it, of either cgroup version:
+`/proc/self/cgroup` names them, and `/proc/self/mountinfo` says where they are mounted. The second is the process's own
+limits of address space and data (`ulimit -v`, `-d`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Final, NamedTuple
 
 
 class ControlGroup(NamedTuple):
-    """Files of one control group: what may be taken, what is, and how much of that is files' content that the kernel
-    gives back."""
+    """Files of one control group: its limits, its usage, and its statistics.
+
+    The statistics tell how much of the usage is the page cache, and the kernel can reclaim that.
+    """
 
     limits: tuple[Path, ...]
     usage: Path
@@ -25,13 +28,14 @@ class ControlGroup(NamedTuple):
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _SELF: Final = Path("/proc/self")
-# For each version: what its line in /proc/self/cgroup names, and its files. Beyond "high" a group is slowed to a crawl.
+# For each cgroup version: the controller's name in /proc/self/cgroup, the files of limits, and the file of the usage.
+# The kernel slows a group above "memory.high" to a crawl, so that counts as a limit.
 _VERSIONS: Final = {
     "cgroup2": ("", ("memory.max", "memory.high"), "memory.current"),
     "cgroup": ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"),
 }
 _RLIMITS: Final = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-_STATM_INDEXES: Final = (0, 5)  # of the pages that each of them limits, in /proc/self/statm
+_STATM_INDEXES: Final = (0, 5)  # fields of /proc/self/statm that count the pages under each limit
 
 
 def control_groups(proc: Path = _SELF) -> list[ControlGroup]:
@@ -49,7 +53,7 @@ def control_groups(proc: Path = _SELF) -> list[ControlGroup]:
 
 
 def _folders(proc: Path, kind: str, controller: str) -> Iterator[Path]:
-    """Yields the folders of the process's group and of those above it, as far as they are mounted."""
+    """Yields the folders of the process's group and of the groups above it, if they are mounted."""
     paths = [
         path
         for _, controllers, path in (line.split(":", 2) for line in _lines(proc / "cgroup"))
@@ -62,25 +66,25 @@ def _folders(proc: Path, kind: str, controller: str) -> Iterator[Path]:
         if type_ != kind or (controller and controller not in options.split(",")):
             continue
         top = Path(_unescaped(mount))
-        # What is mounted may begin at a group below the root; where the group lies elsewhere, its limits are unseen.
+        # The mount may begin at a group below the root. If the process's group is outside it, its limits are unseen.
         inner = [os.path.relpath(path, _unescaped(root)) for path in paths]
         folder = top / next((path for path in inner if not path.startswith("..")), ".")
         yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
 
 
 def _unescaped(text: str) -> str:
-    """Returns a path that /proc/self/mountinfo writes: with space, tab, newline and backslash in octal, as `\\040`."""
+    """Decodes a path of /proc/self/mountinfo: it writes space, tab, newline and backslash in octal, like `\\040`."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda found: chr(int(found[1], 8)), text)
 
 
 def host_bytes() -> int:
-    """Returns all memory that this process may ever have."""
+    """Returns the most memory that this process may ever have."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_rlimits(), *(limit for group in control_groups() for limit in _limits(group))])
 
 
 def available_bytes() -> int:
-    """Returns what can be taken now without pushing anything else out."""
+    """Returns the bytes that this process can take now without swapping."""
     left = [host_bytes(), *_fields(_MEMINFO, "MemAvailable:", 1 << 10)]
     for group in control_groups():
         usage = _number(group.usage)
@@ -97,13 +101,13 @@ def available_bytes() -> int:
 
 
 def _limits(group: ControlGroup) -> list[int]:
-    """Returns the limits that hold for a group. In version 1 its statistics know those above it, mounted or not."""
+    """Returns a group's limits. In version 1 its statistics include the limits of groups above it, mounted or not."""
     found = [number for file in group.limits if (number := _number(file)) is not None]
     return [*found, *_fields(group.statistics, "hierarchical_memory_limit", 1)]
 
 
 def _of_all_below(group: ControlGroup, name: str) -> list[int]:
-    """Returns a statistic of a group and all below it. Version 1 counts the group alone under the plain name."""
+    """Returns a statistic of a group and all groups below it. In version 1 the plain name counts only the group."""
     return _fields(group.statistics, f"total_{name}", 1) or _fields(group.statistics, name, 1)
 
 
@@ -112,7 +116,7 @@ def _rlimits() -> list[int]:
 
 
 def size(byte_count: int) -> str:
-    """Writes bytes in the largest binary unit that they fill."""
+    """Formats a byte count in the largest binary unit that it fills."""
     number, sign = float(abs(byte_count)), "-" if byte_count < 0 else ""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if number < 1024:
@@ -122,13 +126,13 @@ def size(byte_count: int) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """Returns what a file says; None where there is none, or it says that there is no limit."""
+    """Returns the number in a file; None if the file is missing or says that there is no limit."""
     text = "".join(_lines(file)).strip()
     return int(text) if text.isdigit() else None
 
 
 def _lines(file: Path) -> list[str]:
-    """Returns the lines of a file of the kernel's; none where there is no such file, or it is not for us to read."""
+    """Returns the lines of a kernel file; none if the file is missing or not readable."""
     try:
         return file.read_text().splitlines()
     except OSError:

@@ -1,15 +1,15 @@
-"""Formats of pages: in which dtype keys and values are kept, by which scales, and in which order of dimensions.
+"""Formats of pages: the dtype of stored keys and values, their scales, and the order of dimensions.
 
     auto       the model's dtype
-    fp8_e4m3   stored = key / scale, rounded to 3 bits of mantissa, at most 448 away from 0
-    fp8_e5m2   the same with 2 bits, at most 57,344
+    fp8_e4m3   stored = key / scale, rounded to 3 bits of mantissa, clamped to +-448
+    fp8_e5m2   stored = key / scale, rounded to 2 bits of mantissa, clamped to +-57,344
 
-A scale is a layer's, one for its keys and one for its values: the checkpoint's, or 1. What a format costs in logits is
-measured at each load; docs/formats.md has figures.
+Each layer has one scale for its keys and one for its values, from the checkpoint or 1. Each load measures how much a
+format changes the logits; docs/formats.md has figures.
 
     NHD    a page is [block_size, kv_heads, head_dim], twice        HND    [kv_heads, block_size, head_dim], twice
 
-Both are seen as NHD, by their strides.
+Strides make both look like NHD.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KV_CACHE_DTYPES: Final = dict(
 
 
 class Scales(NamedTuple):
-    """Factors of what one layer's pages hold."""
+    """Factors between one layer's stored numbers and its keys and values."""
 
     key: float = 1.0
     value: float = 1.0
@@ -37,16 +37,16 @@ UNSCALED: Final = Scales()
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
-    """Tells whether pages of a dtype hold other numbers than were appended."""
+    """Returns whether pages of a dtype hold rounded numbers instead of the exact keys and values."""
     return dtype in KV_CACHE_DTYPES.values()
 
 
 def quantised(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `x / scale` of an fp8 dtype, saturated; NaN stays NaN."""
+    """Returns `x / scale` in an fp8 dtype, clamped to its range; NaN stays NaN."""
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp_(-largest, largest).to(dtype)
 
 
 def restored(stored: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Returns what fp8 numbers stand for, of `dtype`, in memory of its own."""
+    """Returns the keys or values that fp8 numbers stand for, as a copy of `dtype`."""
     return stored.to(torch.float32).mul_(scale).to(dtype)

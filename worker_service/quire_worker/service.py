@@ -1,4 +1,4 @@
-"""WorkerService: checks a request, hands it to the engine, streams what comes."""
+"""WorkerService: checks a request, hands it to the engine and streams the output."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class WorkerService(AdapterCalls, RequestCalls):
 
     Args:
         engine: computes the requests.
-        pool: name of its pool.
-        model_name: the name in requests and answers.
-        model_aliases: further names that requests may have.
+        pool: name of the engine's pool.
+        model_name: the model's name in requests and answers.
+        model_aliases: further names that requests may use.
         memory: figures that the pool was sized from.
-        authorize: returns what a caller may do.
-        sampling_defaults: the checkpoint's, for requests that want them.
+        authorize: returns the caller's permissions.
+        sampling_defaults: the checkpoint's defaults, for requests that ask for them.
         trusts_templates: whether conversations may bring chat templates.
     """
 
@@ -85,7 +85,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         self._branch_calls = BranchCalls(self._branches, self._checks)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Streams until the request is done; leaving for any other reason cancels it."""
+        """Streams until the request is done. Any other way out of this method cancels the request."""
         outcomes = self._engine.telemetry.outcomes
         outcome = "rejected"
         try:
@@ -114,7 +114,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         return await self._answer(context, "ForkBranch", request, self._branch_calls.fork)
 
     async def ExtendBranch(self, request: pb.ExtendBranchRequest, context: Context) -> pb.ExtendBranchResponse:
-        """Puts tokens behind those of a branch."""
+        """Appends tokens to a branch."""
         return await self._answer(context, "ExtendBranch", request, self._branch_calls.extend)
 
     async def ScoreBranch(self, request: pb.ScoreBranchRequest, context: Context) -> pb.ScoreBranchResponse:
@@ -153,13 +153,13 @@ class WorkerService(AdapterCalls, RequestCalls):
         await self._checks.warm()
 
     def close(self) -> None:
-        """Ends what is being computed beside the engine."""
+        """Ends the jobs that run outside the engine."""
         self._checks.close()
 
     def GetServerInfo(
         self, request: server_pb2.GetServerInfoRequest, context: Context
     ) -> server_pb2.GetServerInfoResponse:
-        """Answers with what this worker is."""
+        """Answers with the worker's version, features and limits."""
         return server_pb2.GetServerInfoResponse(
             version=self._version,
             protocol_version=PROTOCOL_VERSION,
@@ -239,7 +239,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         request: RequestT,
         answer: Callable[[RequestT, Permissions], Awaitable[ResponseT]],
     ) -> ResponseT:
-        """Answers a call, or ends it with the error that says why not."""
+        """Answers a call, or aborts it with the error."""
         try:
             return await answer(request, self._authorize(context))
         except QuireError as error:
@@ -253,7 +253,7 @@ class WorkerService(AdapterCalls, RequestCalls):
     async def _submitted(
         self, request: pb.GenerateRequest, permissions: Permissions, time_left_s: float | None = None
     ) -> AsyncIterator[Request]:
-        """Hands a request to the engine, and takes it back when it was read or its caller has gone."""
+        """Submits a request to the engine, and cancels it when it has been read or its caller is gone."""
         request_id = self._checks.begin(request.request_id)
         if abs(request.priority) > PRIORITY_MAX:
             message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
@@ -296,7 +296,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         )
         try:
             yield running
-        finally:  # also on cancellation, deadline, and a connection that is gone
+        finally:  # runs also after cancellation, deadline and a lost connection
             self._engine.cancel(running)
 
     async def _responses(self, running: Request) -> AsyncIterator[pb.GenerateResponse]:

@@ -1,16 +1,16 @@
 """Recurrent states in pages: the location of a layer's state, and how its bytes are read and written.
 
-A state is what a recurrent layer remembers of a whole sequence, whatever its length: some tensors of fixed shapes, each
-of its own dtype. They lie end to end, the widest elements first, and the layout planner cuts their bytes where pages
-end (docs/layout.md). Each page of that run is a group of its own, so a sequence has one block of every such group: its
-running blocks.
+A state is all that a recurrent layer remembers of a sequence of any length: a few tensors of fixed shapes, each of its
+own dtype. They lie end to end, the widest elements first, and the layout planner cuts their bytes where pages end
+(docs/layout.md). Each of these pages is its own group, so a sequence has one block of every such group: its running
+blocks.
 
     state of one layer         recurrent  [heads, head_dim, state]  float32  |  conv  [channels, kernel]  bfloat16
     bytes                      0 ................................................................ state_bytes
     pages of three groups      block of group 4     |  block of group 5        |  block of group 6
 
-Reading gathers the states of several sequences into tensors of their own, and writing scatters them back. Nothing is
-read of a sequence that has not begun: its blocks hold whatever was last written there.
+Reading gathers the states of several sequences into new tensors, and writing scatters them back. A caller must not read
+a sequence that has not begun: its blocks hold whatever was last written there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from quire.planning import Layout
 from quire.planning.layout import PageSlice
 
-_WORDS = (torch.int64, torch.int32, torch.int16)  # in which bytes are moved, the widest first
+_WORDS = (torch.int64, torch.int32, torch.int16)  # units in which bytes are moved, the widest first
 
 
 class StateKey(NamedTuple):
-    """Key of one of a layer's tensors: the models' name for it, and its number among those of that name."""
+    """Key of one of a layer's tensors: its name in the model, and its number among the tensors of that name."""
 
     name: str  # "conv" or "recurrent"
     number: int
@@ -46,7 +46,7 @@ class StateTensor(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Describes it in a word, for digests and people."""
+        """Returns a short description of the tensor, for digests and people."""
         number = self.key.number or ""
         shape = "x".join(map(str, self.shape))
         return f"{self.key.name}{number}:{str(self.dtype).removeprefix('torch.')}[{shape}]"
@@ -63,7 +63,7 @@ class LayerState:
     """The state of one layer, bound to its pages.
 
     Attributes:
-        tensors: of one sequence, by key.
+        tensors: the state tensors of one sequence, by key.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class LayerState:
         buffers: Sequence[torch.Tensor],
         first_group: int,
     ) -> None:
-        """Binds it.
+        """Binds the state to its pages.
 
         Args:
-            tensors: in the order of their bytes.
+            tensors: the tensors in the order of their bytes.
             slices: where the bytes of the layer lie, in order.
             buffers: uint8 `[blocks, bytes of a slot]`.
-            first_group: the first group of states of the pool; those of the pieces count from there.
+            first_group: the pool's first group of states; the groups of the pieces count from there.
         """
         self.tensors = {tensor.key: tensor for tensor in tensors}
         self._pieces: dict[StateKey, list[Piece]] = {}
@@ -95,7 +95,7 @@ class LayerState:
         """Returns a tensor of several sequences, `[sequences, *shape]`, a copy.
 
         Args:
-            key: of the tensor.
+            key: the tensor's key.
             blocks: int64 `[groups of states, sequences]`, the running blocks.
         """
         tensor, pieces, first = self.tensors[key], self._pieces[key], 0
@@ -108,7 +108,7 @@ class LayerState:
         return words.view(tensor.dtype).view(blocks.shape[1], *tensor.shape)
 
     def write(self, key: StateKey, blocks: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes a tensor of several sequences; arguments and shapes as of `read`."""
+        """Writes a tensor of several sequences. Takes the arguments of `read`, and `value` in its result's shape."""
         pieces, first = self._pieces[key], 0
         words = value.to(self.tensors[key].dtype).contiguous().view(blocks.shape[1], -1).view(pieces[0].rows.dtype)
         for piece in pieces:
@@ -118,18 +118,18 @@ class LayerState:
 
 
 def in_order(tensors: Mapping[StateKey, StateTensor]) -> tuple[StateTensor, ...]:
-    """Returns the tensors of a layer as their bytes lie: the widest elements first."""
+    """Returns the tensors of a layer in the order of their bytes: the widest elements first."""
     return tuple(sorted(tensors.values(), key=lambda tensor: (-tensor.dtype.itemsize, tensor.key)))
 
 
 def state_groups(layout: Layout) -> range:
-    """Returns the numbers of a pool's groups of states, which come after all others."""
+    """Returns the numbers of a pool's groups of states. They come after all other groups."""
     count = layout.checkpoint_block_count
     return range(layout.group_count - count, layout.group_count)
 
 
 def _part_of(slices: Sequence[PageSlice], first: int, size: int) -> list[PageSlice]:
-    """Returns the bytes `[first, first + size)` of what the slices hold end to end."""
+    """Returns the parts of the slices that hold bytes `[first, first + size)`, counted through all slices in order."""
     found, start = [], 0
     for part in slices:
         begin, end = max(first, start), min(first + size, start + part.size)
@@ -140,7 +140,7 @@ def _part_of(slices: Sequence[PageSlice], first: int, size: int) -> list[PageSli
 
 
 def _bind(cuts: Sequence[PageSlice], buffers: Sequence[torch.Tensor]) -> list[Piece]:
-    """Views each cut in the widest words that all of them consist of."""
+    """Views each cut as rows of the widest words that divide all offsets and sizes."""
     slot_bytes = buffers[0].shape[1]
     numbers = [slot_bytes, *(number for cut in cuts for number in (cut.offset, cut.size))]
     word = next((word for word in _WORDS if all(n % word.itemsize == 0 for n in numbers)), torch.uint8)

@@ -13,7 +13,7 @@ from quire_worker.execution.failures import FailureKind
 from quire_worker.scheduling.request import Request, Sample
 
 RETRY_AFTER_S_MIN = 0.25
-# To the gateway's longest time for a request, so that a quantile of both is the same.
+# The last bound is the gateway's longest request time, so that quantiles of both histograms can be compared.
 SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
@@ -25,14 +25,14 @@ class WorkerTelemetry:
     """Counts and durations since start."""
 
     def __init__(self) -> None:
-        self.outcomes: Counter[str] = Counter()  # finished, cancelled, rejected, failed
+        self.outcomes: Counter[str] = Counter()  # by outcome: finished, cancelled, rejected, failed
         self.failures: Counter[FailureKind] = Counter()
-        self.retry_count = 0  # passes, copies and samplings that had to be tried again in parts
+        self.retry_count = 0  # passes, copies and samplings that were retried in parts
         self.prompt_token_count = 0
         self.cached_token_count = 0
         self.output_token_count = 0
-        self.drafted_token_count = 0  # computed behind the last token of a sample
-        self.accepted_token_count = 0  # of these, those that were what was sampled
+        self.drafted_token_count = 0  # draft tokens computed behind a sample's last token
+        self.accepted_token_count = 0  # drafted tokens that equal the sampled ones
         self.held_block_count_max = 0
         self.table_entry_count_max = 0
         self.allocator_wait_s = 0.0
@@ -53,19 +53,19 @@ class WorkerTelemetry:
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None
 
     def observe_pass(self, sample_count: int, forward_s: float, step_s: float) -> None:
-        """A step ran the model for `sample_count` samples: `forward_s` in it, and `step_s` in all."""
+        """Records a step that ran the model for `sample_count` samples: `forward_s` in the model, `step_s` in all."""
         self.batch_samples.observe(sample_count)
         self.forward_s += forward_s
         self.step_seconds.observe(step_s)
 
     def observe_first_token(self, request: Request, seconds: float) -> None:
-        """A request's first token came, `seconds` after the request."""
+        """Records a request's first token, `seconds` after the request arrived."""
         self.first_token_seconds.observe(seconds)
         self.prompt_token_count += len(request.prompt)
         self.cached_token_count += request.usage.cached_token_count
 
     def observe_blocks(self, outcome: StepOutcome, running: Sequence[Sample], block_count: int) -> None:
-        """Notes how many blocks are held and how many separate caches would hold, after a step that asked for any."""
+        """Records the blocks held, and the number without sharing, after a step that asked for blocks."""
         if outcome.grows:
             self.held_block_count_max = max(self.held_block_count_max, block_count - outcome.free_block_count)
             entries = sum(sample.held_block_count for sample in running)

@@ -1,10 +1,10 @@
-"""Processes that compute what may take for ever, with limits of time and memory that hold.
+"""Processes for jobs that might never end, with enforced limits of time and memory.
 
-1. started    with the first job, or `warm`: one process that is prepared, and forks others
-2. idle       a child waits for a job; so many at most, and they are used again
-3. busy       it has one, of a key that has no other. Its caller may stop waiting: the child ends by itself
-4. lost       it was killed by its own limits; the next job has a new one
-5. closed     all of them end
+1. started    by the first job or `warm`: one process is prepared, and forks children
+2. idle       a child waits for a job; there are at most `places` children, and they are reused
+3. busy       a child computes a job; each key has at most one at a time. If the caller stops waiting, the job continues
+4. lost       the child's limits killed it; the next job gets a new child
+5. closed     all processes end
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.errors import QuireError, Reason
 from quire_worker.aside.child import LENGTH
 
 ANSWER_BYTES_MAX = 64 << 20
-WAITING_MAX = 256  # jobs
+WAITING_MAX = 256  # jobs that wait or run
 START_S_MAX = 60.0
 
 
@@ -37,10 +37,10 @@ class Limits(NamedTuple):
     """Limits of one job, and the number of children.
 
     Attributes:
-        memory_bytes: beyond the child's memory before the job.
-        cpu_s: whole seconds of a processor.
-        wall_s: whole seconds, on a machine with too much to do.
-        places: children, and so jobs at a time.
+        memory_bytes: memory that a child may use beyond its size when it was forked.
+        cpu_s: CPU time, in whole seconds.
+        wall_s: elapsed time, in whole seconds; it ends a job that gets too little CPU time.
+        places: number of children, and so of jobs at a time.
     """
 
     memory_bytes: int
@@ -56,22 +56,22 @@ class _Child(NamedTuple):
 
 @dataclass(slots=True)
 class _Turn:
-    """The jobs of one key, one after another."""
+    """The queue of one key: its jobs run one after another."""
 
     lock: asyncio.Lock
     job_count: int = 0
 
 
 class Bench:
-    """Does one kind of job. For the event loop alone."""
+    """Runs jobs of one kind in child processes. It must be used on the event loop."""
 
     def __init__(self, kind: str, configuration: Callable[[], Any], limits: Limits) -> None:
-        """Starts nothing yet.
+        """Creates the bench; the first job or `warm` starts its process.
 
         Args:
-            kind: of `jobs`.
-            configuration: returns what that kind is prepared with; called on a thread.
-            limits: of each job.
+            kind: a kind of `jobs`.
+            configuration: returns the data that prepares the process; called on a thread.
+            limits: limits of each job.
         """
         self._kind, self._configuration, self._limits = kind, configuration, limits
         self._starting = asyncio.Lock()
@@ -87,21 +87,22 @@ class Bench:
         """Returns the answer to a job.
 
         Args:
-            job: what the kind takes, in JSON's types.
-            key: one job of each is done at a time, so that nobody takes all places.
-            timeout_s: after which nobody waits for it any more.
+            job: the job's input, in JSON's types.
+            key: jobs of equal key run one at a time, so that no caller occupies all places.
+            timeout_s: seconds to wait for the answer.
 
         Raises:
-            TimeoutError: it was not done by then.
-            OverLimitError: it took more than it may.
-            QuireError: QUEUE_FULL.
+            TimeoutError: the job was not done within `timeout_s`.
+            OverLimitError: the job exceeded its limits.
+            QuireError: QUEUE_FULL, too many jobs wait already.
         """
         if len(self._jobs) >= WAITING_MAX:
             raise QuireError.of(Reason.QUEUE_FULL, f"{WAITING_MAX} {self._kind} are being computed; try again later")
         task = asyncio.create_task(self._in_its_turn(json.dumps(job).encode(), key))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may be there to see it
+        # The caller may have stopped waiting. Reading the exception keeps asyncio from warning about it.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return await asyncio.wait_for(asyncio.shield(task), timeout_s)
 
     async def warm(self) -> None:
@@ -111,7 +112,7 @@ class Bench:
                 await self._start()
 
     def close(self) -> None:
-        """Ends all processes. No job may be begun any more."""
+        """Ends all processes. No job may be started afterwards."""
         self._is_closed = True
         for task in self._jobs:
             task.cancel()
@@ -140,7 +141,7 @@ class Bench:
                 del self._turns[key]
 
     async def _done(self, job: bytes) -> dict[str, Any]:
-        """Returns the answer of a child: of one that is idle, if there is any and it lives."""
+        """Returns a child's answer to a job: an idle child's if one is alive, else a new one's."""
         while self._idle:
             child = self._idle.pop()
             if not child.reader.at_eof():
@@ -156,7 +157,7 @@ class Bench:
         except (asyncio.IncompleteReadError, OSError):
             child.writer.transport.abort()
             raise OverLimitError from None
-        except asyncio.CancelledError:  # of `close`
+        except asyncio.CancelledError:  # by `close`
             child.writer.transport.abort()
             raise
         found: dict[str, Any] = json.loads(answer)
@@ -172,7 +173,7 @@ class Bench:
         own, its = socket.socketpair()
         try:
             socket.send_fds(self._control, [b"f"], [its.fileno()])
-        except OSError:  # the process was killed, as by the system where memory is short
+        except OSError:  # the process was killed, for example by the system for lack of memory
             self._end()
             await self.warm()
             socket.send_fds(self._control, [b"f"], [its.fileno()])
@@ -196,7 +197,7 @@ class Bench:
             own.close()
             self._end()
             raise ChildProcessError(f"the process for {self._kind} did not start")
-        own.setblocking(True)  # a message of one byte, to one who reads nothing else
+        own.setblocking(True)  # messages are one byte, and the process reads them at once
         self._control = own
 
     def _popen(self, control: int) -> subprocess.Popen[bytes]:

@@ -1,9 +1,9 @@
-"""The process that `bench` starts, run as a module: it forks a child for each connection that it is handed.
+"""The process that `bench` starts, run as a module: it forks a child for each connection that it receives.
 
-1. prepared   imports and whatever all jobs need are read once
-2. forked     a child has all of that, and one connection; its memory may grow by so much
-3. a job      a message in, a message out; a child that is not done in time is killed by its own alarms
-4. ended      when its connection is closed, or with the process of `bench`
+1. prepared   it imports and reads once what all jobs need
+2. forked     a child inherits that, and has one connection; its memory may grow by MEMORY_BYTES
+3. a job      one message in, one message out; its own alarms kill a child that takes too long
+4. ended      a child ends when its connection is closed, also because the process of `bench` ended
 
 python -m quire_worker.aside.child KIND MEMORY_BYTES CPU_S WALL_S CONTROL_FD < configuration
 """
@@ -23,20 +23,21 @@ from quire_worker.aside.jobs import Job, job_of, memory
 
 LENGTH = struct.Struct("<I")
 READY = b"r"
-KEPT_BYTES_MAX = 16 << 20  # of a child that is used again
+KEPT_BYTES_MAX = 16 << 20  # a child that has grown by more than this is not reused
 
 
 def main(arguments: list[str]) -> None:
-    """Forks until the control connection is closed."""
+    """Forks a child for each connection, until the control connection is closed."""
     kind, *limits, control_fd = arguments
     memory_bytes, cpu_s, wall_s = map(int, limits)
-    for ending in (signal.SIGINT, signal.SIGTERM):  # a worker that drains still needs it, and closes the connection
+    # A draining worker still needs this process. The worker ends it by closing the connection.
+    for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # lets the kernel reap the children
     os.nice(5)
     job = job_of(kind, json.load(sys.stdin))
     quiet = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):  # a library that aborts says why, and perhaps of what
+    for number in (0, 1, 2):  # a library that aborts might print a caller's text
         os.dup2(quiet, number)
     with socket.socket(fileno=int(control_fd)) as control:
         control.sendall(READY)
@@ -67,7 +68,7 @@ def _serve(connection: socket.socket, job: Job, memory_bytes: int, cpu_s: int, w
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, wall_s)
         found = _answer(job, json.loads(given))
-        ends = memory().resident > resident + KEPT_BYTES_MAX  # it would have that much less for the next job
+        ends = memory().resident > resident + KEPT_BYTES_MAX  # the next job would have that much less memory
         answer = json.dumps({**found, "ends": ends}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -80,13 +81,13 @@ def _answer(job: Job, given: Any) -> dict[str, Any]:
     try:
         return job(given)
     except MemoryError:
-        os._exit(1)  # as where a library has none
+        os._exit(1)  # The caller gets OverLimitError, as if a library had aborted for lack of memory.
     except BaseException as error:
         return {"broken": type(error).__name__}
 
 
 def _read(connection: socket.socket, count: int) -> bytes | None:
-    """Returns so many bytes; None where the connection was closed."""
+    """Reads `count` bytes; returns None if the connection was closed."""
     pieces = []
     while count:
         piece = connection.recv(min(count, 1 << 20))

@@ -1,7 +1,7 @@
-"""Kinds of jobs of the processes beside the worker, and the data that prepares a process for each kind.
+"""The kinds of jobs that `bench` runs, and how a process is prepared for each kind.
 
-templates     writes conversations down with the checkpoint's chat template
-structures    compiles structures to see whether compiling takes too long, or too much memory
+templates     renders conversations with the checkpoint's chat template
+structures    compiles structures to find out whether that takes too long or too much memory
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 Job: TypeAlias = Callable[[Any], dict[str, Any]]
-TEXT_CHARACTERS_MAX = 1 << 20  # that a template may write: as many as a text may have that callers send
+TEXT_CHARACTERS_MAX = 1 << 20  # longest output of a template; the same limit as for texts of callers
 
 
 def job_of(kind: str, configuration: Any) -> Job:
-    """Prepares what all jobs of one kind have in common."""
+    """Prepares the process for one kind, and returns the function that does a job of that kind."""
     return {"templates": _templates, "structures": _structures}[kind](configuration)
 
 
@@ -25,7 +25,7 @@ def _templates(configuration: Any) -> Job:
     from quire_worker.model.conversation import ChatTemplate, Conversation, ConversationError, TemplateError
 
     template = ChatTemplate(configuration["templates"], configuration["variables"])
-    template.faults()  # compiled now, and not again in each child
+    template.faults()  # compiles the template now, so that the children need not
 
     def write(given: Any) -> dict[str, Any]:
         try:
@@ -50,7 +50,7 @@ def _structures(configuration: Any) -> Job:
 
     tokenizer, vocabulary, ends = configuration["tokenizer"], configuration["vocabulary"], configuration["ends"]
     grammars = Grammars(lambda: tokenizer, vocabulary, ends)
-    with contextlib.suppress(BaseException):  # then each job says what is the matter
+    with contextlib.suppress(BaseException):  # each job will raise the same error and report it
         grammars.prepare()
 
     def attempt(given: Any) -> dict[str, Any]:
@@ -67,14 +67,14 @@ def _structures(configuration: Any) -> Job:
 
 
 class Memory(NamedTuple):
-    """Bytes of this process."""
+    """Memory of this process, in bytes."""
 
     size: int
     resident: int
 
 
 def memory() -> Memory:
-    """Returns what this process has."""
+    """Returns the memory that this process has now."""
     with open("/proc/self/statm", encoding="ascii") as file:
         size, resident, *_ = file.read().split()
     return Memory(int(size) * resource.getpagesize(), int(resident) * resource.getpagesize())

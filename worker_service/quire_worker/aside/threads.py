@@ -1,5 +1,7 @@
-"""A few threads that compute what they are given, in order. Unlike those of `concurrent.futures`, the interpreter ends
-without waiting for them."""
+"""A few daemon threads that run calls in order.
+
+Unlike the threads of `concurrent.futures`, they do not keep the interpreter from ending.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ ResultT = TypeVar("ResultT")
 
 
 class Threads:
-    """Daemon threads, started with the first call. For the event loop alone."""
+    """Daemon threads that run calls of the event loop. They start when calls need them."""
 
     def __init__(self, name: str, count: int, waiting_max: int) -> None:
-        """Starts nothing yet.
+        """Creates the queue; the first calls start the threads.
 
         Args:
-            name: of the threads.
-            count: of them.
-            waiting_max: calls that wait for one, at most.
+            name: name of the threads; messages use it, too.
+            count: largest number of threads.
+            waiting_max: largest number of calls that wait for a thread.
         """
         self._name, self._count, self._waiting_max = name, count, waiting_max
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -31,7 +33,7 @@ class Threads:
         self._open = 0
 
     async def run(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """Returns what a function returns, or raises what it raises.
+        """Runs a function on a thread, and returns its result or raises its exception.
 
         Raises:
             QuireError: QUEUE_FULL, too many calls wait already.
@@ -62,7 +64,7 @@ def _answer(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """Computes one call, unless nobody waits for it any more, and tells the event loop."""
+    """Runs one call unless its caller was cancelled, and hands the result to the event loop."""
     value, failure = None, None
     if not result.cancelled():
         try:

@@ -1,7 +1,7 @@
 """Paged attention: keys and values written to pages, and queries attending over them.
 
-One interface (`interface.py`) with one file per implementation; `backend_for` chooses by device. The Triton kernels are
-a library of their own, `quire_kernels`, with FlashInfer's names.
+There is one interface (`interface.py`) and one file per implementation; `backend_for` chooses by device. The Triton
+kernels are in a separate library, `quire_kernels`, with FlashInfer's names.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = [
 
 
 def backend_for(device: torch.device | str) -> PagedAttention:
-    """Returns a new implementation for a device, with a workspace of its own: the only place that chooses.
+    """Returns a new implementation for a device, with its own workspace. No other code chooses an implementation.
 
-    A GPU gets the Triton kernels; a CPU those of `quire_cpu`, or plain torch where these can be neither found nor made.
-    Where the environment has `TRITON_INTERPRET=1`, a CPU gets the Triton kernels, run by Triton's interpreter: slow,
-    and how everything around them is tested without a GPU.
+    A GPU gets the Triton kernels. A CPU gets those of `quire_cpu`, or plain torch if these can be neither found nor
+    built. With `TRITON_INTERPRET=1` in the environment, a CPU runs the Triton kernels in Triton's interpreter. That is
+    slow; tests use it to run the GPU path without a GPU.
 
     Raises:
-        ValueError: there is none for this kind of device, or Triton is not installed.
+        ValueError: no implementation supports this kind of device, or Triton is not installed.
     """
     kind = torch.device(device).type
     if kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

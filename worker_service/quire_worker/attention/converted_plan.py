@@ -1,13 +1,13 @@
 """Attention on a CPU over pages of formats that its kernels do not read: fp8, and HND.
 
-Each layer brings the pages that a batch reads into the model's dtype and NHD, next to each other, and then attends to
-these as to any others:
+Each layer converts the pages that a batch reads to the model's dtype and NHD, into one tensor. Then it attends to that
+tensor like to any other pages:
 
-    block tables   7 2 | 9 2       of the pool          used    2 7 9
-                   1 0 | 2 0       of what was brought
+    block tables   7 2 | 9 2       in the pool          used    2 7 9
+                   1 0 | 2 0       in the converted pages
 
-So every option of attention is there, and the numbers are those in the pages: new keys are stored first, and read back
-as they were rounded. It costs a pass over the keys in use for each layer, and as much memory as one layer of them.
+So every option of attention works. The results use the rounded numbers in the pages, because new keys are stored first
+and then read back. The cost is a pass over the keys in use for each layer, and memory for one layer of them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from quire_worker.page_format import UNSCALED, Scales, is_quantised, quantised, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConvertedPlan(AttentionPlan):
-    """An `AttentionPlan` around that of plain pages."""
+    """An `AttentionPlan` that converts pages, then uses the plan for plain pages."""
 
     spec: PageSpec
     used: torch.Tensor  # int64 [pages]
     pages_of_tokens: torch.Tensor  # int64 [tokens]
-    places: torch.Tensor  # int64 [tokens], in their pages
+    places: torch.Tensor  # int64 [tokens], each token's place in its page
     inner: AttentionPlan
 
     @classmethod
     def of(
         cls, batch: AttentionBatch, spec: PageSpec, plan: Callable[[AttentionBatch, PageSpec], AttentionPlan]
     ) -> ConvertedPlan:
-        """Plans a batch; `plan` does so for plain pages."""
+        """Plans a batch; `plan` plans a batch over plain pages."""
         counts = (batch.kv_lengths + spec.block_size - 1) // spec.block_size
         is_read = torch.arange(batch.block_tables.shape[1]) < counts[:, None]
         used, numbers = batch.block_tables[is_read].to(torch.int64).unique(return_inverse=True)
@@ -67,7 +67,7 @@ class ConvertedPlan(AttentionPlan):
         return self.inner.attend(query, brought, scale=scale, window_left=window_left, soft_cap=soft_cap, sinks=sinks)
 
     def _brought(self, pages: torch.Tensor, scales: Scales) -> torch.Tensor:
-        """Returns the pages in use, `[pages, 2, block_size, kv_heads, head_dim]`, contiguous."""
+        """Returns the pages in use, converted: `[pages, 2, block_size, kv_heads, head_dim]`, contiguous."""
         spec = self.spec
         gathered = _bytes(pages)[self.used].contiguous()
         if not is_quantised(spec.dtype):
@@ -80,5 +80,5 @@ class ConvertedPlan(AttentionPlan):
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns fp8 as bytes, which torch can index; any other dtype as it is."""
+    """Views fp8 as bytes, because torch cannot index fp8. Returns any other dtype unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,8 +1,8 @@
-"""Paged attention for CPUs on the kernels of `quire_cpu`, for float32 and bfloat16; plain torch takes other dtypes, and
-pages of latents.
+"""Paged attention for CPUs on the kernels of `quire_cpu`, for float32 and bfloat16.
 
-The kernels read block tables as they are, so planning a forward pass is next to nothing: the structure of arguments is
-filled once for each kind of layer, and a layer puts its pointers in.
+Plain torch computes other dtypes and latent attention. The kernels read block tables as they are, so planning a forward
+pass costs almost nothing: the structure of arguments is filled once for each kind of layer, and each layer adds its
+pointers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from quire_worker.sampling.params import SamplingParams
 
 
 class CpuPagedAttention(PagedAttention):
-    """The CPU's `PagedAttention` where its kernels are there. Copies, and draws with limits beside the temperature, are
-    torch's."""
+    """The `PagedAttention` of a CPU that has the kernels.
+
+    Torch still copies blocks, and draws tokens that have limits besides the temperature.
+    """
 
     def __init__(self, library: Library) -> None:
         self.library = library
@@ -59,13 +61,13 @@ class CpuPagedAttention(PagedAttention):
             return self._torch.choose(logits, params, draw)
         temperatures = torch.tensor([0.0 if row.is_greedy else row.temperature for row in params])
         uniforms = draw()
-        if len(uniforms) < len(params):  # some are greedy
+        if len(uniforms) < len(params):  # greedy rows have no number
             uniforms = torch.zeros(len(params), dtype=torch.float64).masked_scatter_(temperatures > 0, uniforms)
         return ops.draw(self.library, logits, temperatures, uniforms)
 
 
 class Kind(NamedTuple):
-    """Parameters in which a model's layers differ for the kernels."""
+    """Kernel parameters that differ between the layers of a model."""
 
     query_heads: int
     scale: float
@@ -75,7 +77,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuAttentionPlan(AttentionPlan):
-    """An `AttentionPlan` of the CPU's kernels: the arguments that all layers of a forward pass share."""
+    """An `AttentionPlan` for the CPU's kernels: the arguments that all layers of a forward pass share."""
 
     library: Library
     batch: AttentionBatch
@@ -120,7 +122,7 @@ class CpuAttentionPlan(AttentionPlan):
         return output
 
     def arguments_of(self, kind: Kind) -> Attend:
-        """Returns all but pointers to what a layer has of its own; they are the next layer's to fill in."""
+        """Returns the shared arguments of a kind of layer. The caller fills in its layer's own pointers."""
         arguments = self.arguments.get(kind)
         if arguments is None:
             arguments = self.arguments[kind] = self._new_arguments(kind)

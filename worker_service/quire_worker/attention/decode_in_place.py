@@ -1,10 +1,10 @@
-"""Plans of decode batches of one size whose tensors stay where they are, as a CUDA graph needs them.
+"""Plans of decode batches of one size whose tensors keep their addresses, as a CUDA graph requires.
 
 A graph replays launches with the addresses that they were captured with. So slots, page tables and the division of the
-work are written to where the captured launches read them, and a batch of fewer sequences is filled up with empty ones:
+work are written to these addresses, and a smaller batch is padded with empty sequences:
 
     slots          12 40 7 | -1          a token whose slot is negative is not written
-    kv_lengths     13 41 8 |  0          a sequence without keys attends to nothing, and gives zeros
+    kv_lengths     13 41 8 |  0          a sequence without keys attends to nothing, and its result is zeros
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ NO_SLOT = -1
 class DecodeInPlace(TritonAttentionPlan):
     """The plan of all layers with pages of one kind.
 
-    Lifecycle: 1. made, of empty sequences. 2. The layers call `append` and `attend` while they are captured; each kind
-    of layer has its wrapper from its first call on. 3. `follow`, before each replay.
+    Lifecycle: 1. It is created with empty sequences. 2. The layers call `append` and `attend` while they are captured;
+    the first call of each kind of layer creates its wrapper. 3. `follow` is called before each replay.
     """
 
     __slots__ = ("_indices", "_indptr", "_last_page_len", "_query_indptr")
 
     def __init__(self, size: int, spec: PageSpec, indices: torch.Tensor, workspace: torch.Tensor) -> None:
-        """Takes memory for a batch.
+        """Reserves the memory of a batch.
 
         Args:
-            size: sequences, of one token each.
-            spec: of the pages.
+            size: number of sequences, each with one token.
+            spec: shape of the pages.
             indices: int32, room for the pages of all sequences; plans that are not used at the same time may share it.
-            workspace: of the kernels, shared likewise.
+            workspace: the kernels' workspace; such plans may share it, too.
         """
         device = workspace.device
         empty = AttentionBatch(
@@ -60,11 +60,10 @@ class DecodeInPlace(TritonAttentionPlan):
         """Plans another batch in the same memory.
 
         Args:
-            batch: of one token for each of its sequences, which are at most as many as the plan was made for.
+            batch: a batch with one token per sequence, and at most `size` sequences.
 
         Raises:
-            ValueError: a slot is outside the pages that were written before, or the pages are more than there is room
-                for.
+            ValueError: a slot is outside the layers' pages, or `indices` has no room for all pages of the batch.
         """
         self.batch = filled_up(batch, self.slots.shape[0])
         for slot_count in self.checked_slot_counts:
@@ -102,7 +101,7 @@ class DecodeInPlace(TritonAttentionPlan):
 
 
 def filled_up(batch: AttentionBatch, size: int) -> AttentionBatch:
-    """Returns a decode batch with empty sequences behind its own, `size` in all."""
+    """Returns a decode batch padded with empty sequences to `size` sequences."""
     missing = size - batch.sequence_count
     return AttentionBatch(
         query_indptr=torch.arange(size + 1, dtype=torch.int32),

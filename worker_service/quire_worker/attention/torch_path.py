@@ -1,16 +1,17 @@
 """Paged attention for CPUs, in plain torch.
 
-What a forward pass repeats in every layer is planned once. Decoding sequences in float32 are attended to where their
-keys lie (`torch_tiles`), unless these are few. All others are put into units (`torch_plan`); a unit costs a layer
+Work that all layers of a forward pass share is planned once. Decoding sequences in float32 with many keys are computed
+without copying the keys (`torch_tiles`). All other sequences are put into units (`torch_plan`). In each layer a unit is
+computed in two steps:
 
-    gather   whole pages into a workspace, keys `[sequences, slots, kv_heads, head_dim]` and values; copies of a page's
-             size run at the memory's speed, and the workspace is still in the processor's cache when it is read
-    attend   the fused kernel, mostly with the queries of all query heads of a KV head as so many rows that read the
-             same keys: keys are read once for all of them
+    gather   copies whole pages into a workspace, keys `[sequences, slots, kv_heads, head_dim]` and values; copies of a
+             page's size run at the memory's speed, and the workspace is still in the CPU's cache when it is read
+    attend   calls torch's fused kernel. Mostly, the queries of all query heads of a KV head become rows of one call, so
+             that their keys are read once for all of them
 
-Chunks are taken some queries at a time, without the keys that none of them sees; a prompt that nothing came before is
-the fused kernel's own causal case, head by head. Soft cap and sinks are nothing that the fused kernel knows:
-with them scores, softmax and result are computed one by one.
+Long chunks are computed in blocks of queries, without the keys that no query of the block sees. A prompt without cached
+tokens is the fused kernel's own causal case, head by head. The fused kernel has no soft cap and no sinks: with these,
+scores, softmax and result are separate torch calls.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from quire_worker.page_format import UNSCALED, Scales
 from quire_worker.sampling.choice import choose_by_sorting
 from quire_worker.sampling.params import SamplingParams
 
-# The fused kernel works on blocks of 32 rows, and on larger ones from 192 rows on. From 32 queries on, one head fills a
-# block by itself; packing the heads of a KV head only pays where that reaches 192 rows.
+# The fused kernel works on blocks of 32 rows, or larger blocks from 192 rows on. With 32 queries, one head fills a
+# block alone; then packing the heads of a KV head only pays if that makes at least 192 rows.
 ROWS_SMALL, ROWS_LARGE = 32, 192
-# In bfloat16 the kernel takes a single row without rearranging the keys. With up to three query heads per KV head it is
-# quicker head by head: in blocks of queries, and in decode while a sequence's keys and values fit the cache, since each
-# head reads them again.
+# In bfloat16 the kernel computes a single row without rearranging the keys. With up to three query heads per KV head,
+# head by head is faster in two cases: in blocks of queries, and in decode while a sequence's keys and values fit into
+# the CPU's cache (each head reads them again).
 LONE_HEADS_MAX, LONE_BYTES_MAX = 3, 2 << 20
 
 
 class TorchPagedAttention(PagedAttention):
-    """The CPU's `PagedAttention`. Holds the memory that every forward pass uses again."""
+    """The CPU's `PagedAttention`. Holds the memory that all forward passes reuse."""
 
     def __init__(self) -> None:
         self._workspace = _Workspace()
@@ -76,7 +77,7 @@ class TorchPagedAttention(PagedAttention):
 
 
 class _Work(NamedTuple):
-    """All queries of a batch, under one window."""
+    """All queries of a batch for one window, divided into tiles and units."""
 
     tiles: Tiles | None
     units: tuple[GatheredBatch, ...]
@@ -84,7 +85,7 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchAttentionPlan(AttentionPlan):
-    """The CPU's `AttentionPlan`. What it plans depends on the window, and is made when its first layer comes."""
+    """The CPU's `AttentionPlan`. It plans each window when the first layer with that window calls."""
 
     batch: AttentionBatch
     spec: PageSpec
@@ -95,7 +96,7 @@ class TorchAttentionPlan(AttentionPlan):
     places: dict[GatheredBatch, _Place] = field(default_factory=dict)
 
     def work(self, window_left: int = -1) -> _Work:
-        """Returns what is attended to together under a window."""
+        """Returns the tiles and units of a window; the first call plans them."""
         work = self.work_by_window.get(window_left)
         if work is None:
             tiles = plan_tiles(self.batch, self.spec, window_left) if self.spec.dtype in DTYPES else None
@@ -126,7 +127,7 @@ class TorchAttentionPlan(AttentionPlan):
         return attended if self.spec.latent_dim is None else attended[..., : self.spec.latent_dim]
 
     def _attend(self, query: torch.Tensor, pages: torch.Tensor, scores: _Scores) -> torch.Tensor:
-        """Attends; with latents the values are whole keys."""
+        """Computes attention. With latents, the values are whole keys, so the result has `head_dim` elements."""
         scale, window_left, soft_cap, sinks = scores
         tiles, units = self.work(window_left)
         if tiles is not None and not units and tiles.tokens.shape[0] == query.shape[0]:
@@ -144,7 +145,7 @@ class TorchAttentionPlan(AttentionPlan):
     def _attend_unit(
         self, unit: GatheredBatch, query: torch.Tensor, pages: torch.Tensor, scores: _Scores
     ) -> torch.Tensor:
-        """Queries and result of a unit, `[sequences * queries, query_heads, head_dim]`."""
+        """Computes one unit; queries and result are `[sequences * queries, query_heads, head_dim]`."""
         kv_heads, head_dim = pages.shape[3:]
         sequences = unit.sequence_count
         place = self.places.get(unit)
@@ -174,7 +175,7 @@ class TorchAttentionPlan(AttentionPlan):
 
 
 class _Scores(NamedTuple):
-    """Parameters of the scores of queries and keys."""
+    """Parameters by which scores are computed from queries and keys."""
 
     scale: float
     window_left: int
@@ -195,8 +196,10 @@ class _Scores(NamedTuple):
         *,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """Attends with plain scores, each query head by itself: queries and result `[sequences, queries, query_heads,
-        head_dim]`, keys, values and mask as for `attend`."""
+        """Computes attention with plain scores, head by head.
+
+        Queries and result are `[sequences, queries, query_heads, head_dim]`; for keys, values and mask see `attend`.
+        """
         attended = scaled_dot_product_attention(
             query.transpose(1, 2), key, value, attn_mask=mask, is_causal=is_causal, scale=self.scale, enable_gqa=True
         )
@@ -205,7 +208,10 @@ class _Scores(NamedTuple):
     def attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Computes the same of any scores. The rows of a KV head: of each query in turn, its heads."""
+        """Computes attention with any scores, with shapes as in `attend_by_head`.
+
+        All query heads of a KV head become rows of one call: the heads of the first query, then those of the second.
+        """
         sequences, queries, _, head_dim = query.shape
         kv_heads = key.shape[1]
         by_head = query.reshape(sequences, queries, kv_heads, -1, head_dim).transpose(1, 2)
@@ -215,12 +221,12 @@ class _Scores(NamedTuple):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the result, like the queries.
+        """Computes attention with any scores. The result has the shape of the queries.
 
         Args:
             query: `[sequences, kv_heads, rows, head_dim]`; the rows are queries x query heads of the KV head.
             key: `[sequences, kv_heads, keys, head_dim]`, any strides.
-            value: the same.
+            value: like `key`.
             mask: 0 or -inf, broadcast to `[sequences, kv_heads, rows, keys]`.
         """
         if self.are_plain:
@@ -239,18 +245,21 @@ class _Scores(NamedTuple):
 
 
 class _CausalMasks:
-    """Masks of blocks of queries whose last one stands at the last key; kept, and grown to the largest.
+    """Masks of blocks of queries whose last query is at the position of the last key.
 
-    Counted from the end, query i sees the keys from i on, and under a window those up to i + window_left. So the mask
-    of a block is the lower right corner of that of a larger block, and one serves all layers of all forward passes.
+    Counted from the end, query i sees the keys from i on, and with a window those up to i + window_left. So the mask of
+    a block is the lower right corner of a larger block's mask. One mask, as large as the largest block so far, serves
+    all layers of all forward passes.
     """
 
     def __init__(self) -> None:
         self._masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def of(self, queries: int, keys: int, group: int, window_left: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns 0 where a query sees a key and -inf elsewhere, `[queries * group, keys]`, the rows of a query
-        alike."""
+        """Returns the mask `[queries * group, keys]`: 0 where a query sees a key, else -inf.
+
+        Each query has `group` equal rows.
+        """
         place = (group, window_left, dtype)
         mask = self._masks.get(place)
         if mask is None or mask.shape[1] < keys:
@@ -267,7 +276,7 @@ class _CausalMasks:
 
 
 class _Place(NamedTuple):
-    """Views of the workspace that a unit's keys and values are gathered in. Every layer uses the same views."""
+    """Views of the workspace for one unit's keys and values. Every layer uses the same views."""
 
     buffer: torch.Tensor
     key_pages: torch.Tensor  # [pages, elements of a page]
@@ -278,7 +287,7 @@ class _Place(NamedTuple):
 
     def gather(self, pages: torch.Tensor, unit: GatheredBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a unit's keys and values, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
-        halves = rows_of(pages, self.key_pages.shape[1])  # keys, values, perhaps other layers, keys, ...
+        halves = rows_of(pages, self.key_pages.shape[1])  # rows: keys, values, perhaps other layers' rows, keys, ...
         torch.index_select(halves, 0, unit.key_pages, out=self.key_pages)
         has_values = pages.shape[1] == KEY_AND_VALUE
         if has_values:
@@ -289,20 +298,20 @@ class _Place(NamedTuple):
 
 
 class _Workspace:
-    """Memory to gather keys and values into, kept between calls and grown to the largest.
+    """Memory that keys and values are gathered into, kept between calls and grown when needed.
 
-    Fresh memory costs more than the gather itself: every call would fault its pages in again.
+    New memory for each call would cost more than the gather itself, because its pages would have to be faulted in.
     """
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0)
 
     def place(self, pages: torch.Tensor, unit: GatheredBatch) -> _Place:
-        """Returns where a unit goes; every unit begins where all others do."""
+        """Returns the views for a unit. All units start at the beginning of the workspace."""
         _, _, page_size, kv_heads, head_dim = pages.shape
         shape = (KEY_AND_VALUE, unit.key_pages.shape[0], page_size * kv_heads * head_dim)
         element_count = shape[0] * shape[1] * shape[2]
-        # An ordinary tensor even when first needed inside inference mode, so that it can be reused outside.
+        # Outside of inference mode, so that the buffer is an ordinary tensor and can be reused anywhere.
         with torch.inference_mode(False):
             if self.buffer.dtype != pages.dtype or self.buffer.numel() < element_count:
                 self.buffer = torch.empty(element_count, dtype=pages.dtype)

@@ -1,12 +1,12 @@
-"""Which sequences the CPU gathers and attends to together, and which pages each of them reads.
+"""Units: groups of sequences that the CPU gathers and attends to together, and the pages that each sequence reads.
 
-A unit is one gather and its attention: sequences of one number of queries, and
+A unit is one gather and one attention call. Its sequences have the same number of queries:
 
-    one new token each (decode)   of similar length, so that padding costs less than a call of its own would
-    several (prefill, chunks)     of equal length
+    one new token each (decode)   and similar lengths, so that padding costs less than a further call
+    several (prefill, chunks)     and equal lengths
 
-as many as the workspace holds. Pages that a window hides from all queries of a sequence are not gathered. Everything
-that follows from lengths and block tables is computed here, once per forward pass and window, not once per layer.
+The size of the workspace limits a unit. Pages that a window hides from all queries of a sequence are not gathered.
+Everything that depends only on lengths and block tables is computed here, once per forward pass and window.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import KEY_AND_VALUE, PageSpec
 
-# Bytes of keys and values gathered at once, so that they are in the cache when they are read; a longer sequence has a
-# unit to itself.
+# Bytes of keys and values in a unit, so that they are still in the CPU's cache when they are read. A longer sequence is
+# a unit alone.
 GATHER_BYTES_MAX = 8 << 20
-# Bytes of padding that cost less than another call.
+# This many bytes of padding cost less than another call.
 PADDING_BYTES_MAX = 128 << 10
-# Queries attended to at once; keys that none of them sees are skipped. Half precision takes more, because each call
+# Queries in one call; keys that none of them sees are skipped. Half precision has larger blocks, because each call
 # rearranges all keys.
 QUERY_BLOCK, QUERY_BLOCK_HALF = 128, 256
 
@@ -41,28 +41,28 @@ class QueryBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheredBatch:
-    """Sequences that are attended to together.
+    """A unit: sequences that are attended to together.
 
-    Pages are gathered whole. In a unit of several lengths the slots past a sequence's last key are then cleared, and
-    masked: they may hold NaN, which would outlive a mask alone, since 0 * NaN is NaN.
+    Pages are gathered whole. If the lengths differ, the slots past a sequence's last key are cleared and masked. A mask
+    alone is not enough: these slots may hold NaN, and 0 * NaN is NaN.
     """
 
-    tokens: slice | torch.Tensor  # of the flat batch, sequences x queries; int64 if they are not side by side
+    tokens: slice | torch.Tensor  # the tokens in the flat batch, sequences x queries; int64 if not side by side
     sequence_count: int
-    query_length: int  # of each sequence
-    key_pages: torch.Tensor  # int64 [sequences * pages], the keys among halves of pages, see `rows_of`; values follow
-    keys: slice  # of the gathered slots of a sequence, those that take part
+    query_length: int  # queries of each sequence
+    key_pages: torch.Tensor  # int64 [sequences * pages], row of each page's keys (`rows_of`); values are one row after
+    keys: slice  # the slots that attention reads, among a sequence's gathered slots
     unseen: torch.Tensor | None  # int64, gathered slots to clear
     mask: torch.Tensor | None  # [sequences, 1, 1, keys], of the cache's dtype: -inf where unseen; None: all are seen
     blocks: tuple[QueryBlock, ...]
-    is_prompt: bool  # nothing came before the queries, and no window: plainly causal
+    is_prompt: bool  # the queries are all the keys, and there is no window: plain causal attention
 
 
 class _Part(NamedTuple):
     """A sequence, and the keys `[first_key, first_key + key_count)` that its queries see."""
 
     sequence: int
-    first_token: int  # of the flat batch
+    first_token: int  # index in the flat batch
     query_length: int
     first_key: int
     key_count: int
@@ -71,13 +71,13 @@ class _Part(NamedTuple):
 def plan_units(
     batch: AttentionBatch, spec: PageSpec, window_left: int, *, query_length_min: int
 ) -> tuple[GatheredBatch, ...]:
-    """Sequences in units.
+    """Divides the sequences of a batch into units.
 
     Args:
-        batch: of the forward pass.
-        spec: of the pages.
+        batch: layout of the forward pass.
+        spec: shape of the pages.
         window_left: keys before its own position that a query sees, inclusive; -1: all.
-        query_length_min: a sequence with fewer queries is in no unit; at least 1.
+        query_length_min: sequences with fewer queries are left out; at least 1.
     """
     starts = batch.query_indptr.tolist()
     parts = []
@@ -90,7 +90,7 @@ def plan_units(
 
 
 def _groups(parts: Sequence[_Part], spec: PageSpec) -> list[list[_Part]]:
-    """Parts that may share a unit, the longest first."""
+    """Groups parts that may share a unit. In each group the longest comes first."""
     token_bytes = KEY_AND_VALUE * spec.kv_head_count * spec.head_dim * spec.dtype.itemsize
     groups: list[list[_Part]] = []
     for part in sorted(parts, key=lambda part: (part.query_length, -part.key_count)):
@@ -112,7 +112,7 @@ def _are_alike(longest: _Part, part: _Part, spec: PageSpec, token_bytes: int) ->
 
 
 def _plan_unit(batch: AttentionBatch, spec: PageSpec, parts: Sequence[_Part], window_left: int) -> GatheredBatch:
-    """Pages from that of the first key to that of the last; where a sequence has fewer, its last one again."""
+    """Plans a unit. Each sequence has the pages from its first to its last key, padded with its last page again."""
     page_size = spec.block_size
     first_pages = [part.first_key // page_size for part in parts]
     starts = [part.first_key % page_size for part in parts]  # where each sequence's keys begin in its gathered slots
@@ -146,8 +146,10 @@ def _plan_unit(batch: AttentionBatch, spec: PageSpec, parts: Sequence[_Part], wi
 
 
 def _tokens(parts: Sequence[_Part]) -> slice | torch.Tensor:
-    """Returns the tokens of some sequences in the flat batch; a slice where they lie side by side, which costs no
-    copy."""
+    """Returns the tokens of some sequences in the flat batch.
+
+    The result is a slice if they lie side by side, because indexing by a slice makes no copy.
+    """
     query_length, first = parts[0].query_length, parts[0].first_token
     if all(part.first_token == first + number * query_length for number, part in enumerate(parts)):
         return slice(first, first + len(parts) * query_length)
@@ -155,12 +157,15 @@ def _tokens(parts: Sequence[_Part]) -> slice | torch.Tensor:
 
 
 def query_block(dtype: torch.dtype) -> int:
-    """Queries of a block, at most."""
+    """Returns the largest number of queries in a block."""
     return QUERY_BLOCK_HALF if dtype.itemsize == 2 else QUERY_BLOCK
 
 
 def _query_blocks(query_length: int, key_count: int, window_left: int, block: int) -> tuple[QueryBlock, ...]:
-    """Queries in blocks, each with the keys that at least one of it sees; the last query stands at the last key."""
+    """Divides queries into blocks, each with the keys that at least one of its queries sees.
+
+    The last query is at the position of the last key.
+    """
     if query_length == 1:
         return (QueryBlock(0, 1, 0, key_count),)
     before = key_count - query_length

@@ -1,14 +1,13 @@
 """Decode on a CPU without copying keys or values: sequences of one query each, in float32 or float64.
 
-    scores   sampled_addmm: the product of queries and all rows of the pages, at the places of a sparse pattern only,
-             which names for every query head the rows of the keys that it sees
-    result   embedding_bag: for every query head the sum of its values' rows, weighted
+    scores   sampled_addmm: the product of queries and rows of the pages, computed only where a sparse pattern has an
+             entry. For every query head, the pattern names the rows of the keys that it sees
+    result   embedding_bag: for every query head, the weighted sum of its values' rows
 
-Both read the rows where they lie. Keys are cut into tiles, and all heads of a tile come before the next tile: a token's
-heads lie side by side in its page, and while a tile is in the processor's cache, every query head that shares its keys
-finds them there. Each tile has a softmax of its own, merged over the tiles of a sequence; so sequences of any lengths
-are one batch. The last tile's padding names *its own last key* again and is masked: any other slot may hold NaN, and
-0 * NaN is NaN.
+Both read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A token's heads
+lie side by side in its page, so every query head that shares a tile's keys finds them in the CPU's cache. Each tile has
+its own softmax, and these are merged over the tiles of a sequence, so sequences of any lengths form one batch. The
+padding of the last tile repeats the sequence's last key and is masked. Any other slot may hold NaN, and 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from torch.nn.functional import embedding_bag
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import PageSpec, rows_of
 
-# Keys of a tile, of all heads. Measured with 4/2 heads of 64 and 32/8 of 128: shorter tiles cost calls and merging,
-# longer ones leave the cache.
+# Bytes of the keys of a tile, all heads together. Measured with 4/2 heads of 64 and 32/8 heads of 128: shorter tiles
+# cost calls and merging, longer tiles do not fit into the CPU's cache.
 TILE_BYTES_MAX = 512 << 10
 TILE_TOKENS_MIN = 128
-# Below so many bytes of keys (sequences times the longest) gathering is quicker than setting up a sparse call.
+# Up to this many bytes of keys (sequences times the longest), gathering is faster than setting up a sparse call.
 GATHERED_BYTES_MAX = 256 << 10
-PADDING_MAX = 1 / 8  # of the keys: a tile with more padding is halved
+PADDING_MAX = 1 / 8  # share of the keys; with more padding, tiles are halved
 DTYPES = (torch.float32, torch.float64)  # dtypes that sampled_addmm supports
 INT32_MAX = 2**31 - 1
 
@@ -37,31 +36,31 @@ for beta in ("Sparse CSR tensor support is in beta state", r"index_reduce\(\) is
 
 
 def key_rows(slots: torch.Tensor, spec: PageSpec) -> torch.Tensor:
-    """Rows of keys in a layer seen as rows of `kv_heads * head_dim` (`rows_of`), for int64 slots of any shape.
+    """Returns the row of each slot's key, if a layer is viewed as rows of `kv_heads * head_dim` elements (`rows_of`).
 
-    A value's row is `block_size` rows after its key's.
+    `slots` is int64 of any shape. A value's row is `block_size` rows after its key's.
     """
     between = spec.page_stride // spec.row_elements - spec.block_size
-    return slots + slots // spec.block_size * between  # page * rows from page to page + offset
+    return slots + slots // spec.block_size * between  # page * (rows from page to page) + place in the page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """The decoding sequences of a batch under one window."""
+    """The keys of a batch's decoding sequences for one window, cut into tiles."""
 
-    tokens: torch.Tensor  # int64 [sequences], of the flat batch
+    tokens: torch.Tensor  # int64 [sequences], indices in the flat batch
     sequence_of_tile: torch.Tensor  # int64 [tiles]
-    rows: torch.Tensor  # int64 [tiles, tile], of the keys' first heads, see `attend_tiles`
+    rows: torch.Tensor  # int64 [tiles, tile], rows of the keys' first heads if rows have `head_dim` elements
     padding: torch.Tensor | None  # bool [tiles, 1, tile]; None: all tiles are full
     patterns: dict[tuple[int, int], Pattern] = field(default_factory=dict)  # by query heads and rows of a layer
 
     def pattern(self, query_heads: int, kv_heads: int, row_count: int, dtype: torch.dtype) -> Pattern:
-        """Returns which rows each query head of each tile reads; made for the first layer that asks."""
+        """Returns the rows that each query head of each tile reads. The first layer's call computes the pattern."""
         known = self.patterns.get((query_heads, row_count))
         if known is not None:
             return known
         index_dtype = torch.int32 if max(row_count, self.rows.numel() * query_heads) <= INT32_MAX else torch.int64
-        with torch.inference_mode(False):  # written again by every layer, wherever that runs
+        with torch.inference_mode(False):  # every layer writes to these tensors, in inference mode or not
             heads = torch.arange(query_heads) // (query_heads // kv_heads)
             indices = (self.rows[:, None] + heads[:, None]).to(index_dtype).flatten()
             starts = torch.arange(0, indices.shape[0] + 1, self.rows.shape[1], dtype=index_dtype)
@@ -76,19 +75,19 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """Rows of keys in a layer seen as rows of `head_dim` (`rows_of`)."""
+    """Rows of keys that each query head reads, if a layer is viewed as rows of `head_dim` elements (`rows_of`)."""
 
     indices: torch.Tensor  # int32 or int64 [tiles * query_heads * tile]
-    starts: torch.Tensor  # of the same dtype, [tiles * query_heads]
-    scores: torch.Tensor  # sparse CSR [tiles * query_heads, rows], whose values a layer writes
+    starts: torch.Tensor  # same dtype, [tiles * query_heads], where each query head's indices begin
+    scores: torch.Tensor  # sparse CSR [tiles * query_heads, rows]; each layer overwrites its values
 
 
 def plan_tiles(batch: AttentionBatch, spec: PageSpec, window_left: int) -> Tiles | None:
-    """Plans the sequences of one query each; None if there is none, or where gathering their few keys is quicker.
+    """Plans the sequences of one query each. Returns None if there are none, or too few keys for tiles to pay.
 
     Args:
-        batch: of the forward pass.
-        spec: of the pages.
+        batch: layout of the forward pass.
+        spec: shape of the pages.
         window_left: keys before its own position that a query sees, inclusive; -1: all.
     """
     sequences = (batch.query_indptr.diff() == 1).nonzero().flatten()
@@ -119,7 +118,10 @@ def plan_tiles(batch: AttentionBatch, spec: PageSpec, window_left: int) -> Tiles
 
 
 def _tile_tokens(counts: torch.Tensor, token_bytes: int) -> int:
-    """Keys of a tile: as few tiles as fit the cache, as even as possible, and shorter where much would be padding."""
+    """Returns the number of keys in a tile.
+
+    Tiles are as few as the cache's size allows, and as even as possible. They get shorter if much would be padding.
+    """
     longest, total = int(counts.max()), int(counts.sum())
     most = max(TILE_TOKENS_MIN, TILE_BYTES_MAX // token_bytes)
     while True:
@@ -142,12 +144,12 @@ def attend_tiles(
     """Returns the results of the decoding sequences.
 
     Args:
-        tiles: of the window.
+        tiles: the tiles of the layer's window.
         query: `[sequences, query_heads, head_dim]`.
-        pages: one layer, as for `AttentionPlan.append`.
+        pages: one layer, see `AttentionPlan.append`.
         scale: see `AttentionPlan.attend`.
-        soft_cap: the same.
-        sinks: the same.
+        soft_cap: see `AttentionPlan.attend`.
+        sinks: see `AttentionPlan.attend`.
 
     Returns:
         `[sequences, query_heads, head_dim]`.
@@ -156,7 +158,7 @@ def attend_tiles(
     sequences, query_heads, _ = query.shape
     keys = rows_of(pages, head_dim)
     pattern = tiles.pattern(query_heads, kv_heads, keys.shape[0], pages.dtype)
-    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # a key's value; latents are their own
+    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is the value of key i; latents are both
     of_tile = tiles.sequence_of_tile
     is_whole = of_tile.shape[0] == sequences
     queries = query if is_whole else query[of_tile]
@@ -180,5 +182,8 @@ def attend_tiles(
 
 
 def _weighted(weights: torch.Tensor, pattern: Pattern, values: torch.Tensor) -> torch.Tensor:
-    """Sums of rows of values, `[tiles * query_heads, head_dim]`; `values` starts at the first key's value."""
+    """Returns the weighted sums of rows of values, `[tiles * query_heads, head_dim]`.
+
+    `values` must start at the value of the first key.
+    """
     return embedding_bag(pattern.indices, values, pattern.starts, mode="sum", per_sample_weights=weights.flatten())

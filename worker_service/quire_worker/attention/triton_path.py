@@ -1,9 +1,9 @@
 """Paged attention on the Triton kernels, for GPUs, and for CPU tensors under Triton's interpreter.
 
-A plan turns block tables and lengths into the page table of the FlashInfer-named wrappers, on the host, so that
-nothing waits for the device: `plan` of a wrapper once per forward pass (and per kind of layer, if a model has several),
-`run` once per layer. A batch of one query each takes the decode kernel, which divides the keys; any other takes the
-prefill kernel, causal, which divides the queries.
+A plan turns block tables and lengths into the page table of the FlashInfer-named wrappers. It does so on the host,
+without waiting for the device. A wrapper's `plan` is called once per forward pass and kind of layer, its `run` once per
+layer. A batch whose sequences have one query each takes the decode kernel, which divides the keys. Any other batch
+takes the causal prefill kernel, which divides the queries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire_worker.cache import PageSpec
 from quire_worker.page_format import UNSCALED, Scales, is_quantised
 from quire_worker.sampling.params import SamplingParams
 
-# For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.
+# For partial results of split decodes. It is more than any batch with usual query heads and head dims needs.
 WORKSPACE_BYTES = 256 << 20
 BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
 
@@ -56,17 +56,17 @@ class TritonPagedAttention(PagedAttention):
         return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self.workspace)
 
     def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """See `PagedAttention.copy_blocks`; one launch for all buffers."""
+        """Copies blocks in all buffers by one launch; see `PagedAttention.copy_blocks`."""
         copy_blocks(buffers, sources, destinations)
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `PagedAttention.likeliest`; one launch."""
+        """Finds the greedy choices by one launch; see `PagedAttention.likeliest`."""
         return greedy(logits)
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """See `PagedAttention.choose`; one launch, and the vocabulary is not sorted."""
+        """Chooses tokens by one launch, without sorting the vocabulary; see `PagedAttention.choose`."""
         if all(row.is_greedy for row in params):
             return greedy(logits)
         device = logits.device
@@ -86,7 +86,7 @@ class TritonPagedAttention(PagedAttention):
 
 
 class SamplingSettings(NamedTuple):
-    """Per row, on the device: `[rows]`."""
+    """Sampling parameters of the rows, each `[rows]` on the device."""
 
     temperature: torch.Tensor  # float32
     top_k: torch.Tensor  # int32
@@ -95,7 +95,7 @@ class SamplingSettings(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Parameters in which a model's layers differ for planning."""
+    """Parameters of planning that differ between the layers of a model."""
 
     query_heads: int
     scale: float
@@ -117,10 +117,10 @@ class TritonAttentionPlan(AttentionPlan):
     checked_slot_counts: set[int] = field(default_factory=set)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, *, scales: Scales = UNSCALED) -> None:
-        """See `AttentionPlan.append`.
+        """Writes keys and values to their slots; see `AttentionPlan.append`.
 
         Raises:
-            ValueError: a slot is outside the pages; found on the host, once per forward pass.
+            ValueError: a slot is outside the pages. The host checks that once per forward pass.
         """
         self._check_slots(pages)
         if self.spec.latent_dim is None:
@@ -138,23 +138,23 @@ class TritonAttentionPlan(AttentionPlan):
         pages: torch.Tensor,
         norms: HeadNorms | None,
     ) -> torch.Tensor:
-        """Turns queries and keys and writes keys and values to their slots in one launch; returns the queries.
+        """Rotates queries and keys, and writes keys and values to their slots, in one launch. Returns the queries.
 
         Args:
-            heads: see `rotate_append`, whose arguments these are.
+            heads: see `rotate_append`; the other arguments are passed to it, too.
             cosine: `[tokens, rotary_dim]`.
-            sine: the same.
-            pages: one layer, as for `append`, of the dtype of `heads`.
-            norms: of the heads, before.
+            sine: `[tokens, rotary_dim]`.
+            pages: one layer, see `append`, of the dtype of `heads`.
+            norms: norms of the heads, applied before the rotation; None: no norms.
 
         Raises:
-            ValueError: a slot is outside the pages; found on the host, once per forward pass.
+            ValueError: a slot is outside the pages. The host checks that once per forward pass.
         """
         self._check_slots(pages)
         return rotate_append(heads, cosine, sine, self.slots, pages, "NHD", norms=norms)
 
     def _check_slots(self, pages: torch.Tensor) -> None:
-        """Looks once per forward pass whether pages of this number have all slots of the batch."""
+        """Checks, once per forward pass and number of pages, that all slots of the batch exist in the pages."""
         slot_count = pages.shape[0] * pages.shape[2]
         if slot_count not in self.checked_slot_counts:
             check_slots(self.batch.slot_mapping, slot_count=slot_count)
@@ -181,34 +181,34 @@ class TritonAttentionPlan(AttentionPlan):
         output = wrapper.run(
             query, pages, k_scale=k_scale, v_scale=v_scale, sinks=None if sinks is None else sinks.float()
         )
-        assert isinstance(output, torch.Tensor)  # a pair only where lse is asked for
+        assert isinstance(output, torch.Tensor)  # it would be a pair only with `return_lse`
         return output
 
     def _scales(self, scales: Scales) -> tuple[float | None, float | None]:
-        """Returns what the kernels multiply fp8 pages with; none of others, whose kernels have no such argument."""
+        """Returns the kernels' scales for fp8 pages; None for other pages, because their kernels take no scales."""
         return scales if is_quantised(self.spec.dtype) else (None, None)
 
     def _attend_latents(
         self, kind: Kind, query: torch.Tensor, pages: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns multi-query attention whose values are the first part of its keys."""
+        """Computes multi-query attention, with the first part of each key as its value."""
         if kind.window_left >= 0 or kind.soft_cap or sinks is not None:
             raise ValueError("the kernel of latent attention has no window, soft cap or sinks")
         wrapper = self.latent_wrappers.get(kind)
         if wrapper is None:
             wrapper = self.latent_wrappers[kind] = self._planned_latents(kind)
         output = wrapper.run(query=query, kv_cache=pages[:, 0, :, 0])
-        assert isinstance(output, torch.Tensor)  # a pair only where lse is asked for
+        assert isinstance(output, torch.Tensor)  # it would be a pair only with `return_lse`
         return output
 
     def _planned_latents(self, kind: Kind) -> BatchMLAPagedAttentionWrapper:
-        """Returns a wrapper for all layers of a kind."""
+        """Returns a planned wrapper for all latent-attention layers of a kind."""
         wrapper = BatchMLAPagedAttentionWrapper(self.workspace)
         self._plan_latents(wrapper, kind)
         return wrapper
 
     def _planned(self, kind: Kind) -> Wrapper:
-        """Returns a wrapper for all layers of a kind."""
+        """Returns a planned wrapper for all layers of a kind: of the decode or the prefill kernel."""
         if bool((self.batch.query_indptr.diff() == 1).all()):
             decode = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
             self._plan_decode(decode, kind)
@@ -239,7 +239,7 @@ class TritonAttentionPlan(AttentionPlan):
 
 
 def page_table(batch: AttentionBatch, page_size: int) -> PageTable:
-    """Returns the pages that hold keys, sequence after sequence; padding of the block tables is left out."""
+    """Returns the pages that hold keys, sequence by sequence, without the padding of the block tables."""
     lengths = batch.kv_lengths.to(torch.int32)
     counts = (lengths + page_size - 1) // page_size
     is_used = torch.arange(batch.block_tables.shape[1]) < counts[:, None]

@@ -1,1 +1,1 @@
-"""One batch on the device, what can fail there, and what is compiled before the first request."""
+"""Execution of batches on the device, its failures, and the compilation before the first request."""

@@ -1,17 +1,17 @@
-"""Decode batches replayed from CUDA graphs: one launch from the host, where a pass has hundreds.
+"""Decode batches replayed from CUDA graphs: the host makes one launch in place of hundreds.
 
-A model of 32 layers makes some 15 launches a layer. At 5 us each from Python, its pass takes 2.4 ms whatever the GPU
-does meanwhile; a replay takes one. A graph is of one batch size. So there is a ladder of sizes, and a batch takes the
-smallest graph that holds it, filled up with empty sequences (`attention.decode_in_place`):
+A model of 32 layers makes about 15 launches per layer. At 5 us each from Python, its pass takes at least 2.4 ms on any
+GPU; a replay is one launch. A graph has one batch size. So there is a ladder of sizes, and a batch takes the smallest
+graph that holds it, padded with empty sequences (`attention.decode_in_place`):
 
     ladder    1 2 4 8 16 24 32 40 ...          11 sequences are computed as 16
 
     1. captured    at start, the largest size first: smaller ones share its memory
     2. replayed    whenever all chunks of a batch are one token; tokens, positions, slots and page tables are written to
-                   where the captured launches read them
+                   the addresses that the captured launches read
 
-A model that cannot be captured, because something in it waits for the device (a mixture of experts that asks which of
-them are used, say), is computed launch by launch as before, and the log says why.
+A model cannot be captured if something in it waits for the device, for example a mixture of experts that asks which
+experts are used. Its passes are launched kernel by kernel, and the log says why.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import PagedStep, run
 
-SIZE_STEP = 8  # from 8 on, so that at most 7 rows of a batch are empty
+SIZE_STEP = 8  # from size 8 on; at most 7 rows of a batch are empty
 
 log = structlog.get_logger()
 Compute: TypeAlias = Callable[[], torch.Tensor]
 
 
 class Replay(NamedTuple):
-    """A computation that can be repeated on what its inputs hold by then.
+    """A computation that can be repeated on new contents of the same input tensors.
 
     Attributes:
-        run: repeats it.
-        result: where it leaves its result.
+        run: repeats the computation.
+        result: the tensor that each repetition writes its result to.
     """
 
     run: Callable[[], object]
@@ -52,22 +52,22 @@ class Replay(NamedTuple):
 
 
 class Capture:
-    """Captures computations as CUDA graphs, which share their memory because no two of them run at once."""
+    """Captures computations as CUDA graphs. The graphs share memory, because no two of them run at once."""
 
     def __init__(self) -> None:
-        """Begins with no memory."""
+        """Creates the shared memory pool, empty."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Compute) -> Replay:
         """Runs a computation, then captures it.
 
         Raises:
-            RuntimeError: it does what no graph can hold.
+            RuntimeError: the computation does something that a CUDA graph does not support.
         """
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            compute()  # what is made at a first call, such as plans, belongs to no graph
+            compute()  # The first call creates plans and the like. They must not become part of the graph.
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -76,7 +76,7 @@ class Capture:
 
 
 class _Graph:
-    """A batch size, captured."""
+    """The captured pass of one batch size."""
 
     def __init__(
         self, model: PagedModel, cache: KVCache, size: int, indices: Sequence[torch.Tensor], workspace: torch.Tensor
@@ -97,7 +97,7 @@ class _Graph:
         self._replay: Replay | None = None
 
     def capture(self, capture: Callable[[Compute], Replay]) -> None:
-        """Captures the pass, of empty sequences: no page is written."""
+        """Captures a pass over empty sequences, so no page is written."""
         model = self._model
         self._replay = capture(lambda: run(model.module, self._inputs, self._step, model.lengths))
 
@@ -120,7 +120,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The graphs of one model and its cache. For the model's thread alone."""
+    """The graphs of one model and its cache. Only the model's thread may use them."""
 
     def __init__(
         self,
@@ -134,14 +134,14 @@ class DecodeGraphs:
         """Captures every size.
 
         Args:
-            model: on a GPU, alone: ranks wait for each other, which no graph holds.
-            cache: whose pages the graphs read and write from now on.
-            sizes: of `ladder`, rising.
-            capture: `Capture()`; elsewhere than on a GPU, what repeats a computation without a graph.
-            progress: called before each size with those done, all of them, and what comes next; and at the end.
+            model: a model on one GPU. Several ranks wait for each other, and no graph supports that.
+            cache: the graphs read and write its pages from now on.
+            sizes: batch sizes from `ladder`, rising.
+            capture: `Capture()`; without a GPU, a function that repeats a computation without a graph.
+            progress: called before each size and at the end, with the sizes done, all sizes, and the next step's name.
 
         Raises:
-            RuntimeError: the model does what no graph can hold.
+            RuntimeError: the model does something that a CUDA graph does not support.
         """
         attention = model.attention
         assert isinstance(attention, TritonPagedAttention)
@@ -159,15 +159,15 @@ class DecodeGraphs:
             progress(len(sizes), len(sizes), "done")
 
     def logits_of(self, batch: ForwardBatch, to_come: TokensToCome | None = None) -> torch.Tensor | None:
-        """Computes a batch of decoding sequences by one replay. Waits for nothing.
+        """Computes a batch of decoding sequences by one replay, without waiting for the device.
 
         Args:
-            batch: its inputs may be on the host; its pages are those of the cache.
-            to_come: tokens that take the place of the batch's own, on the device.
+            batch: its inputs may be on the host; its pages are in the cache.
+            to_come: tokens on the device that replace the batch's own.
 
         Returns:
-            float32 `[rows, vocabulary]`, as `PagedModel.forward`, until the next replay writes over it. None where no
-            graph takes the batch: a chunk of it has several tokens or wants no logits, or it is larger than all graphs.
+            float32 `[rows, vocabulary]`, like `PagedModel.forward`; the next replay overwrites it. None if no graph
+            fits: a chunk has several tokens or wants no logits, or the batch is larger than every graph.
         """
         count = batch.input_ids.shape[1]
         is_decode = all(each.query_length_max == 1 and each.sequence_count == count for each in batch.attention)
@@ -178,7 +178,7 @@ class DecodeGraphs:
 
 
 def ladder(size_max: int) -> list[int]:
-    """Returns the batch sizes to capture up to one, which is among them: 1, 2, 4, 8, and every eighth after that."""
+    """Returns the batch sizes to capture: 1, 2, 4, the multiples of 8 below `size_max`, and `size_max` itself."""
     sizes = [size for size in (1, 2, 4) if size < size_max]
     return [*sizes, *range(SIZE_STEP, size_max, SIZE_STEP), size_max] if size_max > 0 else []
 
@@ -186,11 +186,11 @@ def ladder(size_max: int) -> list[int]:
 def decode_graphs_of(
     model: PagedModel, cache: KVCache, size_max: int, progress: Progress | None = None
 ) -> DecodeGraphs | None:
-    """Captures what a worker on a GPU decodes with; None where nothing can be captured, which the log explains.
+    """Captures the decode graphs of a worker on a GPU. Returns None if they cannot be captured; the log says why.
 
     Args:
-        model: loaded.
-        cache: its own.
+        model: the loaded model.
+        cache: the model's cache.
         size_max: largest batch; 0 for no graphs.
         progress: see `DecodeGraphs`.
     """

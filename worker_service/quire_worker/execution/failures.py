@@ -13,16 +13,16 @@ from quire.errors import Reason
 class FailureKind(enum.Enum):
     """Cause of a request's failure. It is the label of a metric, so there are few values."""
 
-    NOT_FINITE = "not_finite"  # its logits hold NaN or infinity
-    OUT_OF_MEMORY = "out_of_memory"  # even by itself
-    EXCEPTION = "exception"  # anything else that the forward pass raises
-    NO_TOKEN_LEFT = "no_token_left"  # its own parameters rule out the whole vocabulary
-    GRAMMAR = "grammar"  # it became too complex
-    TOKENIZER = "tokenizer"  # on the way in, or out
+    NOT_FINITE = "not_finite"  # the request's logits hold NaN or infinity
+    OUT_OF_MEMORY = "out_of_memory"  # the request did not fit into memory even alone
+    EXCEPTION = "exception"  # the forward pass raised any other exception
+    NO_TOKEN_LEFT = "no_token_left"  # the request's parameters rule out the whole vocabulary
+    GRAMMAR = "grammar"  # the grammar became too complex
+    TOKENIZER = "tokenizer"  # encoding the prompt or decoding the output failed
 
 
 class Failure(NamedTuple):
-    """Why a request ends. Holds no exception: its traceback would keep the tensors of a failed pass alive."""
+    """The reason why a request ends. Holds no exception: a traceback would keep the tensors of a failed pass alive."""
 
     kind: FailureKind
     reason: Reason
@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 
 
 class DeviceLostError(Exception):
-    """The device answers nothing any more, whatever is asked of it; only a new process gets it back."""
+    """The device no longer answers any call. Only a new process can use it again."""
 
 
 NOT_FINITE = Failure(
@@ -46,21 +46,23 @@ GRAMMAR = Failure(
 )
 TOKENIZER = Failure(FailureKind.TOKENIZER, Reason.TOKENIZER_FAILED, "the tokenizer failed on this request")
 
-# torch has a class of its own only for the memory of accelerators. The rest is known by what its allocators say:
-# the CPU's, C++'s, and those of the libraries that allocate by themselves.
+# torch has an exception class only for the memory of accelerators. The other allocators (torch's for the CPU, C++'s and
+# those inside libraries) are recognized by their messages.
 _SAYS_NO_MEMORY = re.compile(r"DefaultCPUAllocator|std::bad_alloc|out of memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tells whether less at a time could help."""
+    """Returns whether memory ran out, so that a smaller batch could succeed."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _SAYS_NO_MEMORY.search(str(error)) is not None
 
 
 def failure_of(error: Exception) -> Failure:
-    """Returns what an exception of the forward pass means for a request that was alone in it. Names its type, not its
-    text: nobody knows what that holds."""
+    """Returns the failure of a request that was alone in a forward pass that raised.
+
+    The message names the exception's type and not its text, because that could hold anything.
+    """
     if is_out_of_memory(error):
         message = "the worker has no memory left to compute this request, not even by itself"
         return Failure(FailureKind.OUT_OF_MEMORY, Reason.OUT_OF_MEMORY, message)

@@ -1,4 +1,4 @@
-"""Which rows of logits are finite. To read it is to wait for the device: it is read with the tokens where it can be."""
+"""Flags of the finite rows of logits. Reading them waits for the device, so they are read together with the tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire_worker.execution.parts import Part
 
 
 class Finiteness:
-    """Flags of a pass's parts that the host has not read yet: whether their logits are finite.
+    """Flags on the device that the host has not read yet: whether the logits of a pass's parts are finite.
 
     Holds no reference to its owner: a cycle would keep the pass's logits alive until the garbage collector runs.
     """
@@ -20,29 +20,29 @@ class Finiteness:
         self._flags: list[torch.Tensor] = []
 
     def add(self, parts: Sequence[Part], flags: torch.Tensor) -> None:
-        """Takes flags that are still to be read, bool `[rows]`, of all rows of these parts."""
+        """Adds unread flags: bool `[rows]`, one for each row of these parts."""
         self._parts += parts
         self._flags.append(flags)
 
     def unread(self) -> torch.Tensor | None:
-        """Returns all flags that are to be read; None if there are none."""
+        """Returns all unread flags as one tensor; None if there are none."""
         return torch.cat(self._flags) if self._flags else None
 
     def take(self, flags: Sequence[int]) -> list[Part]:
-        """Takes what was read of `unread`, nothing where that was None, and returns the parts that are not finite."""
+        """Takes the values of `unread` (empty if that was None). Returns the parts that are not finite."""
         if not flags:
             return []
         parts, self._parts, self._flags = self._parts, [], []
         return not_finite(parts, flags)
 
     def read(self) -> list[Part]:
-        """Reads the flags that were not read with tokens (parts of prompts). Returns the parts that are not finite."""
+        """Reads the flags that no token was read with (prompt parts). Returns the parts that are not finite."""
         flags = self.unread()
         return [] if flags is None else self.take(flags.tolist())
 
 
 def not_finite(parts: Sequence[Part], flags: Sequence[int]) -> list[Part]:
-    """Returns the parts that are not finite in all of their rows."""
+    """Returns the parts with at least one row that is not finite."""
     found, end = [], 0
     for part in parts:
         start, end = end, end + part.row_count

@@ -1,4 +1,4 @@
-"""The side of every rank but 0: does what rank 0 says until it says stop."""
+"""The loop of every rank but 0: it carries out rank 0's orders until the order to stop."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ log = structlog.get_logger()
 
 
 def follow(crew: Crew, model: PagedModel, cache: KVCache) -> None:
-    """Computes this rank's part of everything until rank 0 says stop.
+    """Computes this rank's part of each pass and copy until rank 0 orders it to stop.
 
     Args:
-        crew: of this rank; loading has ended.
-        model: this rank's part.
-        cache: its pages, as many blocks as on every rank.
+        crew: this rank's crew; loading has ended.
+        model: this rank's part of the model.
+        cache: this rank's pages; every rank has the same number of blocks.
 
     Raises:
         RankLostError: a rank is gone.
-        torch.AcceleratorError: this rank's device is.
+        torch.AcceleratorError: this rank's device is lost.
     """
     crew.serve()
     while True:
@@ -42,7 +42,7 @@ def follow(crew: Crew, model: PagedModel, cache: KVCache) -> None:
 
 
 def _attempt(crew: Crew, token_count: int, compute: Callable[[], object]) -> None:
-    """Does this rank's part. What fails is rank 0's to try again, and its requests' to be told."""
+    """Computes this rank's part. If it fails, rank 0 retries it, or fails its requests."""
     try:
         crew.together(token_count, compute, ending_of)
     except RankLostError:

@@ -1,6 +1,6 @@
-"""Pages of preempted samples in host memory: copied out of the pool's buffers and back, whatever they hold.
+"""Pages of preempted samples in host memory, copied out of the pool's buffers and back.
 
-A block is one row of each buffer, of bytes, so that all groups, states and dtypes are moved alike.
+A block is one row of bytes in each buffer, so blocks of all groups, states and dtypes are copied the same way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class HostPages:
     """Slots for blocks of one pool.
 
     Args:
-        cache: of the pool.
-        slot_count: blocks that fit.
+        cache: the pool's cache.
+        slot_count: the number of blocks that fit.
     """
 
     def __init__(self, cache: KVCache, slot_count: int) -> None:
-        """Reserves the memory, which is pinned where the pages are on a GPU."""
+        """Reserves the memory. It is pinned if the pages are on a GPU."""
         self._cache = cache
         is_pinned = cache.device.type == "cuda"
         self._slots = tuple(

@@ -1,7 +1,7 @@
-"""One thread that runs its items in order: a queue and nothing else.
+"""One thread that runs the items of a queue in order.
 
-An executor of `concurrent.futures` would add a future, a condition and a semaphore to each item, on the thread between
-two passes. The results of a pass reach the event loop by another way (`model_thread.py`).
+An executor of `concurrent.futures` would create a future, a condition and a semaphore for each item. That costs time
+between two passes. The results of a pass reach the event loop by another way (`model_thread.py`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _Items: TypeAlias = SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | No
 class Lane:
     """A thread that its callers share.
 
-    1. made      the thread waits
-    2. submit    from any thread
-    3. close     waits for the submitted items. The interpreter, too, waits for those of an open lane before it ends
+    1. created   the thread waits for items
+    2. submit    may be called from any thread
+    3. close     waits for the submitted items; at exit the interpreter closes a lane that is still open
     """
 
     def __init__(self, name: str) -> None:
-        """Starts the thread, under that name."""
+        """Starts a thread of that name."""
         self._items: _Items = SimpleQueue()
         thread = threading.Thread(target=_work, args=(self._items,), name=name, daemon=True)
         self._end = weakref.finalize(self, _end, self._items, thread)
         thread.start()
 
     def submit(self, run: Callable[..., None], *arguments: Any) -> None:
-        """Has `run` called after all earlier items. It may not raise.
+        """Queues a call of `run`, after all earlier items. `run` must not raise.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -52,7 +52,7 @@ def _work(items: _Items) -> None:
             return
         run, arguments = item
         run(*arguments)
-        del item, run, arguments  # nothing is held while the thread waits
+        del item, run, arguments  # or the waiting thread would keep their tensors alive
 
 
 def _end(items: _Items, thread: threading.Thread) -> None:

@@ -1,14 +1,14 @@
-"""Passes that are launched and not waited for, so that a GPU goes from one to the next without a pause.
+"""Passes that are launched without waiting for them, so that a GPU computes one after the other without a pause.
 
-A pass that samples only the likeliest tokens needs nothing of the pass before but its tokens, and these are on the
-device already. So it is launched behind that pass, before the host has read the tokens:
+A pass that samples only the likeliest tokens needs nothing from the previous pass but its tokens, and these are already
+on the device. So it is launched behind that pass, before the host has read the tokens:
 
     model's thread    launch 1 | launch 2                | launch 3
     device              |  pass 1              |  pass 2              |  pass 3
     reader's thread        wait for 1 . . . . . tokens of 1    wait for 2 . . tokens of 2
     event loop                                    hand out 1, plan 3            hand out 2, plan 4
 
-    1. launched   tokens are sampled on the device, and copied to the host behind that
+    1. launched   tokens are sampled on the device, then copied to the host
     2. settled    the tokens are on the host. The reader, or a pass that cannot be launched this way, waits for them
 """
 
@@ -28,12 +28,12 @@ from quire_worker.scheduling.request import Request
 
 
 class TokensToCome(NamedTuple):
-    """Tokens of a pass that the device computes, and where the next one needs them.
+    """Tokens that a pass on the device will sample, and their places in the next pass.
 
     Attributes:
         tokens: int32 `[rows]` on the device; negative where logits are not finite.
-        places: int64 `[count]` on the device, of tokens in the flat batch; None: the first `rows`, in order.
-        rows: int64 `[count]` on the device, which token goes to each; None as `places`.
+        places: int64 `[count]` on the device, places in the flat batch; None means the first `rows` places, in order.
+        rows: int64 `[count]` on the device, the row of `tokens` for each place; None if `places` is None.
     """
 
     tokens: torch.Tensor
@@ -42,7 +42,7 @@ class TokensToCome(NamedTuple):
 
     @classmethod
     def of(cls, tokens: torch.Tensor, awaiting: Sequence[Awaiting]) -> TokensToCome:
-        """Returns the tokens of the pass before, with the places where `awaiting` needs them."""
+        """Returns the tokens of the previous pass, with the places where `awaiting` needs them."""
         count = len(awaiting)
         if count == len(tokens) and all(each.place == each.draw_index == i for i, each in enumerate(awaiting)):
             return cls(tokens, None, None)
@@ -61,8 +61,8 @@ class TokensToCome(NamedTuple):
             ids.index_copy_(0, self.places, self.tokens[self.rows].clamp_min(0).to(ids.dtype))
 
 
-# Computes a batch in a shorter way than a forward pass, or returns None if it has none for that batch. The logits are
-# valid until the next call. Tokens that the batch lacks may be on the device alone, or not computed yet.
+# Computes a batch faster than a forward pass (by a CUDA graph), or returns None if it cannot. The next call overwrites
+# the logits. The second argument has tokens that the host does not know yet.
 Shortcut: TypeAlias = Callable[[ForwardBatch, TokensToCome | None], torch.Tensor | None]
 
 
@@ -71,16 +71,16 @@ class Launched:
 
     Attributes:
         tokens: int32 `[rows]` on the device, one for each part; negative where its logits are not finite.
-        left_out: requests that the pass before has failed; known once it is settled.
+        left_out: requests that failed in the previous pass; set by `settle`.
     """
 
     def __init__(self, parts: Sequence[Part], tokens: torch.Tensor, before: Launched | None) -> None:
-        """Has the tokens copied to the host behind the pass.
+        """Queues the copy of the tokens to the host, behind the pass.
 
         Args:
-            parts: of the pass, one for each token.
-            tokens: see above.
-            before: the pass before, if it was not settled when this one was launched.
+            parts: the parts of the pass, one for each token.
+            tokens: see the class.
+            before: the previous pass, if it was not settled when this one was launched.
         """
         self.tokens = tokens
         self.left_out: frozenset[Request] = frozenset()
@@ -97,15 +97,15 @@ class Launched:
             self._copied.record()
 
     def settle(self) -> Before:
-        """Waits for the tokens, and returns the results that the next pass needs of this one.
+        """Waits for the tokens, and returns the results that the next pass needs.
 
         Raises:
-            DeviceLostError: they never come.
+            DeviceLostError: the device is lost.
         """
         with self._lock:
             if self._settled is None:
                 self._settled = self._read()
-                self._before = None  # or every pass would hold on to all before it
+                self._before = None  # or every pass would keep all earlier ones alive
             return self._settled
 
     def _read(self) -> Before:

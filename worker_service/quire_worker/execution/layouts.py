@@ -1,10 +1,10 @@
-"""Layouts of batches: most are the previous batch's layout, moved on by one token.
+"""Layouts of batches: most are the previous batch's layout, advanced by one token.
 
-While all samples decode, two consecutive batches differ by one position, one key and one slot for each sample. Laying
-them out anew takes most of the event loop's turn, and blocks the interpreter, which the model's thread needs as well.
+While all samples decode, two consecutive batches differ by one position, one key and one slot for each sample. A new
+layout takes most of the event loop's turn, and holds the interpreter lock, which the model's thread needs too.
 
 While the allocator is asked for a batch's blocks, the rest of that batch is laid out (`sketch`). When the blocks
-arrive, completing the layout takes a quarter of the time.
+arrive, completing the layout takes a quarter of the time of a new one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from quire_worker.model.batch import ForwardBatch, scratch_tables, with_tables
 
 
 class Layouts:
-    """Lays out the batches of one engine, one after the other. No tensor but the ids of tokens is ever changed, so that
-    batches share what is the same in both."""
+    """Lays out the batches of one engine, one after the other.
+
+    Consecutive batches share equal tensors. That is safe because only the tensor of token ids is ever written to.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -37,10 +39,10 @@ class Layouts:
         self._sketched: tuple[Sequence[Part], ForwardBatch] | None = None
 
     def sketch(self, parts: Sequence[Part]) -> None:
-        """Lays out parts whose tables are not known, to be completed by `of` if the next batch is of the same tokens.
+        """Lays out parts before their tables are known. `of` completes the layout if the next batch has these parts.
 
         Raises:
-            ValueError: as `build_batch` does.
+            ValueError: see `build_batch`.
         """
         tables, _ = scratch_tables(self._cache.spec.groups, [part.start + len(part.tokens) for part in parts])
         parts = [
@@ -50,10 +52,10 @@ class Layouts:
         self._sketched = parts, layout_of(parts, self._cache)
 
     def of(self, parts: Sequence[Part]) -> ForwardBatch:
-        """Returns what `layout_of` does.
+        """Returns the layout of a batch, equal to that of `layout_of`.
 
         Raises:
-            ValueError: as `build_batch` does.
+            ValueError: see `build_batch`.
         """
         before, self._layout = self._layout, None
         layout = self._of_sketched(parts)
@@ -64,14 +66,14 @@ class Layouts:
         return self._layout
 
     def _of_sketched(self, parts: Sequence[Part]) -> ForwardBatch | None:
-        """Returns the sketch with these parts' tables; None if it is not of the same tokens."""
+        """Returns the sketch, completed with these parts' tables; None if it was made for other tokens."""
         sketched, self._sketched = self._sketched, None
         if sketched is None or [_tokens_of(part) for part in parts] != [_tokens_of(part) for part in sketched[0]]:
             return None
         return with_tables(sketched[1], [part.tables for part in parts], groups=self._cache.spec.groups)
 
     def _a_token_further(self, parts: Sequence[Part], before: ForwardBatch) -> ForwardBatch | None:
-        """Returns the layout of the next token of the last batch's samples; None if this batch is another one."""
+        """Returns the last layout advanced by one token; None if the parts are not the same samples' next tokens."""
         size = self._cache.spec.block_size
         entering = []  # samples that begin another block
         for row, (part, last, begun_with) in enumerate(zip(parts, self._parts, self._begun_with, strict=True)):
@@ -82,12 +84,12 @@ class Layouts:
             if sample.request.adapter is not None:
                 return None
             for table, known in zip(part.tables, last.tables, strict=True):
-                if table != known and table[: len(known)] != known:  # a block was copied, or swapped for its twin
+                if table != known and table[: len(known)] != known:  # a block was copied, or swapped for an equal one
                     return None
             if part.start % size == 0:
                 place = part.start // size
                 if any(len(table) <= place or table[place] == NULL_BLOCK for table in part.tables):
-                    return None  # which is refused where it is laid out anew
+                    return None  # a block is missing; `layout_of` raises the error
                 entering.append(row)
         positions = before.position_ids.numpy()[0] + 1
         attention = []
@@ -124,16 +126,16 @@ class Layouts:
 
 
 def _tokens_of(part: Part) -> tuple[object, ...]:
-    """Returns all that a layout depends on but tables."""
+    """Returns everything but the tables that a part's layout depends on."""
     return part.sample, part.start, part.tokens, part.draft, part.sample.begun_with, part.row_count
 
 
 def _with_blocks(tables: np.ndarray, entries: Sequence[tuple[int, Sequence[int], int]]) -> np.ndarray:
-    """Returns tables with further blocks, as wide as they have to be.
+    """Returns a copy of the tables with further blocks, widened if needed.
 
     Args:
         tables: int32 `[batch, blocks]`.
-        entries: a row, its whole table, and the place of the block there.
+        entries: for each new block its row, the row's whole table, and the block's place in it.
     """
     width = max(tables.shape[1], *(place + 1 for _, _, place in entries))
     wider = np.zeros((tables.shape[0], width), dtype=tables.dtype)

@@ -1,8 +1,8 @@
-"""Rank 0's side of a tensor-parallel crew: what is run here is run on every rank.
+"""Rank 0's side of a tensor-parallel crew: every rank runs the passes and copies of rank 0.
 
-The engine knows nothing of ranks. It is given a model whose passes and copies are told to the others first
-(`LeadingModel`), one after the other and in the order in which they run here. What fails on any rank fails on all of
-them (`Crew.together`), so that trying again in parts means the same parts everywhere.
+The engine knows nothing of ranks. Its model (`LeadingModel`) sends each pass and copy to the other ranks before running
+it, in order. A pass that fails on one rank fails on all of them (`Crew.together`), so a retry has the same parts on
+every rank.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ ResultT = TypeVar("ResultT")
 class Order(enum.IntEnum):
     """An order of rank 0 to the other ranks."""
 
-    WAIT = 0  # it has nothing to compute
-    FORWARD = 1  # with a `ForwardBatch`
-    COPY = 2  # with sources and destinations
+    WAIT = 0  # nothing to compute
+    FORWARD = 1  # compute a pass; its value is a `ForwardBatch`
+    COPY = 2  # copy blocks; its value is sources and destinations
     STOP = 3
 
 
 class Leader:
-    """Tells the other ranks what to do, and from time to time that there is nothing.
+    """Sends orders to the other ranks. While there is no work it sends `WAIT`, so that they hear from rank 0.
 
     Attributes:
-        size: ranks, this one included.
+        size: number of ranks, this one included.
     """
 
     def __init__(self, crew: Crew, *, silence_s: float, on_lost: Callable[[str], None]) -> None:
         """Ends loading, and begins to lead.
 
         Args:
-            crew: of rank 0.
-            silence_s: the others are to hear something this often.
-            on_lost: called from any thread, perhaps more than once, when a rank is gone.
+            crew: rank 0's crew.
+            silence_s: the longest time in seconds without an order.
+            on_lost: called when a rank is gone, from any thread, perhaps more than once.
         """
         self.size = crew.size
         self._crew = crew
         self._silence_s = silence_s
         self._on_lost = on_lost
-        self._lock = threading.Lock()  # of the crew, and of what follows
+        self._lock = threading.Lock()  # guards the crew and the attributes below
         self._said_s = time.monotonic()
         self._stopped = threading.Event()
         crew.serve()
         threading.Thread(target=self._break_silence, name="leader", daemon=True).start()
 
     def together(self, order: Order, value: object, token_count: int, compute: Callable[[], ResultT]) -> ResultT:
-        """Lets every rank do something, and returns what came of it here.
+        """Has every rank carry out an order, and returns this rank's result.
 
         Raises:
             DeviceLostError: a rank is gone.
-            Exception: what `compute` raised, or that it failed on another rank.
+            Exception: the exception of `compute`, or a failure on another rank.
         """
         with self._lock:
             try:
@@ -81,9 +81,9 @@ class Leader:
                 raise DeviceLostError(str(error)) from error
 
     def stop(self) -> None:
-        """Lets the other ranks end."""
+        """Orders the other ranks to end."""
         self._stopped.set()
-        with self._lock, contextlib.suppress(RankLostError):  # they have
+        with self._lock, contextlib.suppress(RankLostError):  # a lost rank has ended already
             self._crew.say(Order.STOP)
 
     def _break_silence(self) -> None:
@@ -100,7 +100,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LeadingModel(PagedModel):
-    """A model split over ranks: every rank computes its part whenever rank 0 does."""
+    """A model split over ranks. A pass on rank 0 makes every rank compute its part."""
 
     leader: Leader
 
@@ -114,7 +114,7 @@ class LeadingModel(PagedModel):
 
 
 class LeadingAttention(PagedAttention):
-    """Copies on all ranks; the rest is this rank's own attention."""
+    """Copies blocks on all ranks. All other calls go to this rank's attention alone."""
 
     def __init__(self, inner: PagedAttention, leader: Leader) -> None:
         self._inner = inner
@@ -137,11 +137,11 @@ class LeadingAttention(PagedAttention):
 
 
 def led_by(leader: Leader, model: PagedModel) -> LeadingModel:
-    """Returns the same model for rank 0's engine."""
+    """Returns the model for rank 0's engine: its passes and copies run on all ranks."""
     values = {field.name: getattr(model, field.name) for field in fields(PagedModel)}
     return LeadingModel(**values | {"attention": LeadingAttention(model.attention, leader)}, leader=leader)
 
 
 def ending_of(error: Exception) -> Ending:
-    """Returns what to tell the other ranks of an error; rank 0 tries again in parts where that could help."""
+    """Returns the ending of an attempt that raised, for the other ranks. Rank 0 retries in parts if that could help."""
     return Ending.OUT_OF_MEMORY if is_out_of_memory(error) else Ending.FAILED

@@ -1,22 +1,22 @@
 """The thread that the model runs on, and how it tells the event loop that a pass is done.
 
-Both need the interpreter: the event loop for half a millisecond a turn, to hand out tokens and to lay out the pass
-after the next one, the model's thread for a little of each pass. The event loop is to have it while kernels run, which
-do without, and not between two passes, where the kernels would wait for it:
+Both threads need the interpreter lock. The event loop needs it for half a millisecond a turn, to hand out tokens and to
+lay out the pass after the next one. The model's thread needs it between the kernels of two passes. So the event loop
+should hold the lock while kernels run, and not between two passes, where it would delay the kernels:
 
     model's thread   |  kernels of pass 1   | tokens of 1, begin 2 |  kernels of pass 2
     event loop         hand out 0, lay out 2                         hand out 1, lay out 3
 
-So the end of a pass is reported when the kernels of the next one begin (`before_kernels`). The thread keeps the
-interpreter while it writes to the pipe: a thread that releases it, if only for a system call or to destroy a tensor,
-gets it back only when the event loop has finished its turn.
+So the end of a pass is reported when the kernels of the next one begin (`before_kernels`). The model's thread keeps the
+lock while it writes to the pipe. If it released the lock, even for a system call or to destroy a tensor, it would get
+it back only when the event loop has finished its turn.
 
-The event loop gives way where somebody waits for a first token: a pass that comes to an idle thread begins before it
-plans the next one (`begun`). The model's thread gives way for the first tokens themselves: while a pass has brought
-nothing else, the next one begins when they are on their way (`go_on`).
+Two exceptions make first tokens fast. When a pass is submitted to an idle thread, the event loop lets its kernels begin
+before it plans the next pass (`begun`). After a pass that brought only first tokens, the model's thread waits until the
+event loop has sent them (`go_on`).
 
-A pass that was launched on a GPU and is not waited for (`launched.py`) is finished by another thread, in order, which
-tells the event loop at once.
+A pass that was only launched on a GPU (`launched.py`) is finished by another thread, the reader. It takes such passes
+in order, and tells the event loop at once.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from quire_worker.execution.parts import Computed
 from quire_worker.execution.prepared import Later, PlainTokens, Prepared
 from quire_worker.scheduling.plan import Work
 
-# Computes a batch. The function that it is given is to be called before its kernels, if one call runs most of them.
+# Computes a batch. It calls its second argument right before its kernels, if one call runs most of them.
 Result: TypeAlias = Computed | PlainTokens
 Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Result | Later]
 
-GIVES_WAY_S = 0.001  # at most; first tokens take the event loop a third of it
+GIVES_WAY_S = 0.001  # longest wait for `go_on`; sending first tokens takes the event loop a third of it
 
-# The C library's, called with the interpreter held: the pipe that it writes to does not block.
+# The C library's `write`. PyDLL keeps the interpreter lock during the call; the pipe is non-blocking.
 _write = ctypes.PyDLL(None).write
 _write.argtypes, _write.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_ssize_t
 
 
 class Pass(NamedTuple):
-    """A batch that is with the model's thread."""
+    """A batch that was submitted to the model's thread."""
 
     work: list[Work]
     result: asyncio.Future[Result]
 
 
 class Done(NamedTuple):
-    """A pass that was computed. What it was computed from is destroyed by the event loop: see above."""
+    """A pass that was computed. It holds the inputs, so that the event loop destroys their tensors: see the module."""
 
     future: asyncio.Future[Result]
     result: Result | BaseException
@@ -62,31 +62,33 @@ class Done(NamedTuple):
 
 
 class ModelThread:
-    """Computes passes in order. For the event loop's thread.
+    """Computes passes in order. Its methods must be called on the event loop's thread.
 
-    1. made
-    2. submit    the first one has the event loop watch one end of a pipe
-    3. close     waits for what is under way; nobody is told of anything any more
+    1. created
+    2. submit    the first call makes the event loop watch one end of a pipe
+    3. close     waits for the passes under way; their results are no longer delivered
 
     Args:
-        lane: which others may share, and `close` closes; one of its own if not given.
+        lane: a lane that others may share; `close` closes it. If None, the object starts its own.
     """
 
     def __init__(self, lane: Lane | None = None) -> None:
         self._lane = lane or Lane("model")
-        self._reader: Lane | None = None  # where passes are finished that were launched; made for the first of them
+        self._reader: Lane | None = None  # the thread that finishes launched passes; started for the first of them
         self._submitted_count = self._begun_count = 0
         self._done = deque[Done]()
-        self._is_owed = False  # the event loop was not told of what is done; for the model's thread alone
-        self._has_kernels = False  # the pass under way has called `before_kernels`; likewise
-        self._announces_kernels = False  # the last pass has called `before_kernels`: the next one will
-        self._begun: asyncio.Future[None] | None = None  # a pass that came to an idle thread has called it, or ended
+        # Only the model's thread uses these two flags.
+        self._is_owed = False  # the event loop has to be notified, and was not yet
+        self._has_kernels = False  # the pass under way has called `before_kernels`
+        self._announces_kernels = False  # the last pass called `before_kernels`, so the next one will, too
+        # Set when a pass that was submitted to an idle thread calls `before_kernels` or ends.
+        self._begun: asyncio.Future[None] | None = None
         self._may_go_on = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._read_end = self._write_end = -1
 
     def submit(self, compute: Compute, prepared: Prepared) -> asyncio.Future[Result]:
-        """Has a pass computed after those before; the future has what it gives, or why it failed."""
+        """Queues a pass behind the earlier ones. The future gets its result or its exception."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._read_end, self._write_end = os.pipe()
@@ -101,15 +103,17 @@ class ModelThread:
         return future
 
     async def begun(self) -> None:
-        """Returns when the kernels of a pass run that was submitted to an idle thread. Where the pass before has not
-        said when its kernels begin, this only gives the interpreter away once."""
+        """Waits until the kernels run of a pass that was submitted to an idle thread.
+
+        If the previous pass did not call `before_kernels`, it only yields to the event loop once.
+        """
         if self._begun is None:
             await asyncio.sleep(0)
         else:
             await self._begun
 
     def go_on(self) -> None:
-        """Notes that first tokens are on their way."""
+        """Lets the model's thread continue, because the first tokens have been sent."""
         self._may_go_on.set()
 
     def close(self) -> None:
@@ -130,8 +134,8 @@ class ModelThread:
     def _run(self, compute: Compute, prepared: Prepared, future: asyncio.Future[Result]) -> None:
         self._begun_count += 1
         self._has_kernels = False
-        self._is_owed |= not prepared.is_behind  # somebody may wait for it to begin
-        if future.cancelled():  # nobody waits any more
+        self._is_owed |= not prepared.is_behind  # the event loop may wait in `begun`
+        if future.cancelled():
             self._tell()
             return
         result: Result | Later | BaseException
@@ -150,7 +154,7 @@ class ModelThread:
         if goes_first:
             self._is_owed = False
             self._may_go_on.clear()
-            with contextlib.suppress(BlockingIOError):  # full: it has been told
+            with contextlib.suppress(BlockingIOError):  # a full pipe wakes the event loop anyway
                 os.write(self._write_end, b"\0")
             if gives_way:
                 self._may_go_on.wait(GIVES_WAY_S)
@@ -158,14 +162,14 @@ class ModelThread:
             self._tell()
 
     def _finish(self, later: Later, prepared: Prepared, future: asyncio.Future[Result]) -> None:
-        """Waits for a pass, on the reader's thread."""
+        """Waits for a launched pass and hands over its result. Runs on the reader's thread."""
         result: Result | BaseException
         try:
             result = later.finish()
         except BaseException as error:
             result = error
         self._done.append(Done(future, result, prepared))
-        with contextlib.suppress(BlockingIOError):  # full: it has been told
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the event loop anyway
             os.write(self._write_end, b"\0")
 
     def _before_kernels(self) -> None:

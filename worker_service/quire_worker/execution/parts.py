@@ -1,4 +1,4 @@
-"""Parts of a forward pass, one for each sample: their layout, and how a pass is cut that was too much at once."""
+"""Parts of a forward pass, one for each sample: their layout, their results, and how a failed pass is cut in two."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Before(NamedTuple):
     """Results of a batch that the next batch needs.
 
     Attributes:
-        token_ids: the last token of each of its draws; any where it failed.
+        token_ids: the last token of each of its draws; any value if the draw failed.
         failures: see `Computed`.
-        lost_blocks: likewise.
+        lost_blocks: see `Computed`.
     """
 
     token_ids: list[int]
@@ -43,12 +43,12 @@ class Before(NamedTuple):
 
 
 class Awaiting(NamedTuple):
-    """A part whose one token is what a draw of the batch before gives.
+    """A part of one token that a draw of the previous batch samples.
 
     Attributes:
-        tokens: of the part.
-        place: of the token in the flat batch.
-        draw_index: of the draw in its batch.
+        tokens: the part's tokens; the sampled token is written into this list.
+        place: the token's place in the flat batch.
+        draw_index: the draw's index in the previous batch.
     """
 
     tokens: list[int]
@@ -57,9 +57,9 @@ class Awaiting(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned.
+    """Tokens of one sample from position `start` on, in one pass, and the sample's tables at the time of planning.
 
-    The last of `tokens` are a `draft`.
+    The last `len(draft)` of `tokens` are the draft.
     """
 
     sample: Sample
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Tells whether the logits after each of its tokens are wanted."""
+        """Returns whether the logits after each of its tokens are wanted."""
         scored = self.sample.scored
         if scored is not None:
             return self.start + len(self.tokens) >= scored.start
@@ -78,21 +78,21 @@ class Part(NamedTuple):
 
     @property
     def is_continued(self) -> bool:
-        """Tells whether it is a beam's, to its last token, after which the likeliest ones are told."""
+        """Returns whether the part ends at the last token of a beam, so that the likeliest next tokens are wanted."""
         return self.sample.is_beam and self.start + len(self.tokens) == len(self.sample.tokens)
 
     @property
     def may_wait(self) -> bool:
-        """Tells whether its token is all that has to be read of its logits."""
+        """Returns whether the sampled token is the only result that has to be read."""
         return self.sample.sampler.is_simple and not self.is_scored and not self.is_continued
 
     @property
     def row_count(self) -> int:
-        """Counts its rows of logits."""
+        """Returns the number of its rows of logits."""
         return len(self.tokens) if self.is_scored or self.draft else 1
 
     def without_draft(self) -> Part:
-        """Returns the part without what is drafted."""
+        """Returns the part without its drafted tokens."""
         return self._replace(tokens=self.tokens[: len(self.tokens) - len(self.draft)], draft=())
 
 
@@ -101,8 +101,8 @@ class Row(NamedTuple):
 
     Attributes:
         logits: float32 `[rows, vocabulary]`.
-        number: of the row.
-        likeliest: the greedy choice of each row; None where it is not known.
+        number: the row's index.
+        likeliest: the greedy choice of each row; None if not known.
     """
 
     logits: torch.Tensor
@@ -119,7 +119,7 @@ class Token(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Logprobs of a prompt's tokens from a position on."""
+    """Logprobs of a prompt's tokens, starting at a position."""
 
     request: Request
     position: int
@@ -127,7 +127,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class CandidateLogprobs(NamedTuple):
-    """Logprobs of a candidate's tokens from a position on."""
+    """Logprobs of a candidate's tokens, starting at a position."""
 
     sample: Sample
     position: int
@@ -145,18 +145,18 @@ class Computed(NamedTuple):
     """Results of a batch.
 
     Attributes:
-        work: work whose keys and values are in the pages now; nothing of a failed request.
+        work: the work that wrote its keys and values into pages, without that of failed requests.
         tokens: one for each draw of the requests that did not fail.
-        prompt_logprobs: of parts of prompts, if they were asked for.
-        candidate_logprobs: of parts of candidates.
-        continuations: of beams that are computed to their last token.
-        failures: of the requests that failed.
-        lost_blocks: blocks whose copy failed, so that they hold nothing of use.
-        retry_count: passes that had to be computed in parts.
-        seconds: on the model's thread.
+        prompt_logprobs: logprobs of prompt tokens, if requested.
+        candidate_logprobs: logprobs of candidates' tokens.
+        continuations: likeliest next tokens of beams that are computed to their last token.
+        failures: the requests that failed, with the failure.
+        lost_blocks: blocks whose copy failed; their content is undefined.
+        retry_count: passes, copies and draws that were retried in parts.
+        seconds: time on the model's thread.
         swapped_block_count: blocks that were moved to host memory or back.
-        swap_s: part of `seconds` that moving them took.
-        proposals: of a draft model, for samples that continue.
+        swap_s: the part of `seconds` that was spent on moving them.
+        proposals: tokens that a draft model proposes for samples that continue.
     """
 
     work: list[Work]
@@ -174,7 +174,7 @@ class Computed(NamedTuple):
 
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
-    """Returns both halves; None where there is only one item."""
+    """Returns both halves; None for fewer than two items."""
     middle = len(items) // 2
     return (items[:middle], items[middle:]) if middle else None
 
@@ -197,7 +197,7 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
 
 
 def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[int]) -> list[PromptLogprobs]:
-    """Returns the logprobs of each prompt's tokens that follow those of its part."""
+    """Returns, for each scored prompt part, the logprobs of the token after each of its tokens."""
     found, row = [], 0
     for part in parts:
         is_prompt = part.is_scored and part.sample.scored is None
@@ -211,7 +211,7 @@ def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[int
 
 
 def candidate_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> list[CandidateLogprobs]:
-    """Returns how likely the tokens of candidates are that follow those of their parts."""
+    """Returns, for each part of a candidate, the logprobs of the candidate tokens after its tokens."""
     found, end = [], 0
     for part in parts:
         first, end = end, end + part.row_count
@@ -239,7 +239,7 @@ def continuations(parts: Sequence[Part], logits: torch.Tensor) -> list[Continuat
 
 
 def rows_of(places: Sequence[Row]) -> torch.Tensor:
-    """Returns these rows as one tensor; no copy where they are all of one, in order."""
+    """Returns these rows as one tensor, without a copy if they are all rows of one tensor in order."""
     first = places[0].logits
     if len(places) == len(first) and all(row.logits is first and row.number == i for i, row in enumerate(places)):
         return first
@@ -247,7 +247,7 @@ def rows_of(places: Sequence[Row]) -> torch.Tensor:
 
 
 def token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:
-    """Returns both halves of their tokens, the part in the middle cut in two; None where there is only one token."""
+    """Returns both halves of the parts' tokens. The middle part is cut in two. None for fewer than two tokens."""
     middle = sum(len(part.tokens) for part in parts) // 2
     if not middle:
         return None

@@ -1,8 +1,7 @@
-"""A batch on its way to the model's thread: whatever can be found out about it before it is computed, has been.
+"""A batch for the model's thread, with everything worked out that can be known before it is computed.
 
-Between two passes that thread does nothing but what has to wait for the tokens of the one before. Most passes want the
-likeliest token after each of their parts and nothing else (`is_plain`), and what came of one is told in two words
-(`PlainTokens`), for the event loop to spell out.
+Between two passes, that thread does only work that needs the tokens of the previous pass. Most passes want only the
+likeliest token after each part (`is_plain`). Their result is short (`PlainTokens`); the event loop expands it.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ class Prepared(NamedTuple):
     """A batch, ready for the model's thread.
 
     Attributes:
-        run: what computes it.
+        run: the object that computes the batch.
         restores: pages to be copied from host memory.
-        parts: of the forward pass. A token that the batch before samples is 0 as yet.
-        awaiting: those whose one token it is.
-        layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
-        ids: the layout's `input_ids`, the same memory, which the model's thread writes without a call into torch.
-        is_behind: it was planned while the batch before was under way.
-        is_greedy: all that is wanted of each part is the likeliest token after it, if masks allow it.
-        has_masks: some of these tokens have to be allowed by a mask.
-        is_plain: besides being greedy, there is nothing to do before the forward pass, and no draft model reads along.
-        has_first_tokens: somebody waits for the first token of an answer.
-        has_first_tokens_alone: nobody gets another one.
+        parts: parts of the forward pass. A token that the previous batch samples is 0 until then.
+        awaiting: the parts that need a token of the previous batch.
+        layout: layout of all parts on the host. None if building it failed; the run then builds it again, in halves
+            if necessary.
+        ids: the layout's `input_ids` as NumPy, in the same memory; the model's thread writes it without calling torch.
+        is_behind: whether it was planned while the previous batch was under way.
+        is_greedy: whether every part wants only the likeliest token after it, if masks allow that token.
+        has_masks: whether some of these tokens have to be checked against a mask.
+        is_plain: greedy, with no copies or swaps before the forward pass, and without a draft model.
+        has_first_tokens: whether it samples the first token of some answer.
+        has_first_tokens_alone: whether it samples only first tokens.
     """
 
     run: Run
@@ -55,18 +55,17 @@ class Prepared(NamedTuple):
 
 
 class Later(NamedTuple):
-    """A batch that is launched, and not waited for (`launched.py`).
+    """A batch that is launched on the device and not finished (`launched.py`).
 
     Attributes:
-        finish: waits for it, on any thread, and returns what came of it.
+        finish: waits for the batch, on any thread, and returns its result.
     """
 
     finish: Callable[[], Computed | PlainTokens]
 
 
 class PlainTokens(NamedTuple):
-    """Results of a batch that `is_plain`, has only finite logits, and whose masks allow the likeliest token for each
-    draw: these tokens."""
+    """Result of an `is_plain` batch with finite logits: the likeliest token of each draw. Masks allow all of them."""
 
     prepared: Prepared
     token_ids: list[int]
@@ -74,14 +73,16 @@ class PlainTokens(NamedTuple):
 
 
 def tables_of(sample: Sample) -> list[array[int]]:
-    """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
+    """Returns a copy of a sample's tables, one for each group. A table of states has one entry, the running block."""
     tables = [table[:] for table in sample.tables]
     return [*tables, *(array("I", [block]) for block in sample.states)] if sample.states else tables
 
 
 def is_greedy(parts: Sequence[Part], draws: Sequence[Draw]) -> bool:
-    """Tells whether all that is wanted of each part is the likeliest token after it, if masks allow it, in the order of
-    the parts."""
+    """Returns whether every part wants only the likeliest token after it, if masks allow that token.
+
+    The draws must be in the order of the parts.
+    """
     if len(parts) != len(draws):
         return False
     for part, (drawn, parent, _) in zip(parts, draws, strict=True):
@@ -94,11 +95,11 @@ def is_greedy(parts: Sequence[Part], draws: Sequence[Draw]) -> bool:
 
 
 def first_tokens_of(draws: Sequence[Draw], going_on: Collection[Sample]) -> tuple[bool, bool]:
-    """Tells whether any of these draws is the first token of an answer, and whether all are.
+    """Returns whether any of these draws samples the first token of an answer, and whether all do.
 
     Args:
-        draws: of a batch.
-        going_on: samples for which the batch before samples a token, so that the next one is not the first.
+        draws: a batch's draws.
+        going_on: samples that get a token from the previous batch; their next token is not the first.
     """
     are_first = [sample.request.first_token_s is None and parent not in going_on for sample, parent, _ in draws]
     return any(are_first), all(are_first)

@@ -1,9 +1,9 @@
 """One batch on the device: copies, forward pass, sampling. A failure ends only the request that caused it.
 
     copies      all at once; if that fails, one by one: a sample fails if one of its blocks was not copied
-    forward     all at once; if that fails, in halves, down to the request that is to blame. Without memory the halves
-                are of the tokens, so that a prompt may be cut as well, down to one token
-    logits      checked for every chunk, also if no token is sampled after it: through attention the chunk's last token
+    forward     all at once; if that fails, in halves, down to the request that causes it. If memory ran out, the tokens
+                are halved, so that prompts are cut as well, down to one token
+    logits      checked for every chunk, even if no token is sampled after it: through attention the chunk's last token
                 depends on all its keys and values, and blocks that hold NaN must not be published
     sampling    all at once; if that fails, in halves. Where the device has a kernel for both, the check of the logits
                 finds the likeliest tokens, too
@@ -72,12 +72,12 @@ OfSample = TypeVar("OfSample", Part, Draw, Work, CandidateLogprobs, Continuation
 
 
 class Run:
-    """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
+    """One batch while it is computed. The runner calls each method once, in order; `forward` and `draw` recurse."""
 
     def __init__(
         self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None, host_pages: HostPages | None
     ) -> None:
-        """Takes what it is computed with."""
+        """Takes the model, cache and host memory that the batch is computed with."""
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
         self.swapped_block_count = 0
@@ -91,20 +91,20 @@ class Run:
         self._model = model
         self._cache = cache
         self._shortcut = shortcut
-        self.before_kernels: Callable[[], None] | None = None  # that of `PagedModel.forward`
+        self.before_kernels: Callable[[], None] | None = None  # passed on to `PagedModel.forward`
         self._drafts: dict[Sample, tuple[int, ...]] = {}
-        self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
+        self._left_out: set[Request] = set()  # failed in the previous batch; the engine learns it from that one
         self._finiteness = Finiteness()
-        self._rows: dict[Sample, Row] = {}  # after the last token of each
-        self.likeliest: list[int] | None = None  # after each part, of a pass that is greedy, finite and unharmed
+        self._rows: dict[Sample, Row] = {}  # the logits after each sample's last token
+        self.likeliest: list[int] | None = None  # the token after each part, if the pass took the short path
 
     def is_unharmed(self, sample: Sample) -> bool:
-        """Tells whether what was computed of a sample is of use."""
+        """Returns whether the results of a sample are valid: its request did not fail and was not left out."""
         return sample.request not in self.failures and sample.request not in self._left_out
 
     @property
     def has_harmed(self) -> bool:
-        """Tells whether some sample has failed or was left out, so that its results are of no use."""
+        """Returns whether any request failed or was left out."""
         return bool(self.failures or self._left_out)
 
     def unharmed(self, items: list[OfSample]) -> list[OfSample]:
@@ -114,7 +114,7 @@ class Run:
     def follow(
         self, before: Before, parts: Sequence[Part], awaiting: Sequence[Awaiting], ids: np.ndarray | None
     ) -> None:
-        """Puts in the tokens that the batch before has sampled, and leaves out the requests that failed there. The
+        """Fills in the tokens that the previous batch sampled, and leaves out the requests that failed there. The
         arguments are attributes of `Prepared`."""
         if before.failures or before.lost_blocks:
             for request in {part.sample.request for part in parts}:
@@ -129,7 +129,7 @@ class Run:
                 ids[place] = token
 
     def leave_out(self, requests: Iterable[Request]) -> None:
-        """Notes that the batch before has failed requests."""
+        """Leaves out requests that failed in the previous batch."""
         self._left_out.update(requests)
 
     def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
@@ -149,7 +149,7 @@ class Run:
             self._swap(restore.sample, HostPages.copy_in, restore.slots, restore.blocks)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks. No source is a destination of the same batch, so that each copy may be repeated."""
+        """Copies blocks. No source is also a destination in the same batch, so each copy may be repeated."""
         if not copies:
             return
         failure = self._try_copy(copies)
@@ -163,7 +163,7 @@ class Run:
             self.copy([copy])
 
     def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
-        """Fails the samples that would read or write a block that was not copied."""
+        """Fails the samples that hold a block whose copy failed."""
         if not self.lost_blocks:
             return
         for part in parts:
@@ -178,8 +178,8 @@ class Run:
         is_greedy: bool = False,
         has_masks: bool = False,
     ) -> None:
-        """Computes parts, those of one sample in order; `layout` is of all of them, and so are `is_greedy` and
-        `has_masks`, those of `Prepared`."""
+        """Computes parts; the parts of one sample must be in order. `layout`, `is_greedy` and `has_masks` are the
+        attributes of `Prepared`, and hold for all these parts together."""
         if self.failures or self._left_out:
             count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
             layout = layout if len(parts) == count else None
@@ -202,7 +202,7 @@ class Run:
             self.forward(half)
 
     def draw(self, draws: Sequence[Draw]) -> None:
-        """Samples a token for each."""
+        """Samples a token for each draw."""
         if not draws:
             return
         failure = self._try_draw(draws)
@@ -217,7 +217,7 @@ class Run:
             self.draw(half)
 
     def draw_after_drafts(self) -> None:
-        """Samples on after drafted tokens, as long as each is the one that was sampled in its place."""
+        """Samples after each drafted token, as long as the drafted token equals the sampled one."""
         right, count = self.tokens, 0
         while self._drafts and right:
             draws = []
@@ -232,22 +232,22 @@ class Run:
             right, count = self.tokens[known:], count + 1
 
     def read_rest(self) -> None:
-        """Fails the samples whose logits are not finite and that no draw has reported."""
+        """Reads the remaining finiteness flags, and fails the samples whose logits are not finite."""
         self._fail_not_finite(self._finiteness.read())
 
     def let_go_of_logits(self) -> None:
         """Frees the logits early: the run itself stays until the event loop has its results, during the next pass."""
         self._rows.clear()
 
-    # -- one attempt at each: None, or why not -------------------------------------------------------------------------
+    # -- single attempts: each returns None or the failure -------------------------------------------------------------
 
-    # What is tried again is tried after the `except` block has been left: inside, the traceback holds on to every
-    # tensor of the failed pass.
+    # A retry must begin after its `except` block has ended: inside the block, the traceback keeps every tensor of the
+    # failed pass alive.
 
     def _swap(
         self, sample: Sample, move: Callable[[HostPages, list[int], list[int]], None], source: list[int], to: list[int]
     ) -> None:
-        """Moves pages of a sample between device and host; if that fails, so does its request."""
+        """Moves pages of a sample between device and host. If that fails, the request fails."""
         assert self._host_pages is not None, "nothing is swapped without host memory"
         started = time.perf_counter()
         try:
@@ -277,19 +277,19 @@ class Run:
     ) -> Failure | None:
         try:
             forward = layout or layout_of(parts, self._cache)
-            shortcut = None if forward.adapters else self._shortcut  # which knows of none
+            shortcut = None if forward.adapters else self._shortcut  # CUDA graphs do not apply adapters
             short = None if shortcut is None else shortcut(forward, None)  # [rows, vocabulary]
             if short is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache, self.before_kernels)
             else:
-                logits = short.clone()  # another part of this batch may take the shortcut, too
+                logits = short.clone()  # a later half of this batch may use the shortcut and overwrite them
             likeliest, flags = self._model.attention.look(logits) or NOT_LOOKED
             if is_greedy and likeliest is not None and flags is not None and 0 not in flags:
                 samplers = [part.sample.sampler for part in parts] if has_masks else []
                 if not has_masks or have_taken(samplers, likeliest, logits.shape[1]):
                     self.likeliest = likeliest
                     return None
-                likeliest = None  # drawing need not ask again
+                likeliest = None  # `_known` would check the same masks again, in vain
             may_wait = all(part.may_wait for part in parts)
             unread = are_finite(logits) if flags is None else None
             if unread is not None and not may_wait:
@@ -313,7 +313,7 @@ class Run:
         return failure
 
     def _note_rows(self, parts: Sequence[Part], logits: torch.Tensor, likeliest: list[int] | None) -> None:
-        """Notes where the logits after each part are, but for drafted tokens, and what is drafted."""
+        """Records each part's draft, and the row of the logits after its last token that is not drafted."""
         end = 0
         for part in parts:
             end += part.row_count
@@ -322,7 +322,7 @@ class Run:
                 self._drafts[part.sample] = part.draft
 
     def _known(self, draws: Sequence[Draw]) -> Iterable[int] | None:
-        """Returns the tokens to draw where all are the likeliest ones, known, and allowed by masks; else None."""
+        """Returns the tokens to draw if all of them are known likeliest tokens that masks allow; else None."""
         if self.likeliest is not None:
             return self.likeliest
         known, samplers = [], [each.sample.sampler for each in draws]
@@ -363,24 +363,24 @@ class Run:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _judge(self, error: Exception, what: str, count: int) -> Failure:
-        """Returns why an attempt failed.
+        """Returns the failure for an exception of an attempt, and logs it.
 
         Raises:
-            DeviceLostError: the device failed, and not the attempt.
+            DeviceLostError: the device is lost.
         """
         if isinstance(error, DeviceLostError):
             raise error
         if isinstance(error, torch.AcceleratorError) and not self._device_answers():
             raise DeviceLostError(f"{self._model.device} is lost: {error}") from error
         failure = failure_of(error)
-        if count == 1 or not self.retry_count:  # not every half of a half
+        if count == 1 or not self.retry_count:  # log the first failure and single parts, not every half
             is_news = count == 1 and failure.kind is FailureKind.EXCEPTION
             log.warning(f"{what} failed", error=type(error).__name__, parts=count, exc_info=error if is_news else None)
         return failure
 
     def _free_memory_after(self, failure: Failure) -> None:
         if failure.kind is FailureKind.OUT_OF_MEMORY and self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for reuse may be in pieces that are too small
+            torch.cuda.empty_cache()  # torch's cached free memory may be in pieces that are too small
 
     def _device_answers(self) -> bool:
         try:

@@ -1,10 +1,9 @@
-"""The batches of one engine, one after the other: each is a `Run`, prepared while the one before it is computed.
+"""The batches of one engine, in order. Each is a `Run`, prepared while the previous one is computed.
 
-The next batch lies behind this one in the queue of the model's thread. Which tokens this one samples is then known on
-that thread alone, where they are put into the next one's places. Who fails in this one is left out of the next.
+The next batch waits behind this one in the queue of the model's thread. That thread writes this batch's tokens into the
+next one, because the event loop does not know them yet. Requests that fail in this batch are left out of the next.
 
-Where a second model drafts (`speculation/drafter.py`), it reads along at the end of each batch, and says what may
-follow.
+A draft model (`speculation/drafter.py`) reads the tokens of each batch at its end, and proposes the next ones.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.slots import Proposal
 from quire_worker.scheduling.swap import SwapSpace, pages_to_restore
 
-# What a draft model says of the copies before a pass, its parts, and the tokens sampled after it: `Drafter.propose`.
+# `Drafter.propose`: takes the copies before a pass, its parts and the sampled tokens; proposes the next tokens.
 Propose: TypeAlias = Callable[[Sequence[Copy], Sequence[Part], Sequence[Token]], dict[Sample, Proposal]]
 
 NOBODY: Final[dict[Request, Failure]] = {}
@@ -49,7 +48,7 @@ NOTHING: Final[dict[int, Failure]] = {}
 
 
 class Runner:
-    """Computes the batches of one engine, each prepared while the one before it is computed."""
+    """Computes the batches of one engine, each prepared while the previous one is computed."""
 
     def __init__(
         self,
@@ -61,8 +60,16 @@ class Runner:
         shortcut: Shortcut | None = None,
         propose: Propose | None = None,
     ) -> None:
-        """Takes what computes, and what for: `swap` says how many blocks of preempted samples host memory has room for.
-        `shortcut` is tried first, on batches that are on the host; `propose` says what may follow a pass."""
+        """Reserves the host memory for preempted samples.
+
+        Args:
+            model: computes the batches.
+            cache: the model's pages.
+            clock: returns seconds.
+            swap: its `slot_count` is the number of blocks to reserve.
+            shortcut: tried before a forward pass, with the batch on the host.
+            propose: proposes tokens after a pass.
+        """
         self._model = model
         self._cache = cache
         self._clock = clock
@@ -72,16 +79,16 @@ class Runner:
         knows_likeliest = model.attention.likeliest(torch.empty(0, model.vocab_size)) is not None
         self._launches = knows_likeliest and os.environ.get("QUIRE_LAUNCH_AHEAD", "1") != "0"
         self._before: Before | Launched = Before([], NOBODY, NOTHING)
-        self._settled_s = 0.0  # when the tokens of the last pass came that was launched; for who finishes such passes
-        self._draws: list[Draw] = []  # of the last batch that was prepared
+        self._settled_s = 0.0  # when the last launched pass was finished; used only on the thread that finishes them
+        self._draws: list[Draw] = []  # the draws of the last prepared batch
         self._layouts = Layouts(cache)
 
     def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
-        """Lays a batch out as its samples are now, for `compute`. For the thread that they belong to.
+        """Prepares a batch for `compute`, from the present state of its samples. Must run on the event loop.
 
         Args:
-            batch: what to run.
-            is_behind: whether it was planned while the batch before was under way.
+            batch: the planned batch.
+            is_behind: whether it was planned while the previous batch was under way.
         """
         before, self._draws = {each.sample: index for index, each in enumerate(self._draws)}, batch.draws()
         parts, awaiting, going_on, place = [], [], set(), 0
@@ -102,7 +109,7 @@ class Runner:
             place += item.token_count + len(item.draft)
         try:
             layout = self._layouts.of(parts)
-        except Exception:  # who is to blame is found where the batch is computed
+        except Exception:  # `Run.forward` builds the layout again, and finds the request that causes the error
             layout = None
         ids = None if layout is None else layout.input_ids.numpy()[0]
         run = Run(self._model, self._cache, self._shortcut, self._host_pages)
@@ -115,23 +122,28 @@ class Runner:
         )  # fmt: skip
 
     def sketch(self, wanted: Iterable[tuple[Sample, int]]) -> None:
-        """Lays out so many next tokens of each sample but for their blocks, for `prepare` to complete if these become
-        the next batch. For the thread that they belong to."""
+        """Lays out the given number of next tokens of each sample, without their blocks. Must run on the event loop.
+
+        `prepare` completes the layout if these tokens become the next batch.
+        """
         parts = [
             Part(sample, sample.computed, sample.tokens[sample.computed : sample.computed + token_count], [])
             for sample, token_count in wanted
         ]
-        with contextlib.suppress(Exception):  # who is to blame is found where the batch is computed
+        with contextlib.suppress(Exception):  # `Run.forward` meets the same error, and finds the request that causes it
             self._layouts.sketch(parts)
 
     def compute(
         self, prepared: Prepared, before_kernels: Callable[[], None] | None = None
     ) -> Computed | PlainTokens | Later:
-        """Runs a batch. Blocks, but where it is launched and finished `Later`; for the model's thread. `before_kernels`
-        is that of `PagedModel.forward`.
+        """Runs a batch on the model's thread. Waits for the result unless it returns `Later`.
+
+        Args:
+            prepared: the batch.
+            before_kernels: see `PagedModel.forward`.
 
         Raises:
-            DeviceLostError: nothing can be computed any more.
+            DeviceLostError: the device is lost.
         """
         started, run = self._clock(), prepared.run
         is_launched = self._launches and prepared.is_plain and not prepared.has_masks
@@ -172,7 +184,7 @@ class Runner:
         )
 
     def _launch(self, prepared: Prepared, started_s: float) -> Later | None:
-        """Launches a plain batch behind the one before; None where that must be known first, or it cannot be done."""
+        """Launches a plain batch behind the previous one. Returns None if it cannot, or if the previous one failed."""
         run, before, to_come = prepared.run, self._before, None
         if prepared.layout is None:
             return None
@@ -185,7 +197,7 @@ class Runner:
             to_come = TokensToCome.of(before.tokens, prepared.awaiting)
         try:
             tokens = self._likeliest(prepared.layout, to_come)
-        except Exception:  # who is to blame is found where it is computed and waited for
+        except Exception:  # `compute` runs the batch the slow way, and finds the request that causes the error
             return None
         assert tokens is not None, "it was asked whether there is such a kernel"
         behind = before if isinstance(before, Launched) and prepared.is_behind else None
@@ -193,7 +205,7 @@ class Runner:
         return Later(partial(self._finish, prepared, launched, started_s))
 
     def _likeliest(self, layout: ForwardBatch, to_come: TokensToCome | None) -> torch.Tensor | None:
-        """Has the device compute a batch and the likeliest token after each of its parts, and waits for neither."""
+        """Launches a batch and the search for the likeliest token after each part, without waiting for the device."""
         shortcut = None if layout.adapters else self._shortcut
         logits = None if shortcut is None else shortcut(layout, to_come)
         if logits is None:
@@ -204,7 +216,7 @@ class Runner:
         return self._model.attention.likeliest(logits)
 
     def _finish(self, prepared: Prepared, launched: Launched, started_s: float) -> Computed | PlainTokens:
-        """Waits for a batch that was launched. For one thread, in the order of the batches."""
+        """Waits for a launched batch, and returns its results. One thread must call this, in the batches' order."""
         found = launched.settle()
         now_s = self._clock()
         seconds, self._settled_s = now_s - max(started_s, self._settled_s), now_s
@@ -218,7 +230,7 @@ class Runner:
         return Computed(work, drawn, [], [], [], run.failures, {}, 0, seconds)
 
     def computed(self, result: Computed | PlainTokens) -> Computed:
-        """Returns the result of `compute` spelled out. For the event loop's thread."""
+        """Expands a result of `compute`. Must run on the event loop."""
         if isinstance(result, Computed):
             return result
         prepared, token_ids, seconds = result
@@ -226,7 +238,7 @@ class Runner:
         return Computed(prepared.batch.work, tokens, [], [], [], {}, {}, 0, seconds)
 
     def _proposals(self, prepared: Prepared, run: Run) -> dict[Sample, Proposal]:
-        """Lets the draft model read what the pass has computed, and say what may follow."""
+        """Gives the draft model the pass's tokens, and returns the tokens that it proposes next."""
         assert self._propose is not None
         copies = [move for move in prepared.batch.moves if isinstance(move, Copy)]
         return self._propose(copies, run.unharmed(prepared.parts), run.tokens)

@@ -1,17 +1,17 @@
 """Sizing of a pool in blocks: from a budget of memory, or from a GPU's free memory after the model has run once.
 
     GPU   free = total * utilization - used - peak + current        a profiling pass measures all four
-    CPU   free = the budget that was stated                         without one: half of the memory that is available
+    CPU   free = the configured budget                              without one: half of the memory that is available
                                                                     once the model is loaded, at most the useful maximum
     block_count = free // bytes of a block
 
-`used` is all memory that is taken on the device, by this process and others. `current` is torch's allocated share of
-it. `peak` is torch's largest allocation while the largest batch was computed: memory that a pass needs for a moment
-counts as taken.
+`used` is all memory in use on the device, by this process and others. `current` is torch's allocated share of it.
+`peak` is torch's largest allocation while the largest batch was computed, so the temporary memory of a pass counts as
+used.
 
-On a CPU a page takes memory once it is written to, and never gives it back. Half is left to passes, to other processes,
-and to the page cache (docs/decisions/0042). The useful maximum is the memory of as many samples as run at a time, each
-as long as the model's context, or 256 MiB if that is more: a small model on a large machine has no use for more.
+On a CPU a page takes memory once it is written to, and never gives it back. Half of the memory is left to passes, other
+processes and the page cache (docs/decisions/0042). The useful maximum is what `--max-running` samples need, each as
+long as the model's context, but at least 256 MiB: a small model on a large machine cannot use more.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from quire_worker.host_memory import available_bytes, host_bytes, size
 from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
-_STATE_SHARE = 0.4  # of free memory for the states of a profiling pass; there are two copies of them
-SMALL_BYTES = 256 << 20  # a pool on a CPU may have these even if its samples need less
-CPU_SHARE = Fraction(1, 2)  # of the memory that is available, for a pool on a CPU, if nothing is said
-_MORE_ROOM = {  # by the option that a pool was asked for with
+_STATE_SHARE = 0.4  # share of free memory for one copy of the states of a profiling pass; it holds two copies
+SMALL_BYTES = 256 << 20  # a pool on a CPU may have this much even if its samples need less
+CPU_SHARE = Fraction(1, 2)  # default share of the available memory for a pool on a CPU
+_MORE_ROOM = {  # the advice for a pool that is too small, by the option that set its size
     "--blocks": "more --blocks help",
     "--kv-memory": "more --kv-memory, a smaller --block-size, --kv-cache-dtype fp8_e4m3 or --dtype bfloat16 help",
 }
@@ -59,9 +59,9 @@ class PoolMemory(NamedTuple):
     """Size of a pool, and the memory that it was computed from.
 
     Attributes:
-        block_count: blocks that fit.
+        block_count: number of blocks that fit.
         budget_bytes: memory for pages.
-        device: of a profiled GPU; None if the budget was stated.
+        device: measurements of a profiled GPU; None if no GPU was profiled.
     """
 
     block_count: int
@@ -72,16 +72,16 @@ class PoolMemory(NamedTuple):
 def size_pool(
     model: PagedModel, options: argparse.Namespace, rank_count: int = 1, *, draft_block_bytes: int = 0
 ) -> PoolMemory:
-    """Finds how many blocks the command line asks for, or leaves room for, and logs all that it was computed from.
+    """Computes the size of the pool from the command line or the free memory, and logs the figures behind it.
 
     Args:
-        model: whose pages they are.
-        options: of the command line.
-        rank_count: ranks on this machine. Each has a pool.
-        draft_block_bytes: that a draft model keeps beside each block.
+        model: the model whose pages the pool holds.
+        options: command line options.
+        rank_count: ranks on this machine; each has a pool.
+        draft_block_bytes: bytes that a draft model keeps for each block.
 
     Raises:
-        UsageError: there is no room for a block of each group, or more is asked for than the machine has.
+        UsageError: a block of each group does not fit, or the machine has less memory than the options ask for.
     """
     block_bytes = model.cache_spec.bytes_per_block + draft_block_bytes
     is_profiled = model.device.type == "cuda" and options.blocks is None and options.kv_memory is None
@@ -104,20 +104,20 @@ def size_pool(
 
 
 def budget_of(asked: int | Fraction, total: int) -> int:
-    """Returns bytes: those that were asked for, or a share of `total`."""
+    """Returns a budget in bytes: `asked` itself, or its share of `total` if it is a fraction."""
     return int(asked * total) if isinstance(asked, Fraction) else asked
 
 
 def useful_blocks(model: PagedModel, running_max: int) -> int:
-    """Counts the blocks of so many sequences as long as the model's context, which share nothing."""
+    """Returns the blocks of `running_max` sequences as long as the model's context that share no block."""
     return running_max * model.cache_spec.plan.blocks_peak(model.max_position, model.max_position)
 
 
 def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str, *, draft_block_bytes: int = 0) -> None:
-    """Refuses a pool without a block for each group of layers, and one that is larger than the memory.
+    """Checks that a pool has a block for each group of layers and is not larger than the memory.
 
     Raises:
-        UsageError: says how much is missing, or too much, and which option changes it.
+        UsageError: the pool is too small or too large; the message says by how much and which option changes it.
     """
     if pool.budget_bytes > total:
         raise UsageError(f"{option}: {size(pool.budget_bytes)} are more than the {size(total)} that there are")
@@ -140,11 +140,12 @@ def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str, *, dr
 
 
 def longest_sequence(model: PagedModel, cache: KVCache, options: argparse.Namespace) -> int:
-    """Returns the tokens of the longest sequence that model and pool hold. Logs a warning where that is less than the
-    model's context.
+    """Returns the tokens of the longest sequence that both the model and the pool can hold.
+
+    Logs a warning if that is less than the model's context.
 
     Raises:
-        UsageError: it is less than --max-model-len, which promises it to callers.
+        UsageError: it is less than --max-model-len, a length that callers rely on.
     """
     held = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
     if held >= model.max_position:
@@ -168,45 +169,47 @@ def longest_sequence(model: PagedModel, cache: KVCache, options: argparse.Namesp
 
 
 def profiled(model: PagedModel, options: argparse.Namespace, cuda: Any = torch.cuda) -> DeviceMemory:
-    """Runs the largest batch once and measures what that takes; `cuda` has the functions of `torch.cuda`."""
+    """Runs the largest batch once and measures its memory; `cuda` has the functions of `torch.cuda`."""
     cuda.reset_peak_memory_stats()
     sequence_count = options.max_running
     if model.cache_spec.plan.checkpoint_block_count > 0:
         sequence_count = profiled_sequences(model.cache_spec, sequence_count, cuda.mem_get_info()[0])
     page_bytes = _run_largest(model, options.max_batch_tokens, sequence_count)
     peak = cuda.memory_stats()["allocated_bytes.all.peak"] - page_bytes
-    cuda.empty_cache()  # what torch keeps for reuse is not taken by anybody
+    cuda.empty_cache()  # or memory that torch keeps for reuse would count as used
     free, total = cuda.mem_get_info()
     current = cuda.memory_stats()["allocated_bytes.all.current"]
     return DeviceMemory(total, total - free, peak, current, options.gpu_memory_utilization)
 
 
 def profiled_sequences(spec: CacheSpec, running_max: int, free_bytes: int) -> int:
-    """Counts the sequences of a profiling pass: those that may run, as far as their states take no more than a share of
-    the memory. A pass holds them twice, in pages and as the layers leave them behind."""
+    """Returns the number of sequences of a profiling pass: `running_max`, or fewer if their states take too much.
+
+    A pass holds the states twice: in pages, and in the tensors that the layers return.
+    """
     state_bytes = spec.plan.checkpoint_block_count * spec.bytes_per_block
     return max(1, min(running_max, int(free_bytes * _STATE_SHARE) // state_bytes))
 
 
 def _run_largest(model: PagedModel, token_count: int, sequence_count: int) -> int:
-    """Computes as many tokens and logits as a pass may have, in pages of their own; returns the bytes of these."""
+    """Computes the largest pass in temporary pages. Returns the bytes of these pages."""
     spec, lengths = model.cache_spec, _lengths(token_count, sequence_count, model.max_position)
     tables, block_count = scratch_tables(spec.groups, lengths)
     pages = KVCache(spec, block_count, device=model.device)
     chunks = [Chunk([0] * length, 0, own, needs_logits=True) for length, own in zip(lengths, tables, strict=True)]
     logits = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), pages)
-    torch.stack(list(logits)).softmax(1)  # as the sampler does
+    torch.stack(list(logits)).softmax(1)  # the sampler allocates the same
     return pages.pool_bytes
 
 
 def _lengths(token_count: int, sequence_count: int, longest: int) -> list[int]:
-    """Divides the tokens of a pass evenly among the samples that run; none is longer than a sequence may be."""
+    """Divides the tokens of a pass evenly among the samples; no sample gets more than `longest`."""
     count = min(token_count, sequence_count)
     return [min(longest, (token_count + i) // count) for i in range(count)]
 
 
 def memory_of(device: torch.device) -> int:
-    """Returns the bytes of a GPU, or of this machine: what its control group allows, where that is less."""
+    """Returns the memory of a GPU in bytes, or this process's limit of host memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     return host_bytes()
@@ -232,6 +235,6 @@ def _log(model: PagedModel, pool: PoolMemory, draft_block_bytes: int) -> None:
 
 
 def largest_shape(spec: CacheSpec) -> tuple[int, int]:
-    """Returns KV heads and head dim of the layers that take most bytes per token."""
+    """Returns KV heads and head dim of the layer that takes the most bytes per token."""
     largest = max(spec.layers, key=lambda layer: layer.token_bytes)
     return largest.kv_head_count, largest.head_dim

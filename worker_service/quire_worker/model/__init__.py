@@ -2,7 +2,7 @@
 
 import logging
 
-# transformers imports torchao wherever it is installed, which says on standard error that this machine has no GPU, and
-# makes torch complain of it, in the middle of the worker's log.
+# transformers imports torchao if it is installed. torchao then reports a missing GPU on standard error, and torch warns
+# about torchao, both in the middle of the worker's log.
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)

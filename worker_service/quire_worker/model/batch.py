@@ -4,16 +4,16 @@
     input_ids      a0 a1 a2 | b40 | c16 c17         position_ids  0 1 2 | 40 | 16 17
     query_indptr   0 3 4 6                          kv_lengths    3 41 18
 
-A whole prompt, a part of one and a decoding sequence differ in nothing but their numbers.
+A whole prompt, a part of a prompt and a decoding sequence differ only in their numbers.
 
-Attention gets one such layout for each group of layers, with the group's own pages. What no query of a chunk reads is
-left out of it: positions are in queries and keys already, and attention only counts back from the end. With blocks of
-16 tokens,
+Attention gets one such layout for each group of layers, with the group's own pages. Keys that no query of a chunk reads
+are left out. That is possible because queries and keys are rotated already, and attention only counts back from the
+end. Examples with blocks of 16 tokens:
 
     sliding window of 20     B reads the keys 21 to 40: the blocks from 16 on, kv_length 25
     attention chunks of 16   C starts one: kv_length 2. A `Chunk` becomes a sequence for each attention chunk it touches
 
-A group of recurrent states has one block per sequence, the running one, whatever the length.
+A group of recurrent states has one block per sequence, the running block, whatever the length.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Chunk:
     """The next tokens of one sequence.
 
     Attributes:
-        tokens: their ids, at least one.
-        start: position of the first; the keys and values of the positions `[0, start)` already lie in the pages.
-        block_tables: the sequence's blocks in order, of each group, enough for `start + len(tokens)` tokens; further
-            ones are ignored, and so are those before the windows of all its tokens. Of a group of states, the first
+        tokens: token ids, at least one.
+        start: position of the first token; the keys and values of the positions `[0, start)` are in the pages already.
+        block_tables: for each group the sequence's blocks in order, enough for `start + len(tokens)` tokens. Further
+            blocks are ignored, and so are blocks before the windows of all tokens. The first block of a group of states
             is its running block.
         needs_logits: whether the logits after the last token are wanted.
-        is_scored: whether those after each of its tokens are.
-        begun_with: tokens that the request began with; see `rotary.py`.
+        is_scored: whether the logits after each token are wanted.
+        begun_with: number of tokens that the request began with; see `rotary.py`.
         adapter: LoRA adapter of the request.
     """
 
@@ -64,15 +64,15 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
-    logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch
-    lengths: torch.Tensor  # int64 [tokens] on the host, what each token is rotated for where keys follow lengths
-    attention: tuple[AttentionBatch, ...]  # of each group but those of states
-    spans: torch.Tensor  # int64 [3, chunks] on the host: first position, number of tokens, tokens that it began with
+    logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch after which logits are wanted
+    lengths: torch.Tensor  # int64 [tokens] on the host, the length that each token is rotated for (`rotary.py`)
+    attention: tuple[AttentionBatch, ...]  # one for each group of attention
+    spans: torch.Tensor  # int64 [3, chunks] on the host: first position, number of tokens, `begun_with`
     state_blocks: torch.Tensor  # int64 [groups of states, chunks], the running blocks
-    adapters: tuple[Segment, ...] = ()  # nothing where no chunk has one
+    adapters: tuple[Segment, ...] = ()  # empty if no chunk has an adapter
 
     def on(self, device: torch.device | str) -> ForwardBatch:
-        """Returns the same with the model's inputs on a device; the host does not wait for the copies."""
+        """Returns the batch with the model's inputs on a device. The host does not wait for the copies."""
         if self.input_ids.device == device:
             return self
         return replace(
@@ -87,13 +87,15 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spans:
-    """Spans that attention sees as sequences: queries `[start, stop)` of a chunk over its keys `[first, stop)`. All are
-    int64 arrays with one entry per span, in the order of the flat batch."""
+    """Spans that attention treats as sequences: queries `[start, stop)` of a chunk over its keys `[first, stop)`.
+
+    Each attribute is an int64 array with one entry per span, in the order of the flat batch.
+    """
 
     chunk: np.ndarray
     start: np.ndarray
     stop: np.ndarray
-    first: np.ndarray  # where a block begins
+    first: np.ndarray  # always the first position of a block
 
 
 def build_batch(
@@ -103,13 +105,12 @@ def build_batch(
 
     Args:
         chunks: at least one, of different sequences.
-        groups: of the pool; a chunk has a block table for each.
-        device: where the model's inputs go; what attention plans with stays on the host.
+        groups: the pool's groups; a chunk has a block table for each.
+        device: device of the model's inputs; the data for planning attention stays on the host.
 
     Raises:
         ValueError: there is no chunk, a chunk is empty or starts below 0, a block table is too short or lacks a block
-            that is read, or two tokens would be written to one slot (a block shared by two sequences that both write to
-            it).
+            that is read, or two tokens have the same slot (two sequences write to a shared block).
     """
     if not chunks:
         raise ValueError("a forward pass needs at least one chunk")
@@ -143,12 +144,12 @@ def with_tables(batch: ForwardBatch, tables: Sequence[Sequence[Table]], *, group
     """Returns a batch of the same tokens in other blocks.
 
     Args:
-        batch: on the host.
-        tables: of each chunk, as in `Chunk`.
-        groups: as of `build_batch`.
+        batch: a batch on the host.
+        tables: the block tables of each chunk, see `Chunk`.
+        groups: see `build_batch`.
 
     Raises:
-        ValueError: as `build_batch` does.
+        ValueError: see `build_batch`.
     """
     starts, query_lengths, _ = batch.spans.numpy()
     for number, (start, count) in enumerate(zip(starts.tolist(), query_lengths.tolist(), strict=True)):
@@ -164,7 +165,7 @@ def _pages(
     query_lengths: np.ndarray,
     positions: np.ndarray,
 ) -> tuple[tuple[AttentionBatch, ...], np.ndarray]:
-    """Lays out what depends on the blocks of each chunk: attention's part, and the running blocks of states."""
+    """Lays out the data that depends on blocks: attention's batches, and the running blocks of states."""
     spans: dict[GroupSpec, _Spans] = {}
     attention: list[AttentionBatch] = []
     states: list[list[int]] = []
@@ -199,10 +200,10 @@ def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
 
 
 def scratch_tables(groups: Sequence[GroupSpec], lengths: Sequence[int]) -> tuple[list[list[range]], int]:
-    """Deals the blocks of an unused pool to sequences of these lengths.
+    """Assigns the blocks of an unused pool to sequences of these lengths.
 
     Returns:
-        The block tables of each sequence, of each group, and how many blocks were dealt.
+        The block tables of each sequence and group, and the number of assigned blocks.
     """
     tables: list[list[range]] = []
     dealt = 0
@@ -216,7 +217,7 @@ def scratch_tables(groups: Sequence[GroupSpec], lengths: Sequence[int]) -> tuple
 
 
 def _segments(chunks: Sequence[Chunk], query_lengths: np.ndarray, device: torch.device | str) -> tuple[Segment, ...]:
-    """Gathers the tokens of each adapter, wherever in the batch they are."""
+    """Collects the tokens of each adapter from the whole batch."""
     chosen = [chunk.adapter for chunk in chunks]
     adapters = [adapter for adapter in dict.fromkeys(chosen) if adapter is not None]
     if not adapters:
@@ -248,13 +249,13 @@ def _check_tables(number: int, end: int, tables: Sequence[Table], groups: Sequen
 
 
 def _spans(group: GroupSpec, starts: np.ndarray, stops: np.ndarray) -> _Spans:
-    """Cuts the tokens `[start, stop)` of each chunk at edges of attention chunks; in other groups nothing is cut."""
+    """Cuts the tokens `[start, stop)` of each chunk at the edges of attention chunks. Other groups are not cut."""
     if group.kind is not GroupKind.CHUNKED_LOCAL:
         first = np.zeros_like(starts)
         if group.kind is GroupKind.SLIDING_WINDOW:
             first = np.maximum(0, starts - group.window + 1) // group.block_size * group.block_size
         return _Spans(np.arange(len(starts)), starts, stops, first)
-    counts = (stops - 1) // group.window - starts // group.window + 1  # of edges that a chunk crosses, and one
+    counts = (stops - 1) // group.window - starts // group.window + 1  # spans of each chunk: crossed edges plus one
     chunk = np.repeat(np.arange(len(starts)), counts)
     number = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = (starts[chunk] // group.window + number) * group.window
@@ -265,10 +266,10 @@ def _attention_batch(tables: Sequence[Table], size: int, spans: _Spans, position
     """Lays out one group's part of the forward pass.
 
     Args:
-        tables: of each chunk.
+        tables: the group's block table of each chunk.
         size: tokens per block.
-        spans: of the group.
-        positions: of all tokens, int64 `[tokens]`.
+        spans: the group's spans.
+        positions: int64 `[tokens]`, positions of all tokens.
     """
     first_blocks, end_blocks = spans.first // size, -(-spans.stop // size)
     counts = end_blocks - first_blocks

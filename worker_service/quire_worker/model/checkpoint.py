@@ -1,7 +1,7 @@
-"""A model's folder: which files are its weights, and what it is known by.
+"""A model's folder: its files of weights, and its fingerprint.
 
-Only `config.json`, safetensors and what transformers reads beside them; never a pickle, a download or the checkpoint's
-own code.
+The worker reads only `config.json`, safetensors files, and the other files that transformers reads with them
+(tokenizer, generation defaults). It never loads a pickle, downloads a file or runs the checkpoint's own code.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from pathlib import Path
 
 _SAMPLE_BYTES = 1024 * 1024
 _CONFIG = "config.json"
-_ID_PARTS = 2  # of a model's id at Hugging Face: owner and name
-# Any of them is enough for transformers, which makes a fast tokenizer of the older ones.
+_ID_PARTS = 2  # a model's id at Hugging Face has two parts: owner and name
+# Any one of these files is enough: transformers converts the older formats to a fast tokenizer.
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tokenizer_config.json"),
 )
-_VOCABULARIES = (*_TOKENIZERS[:-1], "*.model", "*.tiktoken", "tekken.json")  # what a tokenizer's settings are for
+_VOCABULARIES = (*_TOKENIZERS[:-1], "*.model", "*.tiktoken", "tekken.json")  # the last of _TOKENIZERS needs one
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 class ModelError(Exception):
-    """A model cannot be served. The message is for the person who chose it."""
+    """A model cannot be served. The message is for the person who chose the model."""
 
 
 class CheckpointError(ModelError):
-    """A file of the model's folder is missing, damaged or does not fit the others."""
+    """A file of the model's folder is missing or damaged, or does not fit the other files."""
 
 
 class UnsupportedModelError(ModelError):
-    """The model is made of something that cannot be served from pages (yet); the message names it."""
+    """The model has a part that cannot be served from pages (yet). The message names the part."""
 
 
 def check_folder(folder: Path) -> None:
-    """Looks for all files that a model consists of, in the order in which they are read; says what to do.
+    """Checks that the folder has all files of a model, in the order in which they are read.
 
     Raises:
-        CheckpointError: one is missing, or no configuration.
+        CheckpointError: a file is missing, or `config.json` is not a configuration. The message says what to do.
     """
     if not folder.is_dir():
         is_id = len(folder.parts) == _ID_PARTS and not folder.is_absolute()
@@ -63,13 +63,15 @@ def check_folder(folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Tells whether there is a file of any tokenizer. A folder without one is served to callers who give token ids."""
+    """Returns whether the folder has a file of any tokenizer. Without one, callers have to send token ids."""
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def attention_chunk_of(folder: Path) -> int:
-    """Returns the tokens of an attention chunk (Llama 4), which whole blocks have to fill; 0 where there are no chunks,
-    or no configuration to say so."""
+    """Returns the tokens of an attention chunk (Llama 4); 0 if the model has none, or the configuration is unreadable.
+
+    The block size must divide this number.
+    """
     try:
         config = json.loads((folder / _CONFIG).read_bytes())
         size = config.get("text_config", config).get("attention_chunk_size")
@@ -79,11 +81,11 @@ def attention_chunk_of(folder: Path) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files that hold the weights, by name.
+    """Returns the files that hold the weights, sorted by name.
 
     Raises:
         CheckpointError: the folder, `config.json` or a file of weights is missing, the index of a sharded checkpoint
-            cannot be read, or the folder holds an adapter, too.
+            cannot be read, or the folder also holds an adapter.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no folder {folder}")
@@ -108,7 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def places_of_weights(folder: Path) -> dict[str, str]:
-    """Returns the file of each tensor, as the index of a sharded checkpoint says; nothing where all are in one file.
+    """Returns the file of each tensor, from the index of a sharded checkpoint; empty if all are in one file.
 
     Raises:
         CheckpointError: the index cannot be read.
@@ -125,21 +127,21 @@ def places_of_weights(folder: Path) -> dict[str, str]:
 
 
 def fingerprint(folder: Path | str) -> bytes:
-    """Returns what a checkpoint is known by, so that only workers with the same one exchange prefixes.
+    """Returns a checkpoint's fingerprint, so that only workers with equal checkpoints exchange prefixes.
 
         SHA256("quire/model/1" | field(config.json) | per file of weights, by name:
                field(name) | uint64 size | field(its first MiB) | field(its last MiB))
 
-    where field(x) is the length of x as uint64 followed by x; numbers are little-endian. Weights are sampled, since
-    reading all of a large model would take minutes: two checkpoints that differ only in the middle of files of equal
-    size have the same fingerprint, which a copy with other weights practically never does (the first MiB holds the
-    header and the first tensors). Where a file lies and when it was written do not matter.
+    Here field(x) is the length of x as uint64, followed by x. Numbers are little-endian. Weights are sampled, because
+    reading all of a large model would take minutes. Two checkpoints have the same fingerprint if they differ only in
+    the middle of files of equal size. In practice that does not occur, because other weights also change the first MiB,
+    which holds the header and the first tensors. A file's path and modification time do not matter.
 
     Returns:
         32 bytes.
 
     Raises:
-        CheckpointError: as `weight_files`.
+        CheckpointError: see `weight_files`.
     """
     folder = Path(folder)
     files = weight_files(folder)

@@ -1,4 +1,4 @@
-"""Reading of a checkpoint's `config.json`. It refuses models by it before anything else is read."""
+"""Reads a checkpoint's `config.json`, and refuses unsupported models before any other file is read."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError
 from quire_worker.model.rotary import longest_of
 from quire_worker.model.support import check_ranks, layers_of
 
-# Whose towers transformers makes with libraries of their own (timm): their text models are loaded by themselves.
+# Model types whose vision and audio towers need a further library (timm). Only their text model is loaded.
 _TOWERS_APART = frozenset({"gemma3n"})
-_REASON_CHARACTERS_MAX = 300  # of what transformers says, in many lines
+_REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
 
 
 def check_configuration(
     folder: Path | str, *, block_size: int, rank_count: int = 1, sequence_tokens_max: int | None = None
 ) -> None:
-    """Refuses a model for what its configuration tells, before its tokenizer and its weights are read.
+    """Checks a model's configuration, before its tokenizer and its weights are read.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         block_size: tokens per page.
-        rank_count: processes that are to compute it together.
-        sequence_tokens_max: longest sequence that is to be served; None: as long as the model allows.
+        rank_count: number of processes that will compute the model together.
+        sequence_tokens_max: longest sequence to serve; None: as long as the model allows.
 
     Raises:
-        CheckpointError: the folder lacks something.
-        UnsupportedModelError: a layer is of an unknown kind, or anything else that `layers_of` refuses; the model's
-            heads do not divide by the ranks, or its weights are quantised and there are several; its context is
-            shorter than the sequences that are to be served.
+        CheckpointError: a file is missing, or `config.json` cannot be used.
+        UnsupportedModelError: `layers_of` refuses a layer; the number of ranks does not divide the heads; the weights
+            are quantised and there are several ranks; or the context is shorter than `sequence_tokens_max`.
     """
     weight_files(Path(folder))
     config = configuration_of(Path(folder))
@@ -61,13 +60,13 @@ def configuration_of(folder: Path) -> Any:
     """Returns transformers' configuration of a checkpoint.
 
     Raises:
-        CheckpointError: it cannot be used.
-        UnsupportedModelError: transformers refuses it for layers that nobody knows.
+        CheckpointError: transformers cannot read it.
+        UnsupportedModelError: transformers cannot read it because it has layers of an unknown kind.
     """
     _check_layer_count(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its many kinds of configuration happen to raise
+    except Exception as error:  # each configuration class of transformers raises its own exceptions
         unknown = _unknown_layers(folder)
         if unknown is not None:
             raise UnsupportedModelError(unknown) from error
@@ -76,15 +75,15 @@ def configuration_of(folder: Path) -> Any:
 
 
 def _check_layer_count(folder: Path) -> None:
-    """Refuses more layers than any model has: transformers would list each of them.
+    """Refuses a configuration with more layers than any model has, because transformers would build a list of them.
 
     Raises:
-        CheckpointError: there are.
+        CheckpointError: the configuration has more than `LAYERS_MAX` layers.
     """
     try:
         written = json.loads((folder / "config.json").read_bytes())
         parts = [written, *(part for part in written.values() if isinstance(part, dict))]
-    except (OSError, ValueError, RecursionError, AttributeError):  # no configuration at all, as is said elsewhere
+    except (OSError, ValueError, RecursionError, AttributeError):  # the caller reports an unreadable configuration
         return
     for part in parts:
         for name in LAYER_COUNTS:
@@ -96,24 +95,23 @@ def _check_layer_count(folder: Path) -> None:
 
 
 def _unknown_layers(folder: Path) -> str | None:
-    """Returns what is to be said of a configuration whose layers are of a kind that the planner does not know."""
+    """Returns the error message for layers of a kind that the planner does not know; None if it knows all."""
     try:
         written = json.loads((folder / "config.json").read_bytes())
         read_config(written.get("text_config", written))
     except ConfigError as error:
         if "layer_types" in str(error) or "layers_block_type" in str(error):
             return f"model type {written.get('model_type')!r} cannot be served: {error}"
-    except (OSError, ValueError, RecursionError, AttributeError):  # no configuration at all, as is said elsewhere
+    except (OSError, ValueError, RecursionError, AttributeError):  # the caller reports an unreadable configuration
         pass
     return None
 
 
 def loader_of(config: Any) -> Any:
-    """Chooses which of transformers' doors a model comes through. One that reads images, too, is served as the text
-    model that it has.
+    """Returns the class of transformers that loads a model. A model that also reads images is served as a text model.
 
     Raises:
-        UnsupportedModelError: none that leads to text.
+        UnsupportedModelError: the model does not generate text.
     """
     if config.model_type in _TOWERS_APART:
         text_config = config.get_text_config()
@@ -126,11 +124,11 @@ def loader_of(config: Any) -> Any:
 
 
 class _TextModel(NamedTuple):
-    """The text model of a checkpoint that has towers beside it, whose weights are left unread."""
+    """Loads only the text model of a checkpoint, and skips the weights of its towers."""
 
     model_class: Any
     config: Any
 
     def from_pretrained(self, folder: Path, **options: Any) -> Any:
-        """Loads it as transformers does."""
+        """Loads the text model, with the options of transformers' `from_pretrained`."""
         return self.model_class.from_pretrained(folder, config=self.config, **options)

@@ -1,7 +1,7 @@
-"""Conversations as text, by the template that a checkpoint comes with.
+"""Rendering of conversations as text, by the checkpoint's chat template.
 
-A template is a program in Jinja's language. It runs in transformers' sandbox, sees what it is given and nothing else of
-the process, and is trusted as far as the checkpoint is.
+A template is a program in the Jinja language. It runs in transformers' sandbox, and can read only its arguments. It is
+trusted as far as the checkpoint is.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
-# What transformers' methods take beside a template's variables, which callers' variables are no way to. A test compares
-# it with the installed release.
+# Arguments of transformers' methods that are not variables of the template. Callers must not set them through
+# `variables`. A test compares this list with the installed release.
 TOKENIZER_OPTIONS: Final = frozenset(
     {"self", "conversation", "conversations", "chat_template", "documents", "continue_final_message", "tokenize"}
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"tokenizer_kwargs", "sanitize_control_tokens"}
 )
-MESSAGE_COUNT_MAX: Final = 16_384  # a template may look at all of them for each of them
+MESSAGE_COUNT_MAX: Final = 16_384  # a template's time may grow with the square of this
 TOOL_COUNT_MAX: Final = 4_096
-DEPTH_MAX: Final = 100  # of nested arrays and objects, so that no recursive function reaches Python's limit
-SIGN: Final = "\U0010fff0"  # of private use, where a text is cut
+DEPTH_MAX: Final = 100  # deepest nesting of arrays and objects, so that no recursion reaches Python's limit
+SIGN: Final = "\U0010fff0"  # a private-use character that marks where `sign` cuts a text
 _PROBE: Final = "quireprobe"
 
 
@@ -37,10 +37,10 @@ class TemplateError(Exception):
 
 
 class ConversationError(Exception):
-    """A conversation cannot be written down. The message is for its caller alone.
+    """A conversation cannot be rendered. The message is only for its caller.
 
     Attributes:
-        field: of the conversation that is to blame.
+        field: the field of the conversation that causes the error.
     """
 
     def __init__(self, message: str, field: str = "messages") -> None:
@@ -56,16 +56,16 @@ class Conversation(NamedTuple):
     variables: dict[str, Any]
     with_generation_prompt: bool
     continues_final: bool = False  # the text ends with the last message's content
-    template: str = ""  # instead of the checkpoint's
+    template: str = ""  # replaces the checkpoint's template, unless empty
 
 
 def read_conversation(
     messages_json: str, tools_json: str, variables_json: str, *, with_generation_prompt: bool
 ) -> Conversation:
-    """Reads a conversation as it travels.
+    """Reads a conversation from the JSON texts of a request.
 
     Raises:
-        ConversationError: one of the texts is no JSON, not of the expected form, or nested too deeply.
+        ConversationError: a text is not JSON, does not have the expected form, or is nested too deeply.
     """
     messages = _objects(messages_json, "messages", MESSAGE_COUNT_MAX)
     if not messages:
@@ -111,9 +111,9 @@ def _parts(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
 
 
 def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
-    """Returns a conversation in whose texts every special token is cut by a sign, behind its first character.
+    """Inserts `SIGN` after the first character of every special token's name in the conversation's texts.
 
-    Whatever a template does to a text, its parts between signs spell no special token.
+    So the parts between signs never spell a special token, whatever a template does to the texts.
     """
     names = [re.escape(name) for name in sorted(special, key=len, reverse=True) if len(name) > 1]
     if not names:
@@ -126,7 +126,7 @@ def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
 def _signed(value: Any, spelled: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         text, count = value.replace(SIGN, ""), 1
-        while count:  # names that overlap: what was cut may have another one in it
+        while count:  # Names may overlap: a name that was cut may contain another one.
             text, count = spelled.subn(lambda found: f"{found[0][0]}{SIGN}{found[0][1:]}", text)
         return text
     if isinstance(value, list):
@@ -137,13 +137,13 @@ def _signed(value: Any, spelled: re.Pattern[str]) -> Any:
 
 
 class ChatTemplate:
-    """The templates of one checkpoint, most often one.
+    """The templates of one checkpoint; most checkpoints have one.
 
     Attributes:
-        sources: texts of the templates, by name: `default`, and `tool_use` where tools have one of their own.
-        variables: the tokenizer's special tokens, which every template may use.
-        file: the file that has them; empty if none has.
-        unreadable: what is wrong with files that may hold templates.
+        sources: texts of the templates, by name: `default`, and `tool_use` if there is a separate one for tools.
+        variables: the tokenizer's special tokens; every template may use them.
+        file: the file that holds the templates; empty if there is none.
+        unreadable: descriptions of files that should hold templates and cannot be read.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ChatTemplate:
         self._wants_parts: dict[tuple[str, str], bool] = {}
 
     def faults(self) -> list[str]:
-        """Returns what is wrong with the templates, whatever they are given, and with their files."""
+        """Returns the syntax errors of the templates and the faults of their files, as texts."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         found = list(self.unreadable)
@@ -167,19 +167,20 @@ class ChatTemplate:
         return found
 
     def text(self, conversation: Conversation) -> str:
-        """Writes a conversation down. Contents are given as one text, or as a list of parts where the template does
-        not look at a text.
+        """Renders a conversation.
+
+        The template gets each content as one text, or as a list of parts if it ignores contents that are texts.
 
         Raises:
-            ConversationError: there is no template, or it refuses.
-            TemplateError: it has a syntax error.
+            ConversationError: there is no template, or it refuses the conversation.
+            TemplateError: the checkpoint's template has a syntax error.
         """
         source = self._source(conversation)
         messages = [self._message(source, message) for message in conversation.messages]
         try:
             try:
                 return self._rendered(source, conversation._replace(messages=messages))
-            except TypeError:  # some templates add the arguments of calls to a text
+            except TypeError:  # some templates concatenate a call's arguments with a text
                 messages = [_with_written_arguments(message) for message in messages]
                 return self._rendered(source, conversation._replace(messages=messages))
         except jinja2.TemplateSyntaxError as error:
@@ -191,7 +192,7 @@ class ChatTemplate:
             raise ConversationError(f"the chat template refuses this conversation: {error}") from None
         except MemoryError:
             raise
-        except Exception as error:  # a template's operators raise what Python's do
+        except Exception as error:  # a template's operators raise the exceptions of Python's operators
             raise ConversationError(f"the chat template fails on this conversation: {type(error).__name__}") from None
 
     def _source(self, conversation: Conversation) -> str:
@@ -219,7 +220,7 @@ class ChatTemplate:
         return str(rendered[0][0])
 
     def _message(self, source: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns a message with its content in the form that the template asks for, where it is text alone."""
+        """Returns a message whose content has the form that the template expects, if the content is only text."""
         content = message.get("content")
         parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
         if not parts or not all(_is_text(part) for part in parts):
@@ -229,7 +230,7 @@ class ChatTemplate:
         return {**message, "content": "\n".join(part["text"] for part in parts)}
 
     def _takes_parts(self, source: str, role: str) -> bool:
-        """Returns whether the template writes nothing of a message whose content is a text, and writes it of parts."""
+        """Returns whether the template writes a message's content only if it is a list of parts, and ignores a text."""
         key = source, role if role in _AROUND else "user"
         if key not in self._wants_parts:
             as_parts = self._writes(source, key[1], [{"type": "text", "text": _PROBE}])
@@ -248,7 +249,7 @@ class ChatTemplate:
             return False
 
 
-# Text before and after a message of each role in a conversation that most templates accept.
+# The roles before and after a message of each role in a conversation that most templates accept.
 _AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "user": ((), ()),
     "system": ((), ("user",)),
@@ -259,7 +260,7 @@ _AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
 
 
 def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message in which the arguments of calls are JSON texts, and no objects."""
+    """Returns a message in which the arguments of calls are JSON texts instead of objects."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -279,9 +280,9 @@ def _is_text(part: Any) -> bool:
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTemplate:
-    """Returns the templates of a checkpoint: its tokenizer's, else those of the processor that goes with it.
+    """Returns the templates of a checkpoint: the tokenizer's, or else the processor's.
 
-    A file that is there and cannot be read is among their faults.
+    A file that exists and cannot be read is among their faults.
     """
     own, sources, file, unreadable = _file_of_tokenizer(folder), dict[str, str](), "", []
     for name in (own, "chat_template.json", "processor_config.json"):
@@ -303,17 +304,17 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTe
 
 
 def _file_of_tokenizer(folder: Path) -> str:
-    """Returns which file transformers takes a tokenizer's templates from, if it has any."""
+    """Returns the name of the file that transformers reads a tokenizer's templates from, if it has any."""
     if (folder / "additional_chat_templates").is_dir():
         return "chat_template.jinja or additional_chat_templates"
     return "chat_template.jinja" if (folder / "chat_template.jinja").exists() else "tokenizer_config.json"
 
 
 def _sources(found: Any) -> dict[str, str]:
-    """Returns templates by name, of one, of several by name, or of a list of them as in older files.
+    """Returns templates by name. The input is one template, a mapping by name, or a list as in older files.
 
     Raises:
-        TypeError, KeyError: they are none of these.
+        TypeError, KeyError: the input has another form.
     """
     if found is None or isinstance(found, str):
         return {"default": found} if found else {}

@@ -3,7 +3,7 @@
     uint64 length of the header | JSON: name -> dtype, shape, [begin, end) in the data | data
 
 This module refuses a truncated file, and a header that does not fit its data. The error names the file and the tensor.
-The library's own message would name neither, or a tensor would be read from the wrong bytes.
+The safetensors library would name neither, or would read a tensor from the wrong bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from quire_worker.model.checkpoint import CheckpointError, places_of_weights, weight_files
 
-_HEADER_BYTES_MAX = 100_000_000  # as safetensors has it
+_HEADER_BYTES_MAX = 100_000_000  # safetensors' limit
 _LENGTH_BYTES = 8
-_DIMENSIONS_MAX = 64  # as torch has it
+_DIMENSIONS_MAX = 64  # torch's limit
 _NUMBER_MAX = (1 << 64) - 1
 _DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -30,8 +30,8 @@ class TensorEntry(NamedTuple):
     """A tensor's entry: its file, dtype, shape and size.
 
     Attributes:
-        file: name in the checkpoint's folder.
-        dtype: in safetensors' words, for example BF16.
+        file: the file's name in the checkpoint's folder.
+        dtype: safetensors' name of the dtype, for example BF16.
         byte_count: bytes of the tensor in the file.
     """
 
@@ -42,11 +42,11 @@ class TensorEntry(NamedTuple):
 
 
 def read_headers(folder: Path) -> dict[str, TensorEntry]:
-    """Returns what a checkpoint holds, by the tensors' names.
+    """Returns the entries of all tensors of a checkpoint, by name.
 
     Raises:
-        CheckpointError: a file is missing, cut off or damaged, two hold the same tensor, or one lacks a tensor that the
-            index says it has.
+        CheckpointError: a file is missing, cut off or damaged, two files hold the same tensor, or a file lacks a tensor
+            that the index places in it.
     """
     found: dict[str, TensorEntry] = {}
     for path in weight_files(folder):
@@ -61,20 +61,20 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns what one file holds.
+    """Returns the entries of all tensors of one file, by name.
 
     Raises:
-        CheckpointError: the file is cut off, or no safetensors file.
+        CheckpointError: the file is cut off, or is not a safetensors file.
     """
     with path.open("rb") as file:
         return header_of(path.name, file, path.stat().st_size)
 
 
 def header_of(name: str, file: BinaryIO, size: int) -> dict[str, TensorEntry]:
-    """Returns the entries of a file of that name and size. The file is at its beginning.
+    """Returns the entries of an open file of this name and size; `file` must be at position 0.
 
     Raises:
-        CheckpointError: as `read_header`.
+        CheckpointError: see `read_header`.
     """
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES or not 2 <= length <= min(_HEADER_BYTES_MAX, size - _LENGTH_BYTES):
@@ -91,7 +91,7 @@ def header_of(name: str, file: BinaryIO, size: int) -> dict[str, TensorEntry]:
 
 
 def _checked(file: str, entries: dict[str, Any], data_bytes: int) -> dict[str, TensorEntry]:
-    """Returns the entries of a header whose tensors fill the data without gaps."""
+    """Checks that the tensors of a header fill the data without gaps, and returns its entries."""
     found, places = {}, []
     for name, entry in entries.items():
         try:
@@ -126,7 +126,7 @@ def _checked(file: str, entries: dict[str, Any], data_bytes: int) -> dict[str, T
 
 
 def _shape_of(sizes: list[object]) -> tuple[int, ...]:
-    if len(sizes) > _DIMENSIONS_MAX:  # the product of a million of them would take minutes
+    if len(sizes) > _DIMENSIONS_MAX:  # multiplying a million sizes would take minutes
         raise ValueError(len(sizes))
     return tuple(map(_natural, sizes))
 

@@ -1,10 +1,10 @@
-"""Scales of keys and values that a checkpoint brings along: small tensors beside the weights.
+"""Scales of keys and values in a checkpoint: small tensors beside the weights.
 
     model.layers.3.self_attn.k_scale        also ...attn.k_scale and ...k_proj.k_scale, and v for k
     model.layers.3.self_attn.kv_scale       one for both
-    model.layers.3.self_attn.k_proj.output_scale        as compressed-tensors and Quark save it, and v for k
+    model.layers.3.self_attn.k_proj.output_scale        saved by compressed-tensors and Quark, and v for k
 
-The pages hold `key / k_scale`. A layer that names none has 1.
+The pages hold `key / k_scale`. A layer without a scale in the checkpoint has scale 1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from quire_worker.model.checkpoint import CheckpointError, weight_files
 from quire_worker.page_format import Scales
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(kv|k|v)_scale|(k|v)_proj\.output_scale)$")
-SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # no module of transformers reads it
+SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # transformers reads no such tensor
 
 
 def read_scales(folder: Path) -> dict[int, Scales]:
-    """Returns the scales that a checkpoint names, by layer.
+    """Returns the scales in a checkpoint, by layer.
 
     Raises:
         CheckpointError: a file cannot be read, or a scale is not one number above 0.

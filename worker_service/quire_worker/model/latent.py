@@ -1,15 +1,15 @@
-"""Latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): one short vector per token stands for all its keys
-and values.
+"""Latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): a token's keys and values come from one vector.
 
     c        [rank]         latent of a token, the same for all heads
     k_h      W_h^K c        keys of head h without positions;  values  v_h = W_h^V c
     r        [rope dims]    rotated key, the same for all heads
 
-Pages hold `c` and `r`, one after the other, and no head's own keys: queries are taken to the latents instead,
+Pages hold `c` and then `r`, and no keys of single heads. Instead, queries are projected into the space of the latents:
 
     q_h . k_h = (W_h^K)^T q_h . c        sum of p v_h = W_h^V (sum of p c)
 
-which is multi-query attention with one KV head of `rank + rope dims`, whose values are the first `rank` of its keys.
+This is multi-query attention with one KV head of `rank + rope dims` elements. Its values are the first `rank` elements
+of its keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 
 
 def keep_latents(model: torch.nn.Module, attention_name: str) -> None:
-    """Lets the layers of a model that have latents hand these to an attention of that name, unexpanded."""
+    """Makes a model's latent-attention layers pass latents unexpanded to the attention of that name."""
     for module in model.modules():
         if is_latent(module):
             layer: Any = module
@@ -40,15 +40,15 @@ def _unless(layer: Any, attention_name: str, expand: Expand) -> Expand:
 
 
 def is_latent(layer: Any) -> bool:
-    """Tells whether an attention module computes keys and values from latents, in the way that this file knows."""
+    """Returns whether an attention module computes keys and values from latents in the supported way."""
     return hasattr(layer, "expand_kv") and hasattr(layer, "kv_b_proj")
 
 
 def absorbed(layer: Any, query: torch.Tensor) -> torch.Tensor:
-    """Takes queries to the latents that they meet.
+    """Projects queries into the space of the latents.
 
     Args:
-        layer: with `kv_b_proj`, `[heads * (nope + value dims), rank]`.
+        layer: an attention module whose `kv_b_proj` weight is `[heads * (nope + value dims), rank]`.
         query: `[tokens, heads, nope + rope dims]`.
 
     Returns:
@@ -60,13 +60,13 @@ def absorbed(layer: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(layer: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Takes weighted sums of latents, `[tokens, heads, rank]`, to values, `[tokens, heads, value dims]`."""
+    """Projects weighted sums of latents, `[tokens, heads, rank]`, to values, `[tokens, heads, value dims]`."""
     _, to_values = _weights(layer)
     return torch.einsum("thr,hvr->thv", latents, to_values)
 
 
 def _weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weights to keys, `[heads, nope, rank]`, and to values, `[heads, value dims, rank]`."""
+    """Returns the weights from latents to keys, `[heads, nope, rank]`, and to values, `[heads, value dims, rank]`."""
     weight = layer.kv_b_proj.weight
     by_head = weight.view(-1, layer.qk_nope_head_dim + layer.v_head_dim, weight.shape[1])
     to_keys, to_values = by_head.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)

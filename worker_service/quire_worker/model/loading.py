@@ -1,18 +1,18 @@
 """Loads a transformers model to be run on pages, and checks it.
 
-A model is loaded in steps. Each refuses by name what it cannot serve:
+A model is loaded in steps. Each step refuses what it cannot serve, and names it:
 
-1. the files of the folder (`checkpoint`), 2. the configuration, which says what each layer keeps (`support`), 3. a
-first pass that computes nothing and notes which layers attend, to what shapes and with what options
-(`transformers_seam`), 4. a comparison: the model must give the same logits through its own attention and through pages.
-The last is there because the seam lies inside transformers, and because a mask or a state that is lost along the way
-gives wrong text without an error.
+1. Find the files in the folder (`checkpoint`).
+2. Read from the configuration what each layer keeps (`support`).
+3. Run a first pass with a dummy attention that records the layers, shapes and options of attention
+   (`transformers_seam`).
+4. Compare logits: the model must give the same through its own attention and through pages. This is necessary because
+   the seam lies inside transformers: a lost mask or state would give wrong text without an error.
+5. Replace modules by kernels that compute the same, if the device has such kernels (`rewrites`). Then compare the
+   logits again with the model's own.
 
-With several ranks, rank 0 notes the logits of the whole model before 3, and then each keeps its part alone
-(`splitting`). What is compared is the sum of all parts with the whole.
-
-Then, where there are kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
-logits are compared once more with those that the model gave by itself.
+With several ranks, rank 0 computes the logits of the whole model before step 3. Then each rank keeps only its part
+(`splitting`). The comparison is between the sum of all parts and the whole model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from quire_worker.ranks.crew import Crew
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-PROBE_TOKENS = 2  # of the first pass
+PROBE_TOKENS = 2  # tokens of the first pass
 
 _log = structlog.get_logger(__name__)
 
@@ -67,22 +67,22 @@ def load_model(
     kv_layout: str = "NHD",
     crew: Crew | None = None,
 ) -> PagedModel:
-    """Loads a checkpoint and checks that pages give what its own attention gives.
+    """Loads a checkpoint, and checks that it gives the same logits through pages as through its own attention.
 
     Args:
         folder: `config.json` and safetensors, as transformers saves them. Nothing is downloaded, and no code in the
             folder is run.
         block_size: tokens per page.
-        dtype: "float32", "bfloat16" or "float16", of weights and pages; "auto" is float32 on a CPU and what the
-            checkpoint was saved in elsewhere.
-        device: of weights and pages.
-        kv_cache_dtype: "auto", which is that of the weights, "fp8_e4m3" or "fp8_e5m2"; see `page_format`.
+        dtype: dtype of weights and pages: "float32", "bfloat16" or "float16". "auto" is float32 on a CPU, and the
+            checkpoint's dtype on other devices.
+        device: device of weights and pages.
+        kv_cache_dtype: "auto" (the dtype of the weights), "fp8_e4m3" or "fp8_e5m2"; see `page_format`.
         kv_layout: "NHD" or "HND".
-        crew: of ranks that compute the model together; each gets its part, and all load at the same time.
+        crew: the ranks that compute the model together; each gets its part, and all load at the same time.
 
     Raises:
-        CheckpointError: the folder lacks something, or its weights do not fit its configuration.
-        UnsupportedModelError: the model is made of something that cannot be served from pages; the message names it.
+        CheckpointError: a file is missing, or the weights do not fit the configuration.
+        UnsupportedModelError: the model has a part that cannot be served from pages; the message names it.
         ValueError: an unknown dtype, or a device without paged attention.
         RankLostError: another rank is gone.
     """
@@ -146,11 +146,12 @@ def load_model(
 
 
 def _checked(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew: Crew | None) -> PagedModel:
-    """Compares what a model gives through pages with what its module gave; then likewise with kernels in the place of
-    modules, where there are such, and returns the model with these.
+    """Compares a model's logits through pages with its own. Then replaces modules by kernels and compares again.
+
+    Returns the model, with kernels if the device has them.
 
     Raises:
-        UnsupportedModelError: they differ.
+        UnsupportedModelError: the logits differ.
     """
     dtype = model.cache_spec.dtype
     if crew is None and may_be_rounding(logits_through_pages(model), own, dtype):
@@ -162,17 +163,17 @@ def _checked(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, cr
 
 
 def _prove(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew: Crew | None) -> None:
-    """Checks a checkpoint in float32, where rounding explains nothing: it is loaded once more, and dropped.
+    """Loads the checkpoint again in float32 to check it there, because rounding cannot explain a difference then.
 
     Args:
-        folder: of the checkpoint.
-        model: the same in half precision.
-        own: what its module gave.
-        kv_layout: as of `load_model`.
-        crew: likewise.
+        folder: the checkpoint's folder.
+        model: the same model in half precision.
+        own: the logits of its module.
+        kv_layout: see `load_model`.
+        crew: see `load_model`.
 
     Raises:
-        UnsupportedModelError: its logits differ there, too, or there is not the memory to look.
+        UnsupportedModelError: the logits differ in float32, too, or there is not enough memory for the check.
     """
     takes = sum(parameter.numel() for parameter in model.module.parameters()) * torch.float32.itemsize
     room = available_bytes() if model.device.type == "cpu" else torch.cuda.mem_get_info(model.device)[0]
@@ -189,10 +190,10 @@ def _prove(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew
 
 
 def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: OwnLogits) -> PagedModel:
-    """Returns the same model with pages of fp8. What that costs in logits is logged, and no reason to refuse.
+    """Returns the model with pages of fp8. Logs how much the logits change; a large change is not an error.
 
     Raises:
-        CheckpointError: the checkpoint's scales are none.
+        CheckpointError: the checkpoint's scales are invalid.
         UnsupportedModelError: the device has no kernel for such pages.
     """
     spec = model.cache_spec
@@ -215,8 +216,10 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: Own
 
 
 def _split(module: Any, max_position: int, crew: Crew) -> OwnLogits:
-    """Leaves this rank's part of a model on the CPU, and returns what the whole gave, and what rounding does to that in
-    half precision: see `own_logits`."""
+    """Reduces the module on the CPU to this rank's part.
+
+    Returns the logits of the whole model, with the measured effect of rounding in half precision (`own_logits`).
+    """
 
     def own_logits() -> tuple[torch.Tensor, float]:
         _, vocab_size = _probe(module, torch.device("cpu"))
@@ -231,7 +234,7 @@ def _split(module: Any, max_position: int, crew: Crew) -> OwnLogits:
 
 
 def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
-    """Returns what reaches each layer, and the size of the vocabulary."""
+    """Runs the first pass. Returns what arrived at each layer's attention, and the size of the vocabulary."""
     model_type = module.config.model_type
     batch = build_batch([Chunk([0] * PROBE_TOKENS, 0, [], needs_logits=True)], groups=[], device=device)
     step = ProbeStep(batch)
@@ -239,7 +242,7 @@ def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
         logits = run(module, batch, step)
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # each old architecture fails in its own way
+    except Exception as error:  # each unsupported architecture fails in its own way
         raise UnsupportedModelError(f"model type {model_type!r} does not run on a flat batch: {error}") from error
     if logits.shape[0] != 1:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be served: it computes logits of every token")
@@ -247,13 +250,13 @@ def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
 
 
 def _rewritten(model: PagedModel, rewrite: RewriteModel, own: OwnLogits, prove: Callable[[], None]) -> PagedModel:
-    """Returns the model with kernels where it has modules that they compute as well, its logits looked at again.
+    """Returns the model with kernels in place of modules that compute the same, after comparing the logits again.
 
-    The modules are shown tokens near both ends of the longest sequence: Ministral's queries, for one, have a
-    temperature that is 1 up to position 16,384.
+    Candidates are tried on tokens near the end of the longest sequence as well as on early ones. A counterexample to
+    early tokens alone: Ministral scales its queries by a temperature that is 1 up to position 16,384.
 
     Raises:
-        UnsupportedModelError: they are not those that the model itself had.
+        UnsupportedModelError: the logits differ from the model's own.
     """
     shift = model.max_position - len(check_texts(model.vocab_size, model.max_position)[0])
     module, counts = rewrite(model.module, lambda recording: logits_through_pages(model, recording.step, shift=shift))

@@ -1,8 +1,9 @@
-"""Logits of a model without pages, ranks or kernels. At load, logits computed with these are compared with them.
+"""Logits of a model without pages, ranks or kernels. At load, logits computed with them are compared to these.
 
-In half precision, two correct computations of the same logits can differ by more than any fixed share: other experts,
-or a layer that amplifies, move the logits of some checkpoints by half of their norm. The effect of rounding alone is
-measured: each module's results are moved at random by less than their last bit, and the logits are computed again.
+In half precision, two correct computations of the same logits can differ by more than any fixed share. If rounding
+changes the choice of experts, or a layer amplifies it, the logits of some checkpoints move by half of their norm.
+Therefore the effect of rounding alone is measured: each module's results are changed at random by less than their last
+bit, and the logits are computed again.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 
 from quire_worker.model.transformers_seam import ATTENTION_NAME
 
-CHECK_TOKENS = 24  # of each sequence
-ROUNDINGS = 4  # times that results are rounded otherwise
+CHECK_TOKENS = 24  # tokens of each sequence
+ROUNDINGS = 4  # number of computations with changed rounding
 
-# Logits may differ by a share of their norm. A lost mask or state moves them by tens of percents.
+# Logits may differ by a share of their norm. A lost mask or state moves them by tens of percent.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
-_QUIET = 0.2  # of the tolerance: kernels have been seen to differ four times as much as pages do without them
-_ROUNDING_MARGIN = 2.0  # few samples find not quite the most
+_QUIET = 0.2  # share of the tolerance; with kernels, differences were up to four times those of pages alone
+_ROUNDING_MARGIN = 2.0  # a few samples do not find the largest effect
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +30,7 @@ class OwnLogits:
     """Logits of transformers' own attention after each of two sequences."""
 
     logits: torch.Tensor  # float32 [2, vocabulary]
-    rounding: float = 0.0  # share of their norm by which other rounding moves them; 0: not known
+    rounding: float = 0.0  # effect of rounding, as a share of the logits' norm; 0: not measured
 
     def difference(self, logits: torch.Tensor) -> float:
         """Returns the norm of the difference to other logits, as a share of these logits' norm."""
@@ -42,19 +43,21 @@ class OwnLogits:
 
 
 def may_be_rounding(logits: torch.Tensor, own: OwnLogits, dtype: torch.dtype) -> bool:
-    """Tells whether others, in half precision, differ so much that what rounding does should be known. Once kernels
-    have taken the place of modules, it cannot be measured any more."""
+    """Returns whether logits in half precision differ so much that the effect of rounding should be measured.
+
+    It has to be measured before kernels replace modules, because afterwards it cannot be.
+    """
     return dtype != torch.float32 and own.difference(logits) > _QUIET * TOLERANCES[dtype]
 
 
 def check_texts(vocab_size: int, max_position: int) -> tuple[list[int], list[int]]:
-    """Returns two sequences of one length."""
+    """Returns two token sequences of equal length for the comparison."""
     first = [(7 * i + 1) % vocab_size for i in range(min(CHECK_TOKENS, max_position))]
     return first, first[::-1]
 
 
 def own_logits_of(module: Any, texts: tuple[list[int], list[int]]) -> OwnLogits:
-    """Returns what transformers' own attention gives after each of the two sequences."""
+    """Returns the logits of transformers' own attention after each of the two sequences."""
     return OwnLogits(_logits(module, texts))
 
 
@@ -63,8 +66,8 @@ def with_rounding(own: OwnLogits, module: Any, texts: tuple[list[int], list[int]
 
     Args:
         own: logits of the module.
-        module: of transformers, as it was when it computed them.
-        texts: the module's inputs for them.
+        module: transformers' module, unchanged since it computed `own`.
+        texts: the inputs of `own`.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Sampling parameters that a checkpoint's generation_config.json proposes, as far as a request could ask for them."""
+"""Sampling defaults from a checkpoint's generation_config.json, limited to values that a request may have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 FILE: Final = "generation_config.json"
 SamplingDefaults: TypeAlias = "Mapping[str, int | float]"
 NO_DEFAULTS: Final[SamplingDefaults] = MappingProxyType({})
-# By the file's names: ours, the type, and the range that a request may have.
+# For each name in the file: the request's name, the type, and the range that a request may have.
 _FIELDS: Final = {
     "temperature": ("temperature", float, 0, 2),
     "top_k": ("top_k", int, 0, 2**31 - 1),
@@ -28,9 +28,9 @@ _FIELDS: Final = {
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Returns the sampling parameters that a checkpoint proposes, by the names of a request's; those that vLLM reads.
+    """Returns a checkpoint's sampling defaults, by the names of a request's parameters. vLLM reads the same ones.
 
-    A file that cannot be read proposes nothing, and neither does a value that no request could have: the log has it.
+    An unreadable file, and a value that no request may have, are logged and ignored.
     """
     try:
         given = json.loads((folder / FILE).read_text(encoding="utf-8"))

@@ -1,18 +1,18 @@
-"""Rotary embeddings whose frequencies follow the length of the request: `dynamic` and `longrope`.
+"""Rotary embeddings whose frequencies depend on the length of the request: `dynamic` and `longrope`.
 
-transformers takes the length from the largest position of a batch, so that one long request would change the text of
-all others. Here every token has a length of its own, the one that `generate` of its request alone would see:
+transformers takes the length from the largest position of a batch, so one long request would change the text of all
+others. Here every token has its own length, the one that `generate` of its request alone would use:
 
     length of a token = max(tokens that its request began with, its position + 1)
 
-    longrope   one set of frequencies up to `original_max_position_embeddings`, another one beyond
+    longrope   one set of frequencies up to `original_max_position_embeddings`, another set beyond
     dynamic    the base grows with every token beyond `max_position_embeddings`
 
-Both are computed by transformers' own functions. What comes out is compared with transformers' once at load.
+Transformers' own functions compute both. At load, the results are compared once with transformers' results.
 
-So what a page holds depends on its tokens and on the length that the request began with, and both are in its digest: a
-request that began longer than `original_tokens` has an extra key in its first block, and finds pages only of those that
-are rotated as its own are.
+So the content of a page depends on its tokens and on the length that the request began with, and its digest covers
+both. A request that began with more than `original_tokens` has an extra key in its first block. It finds only pages
+that are rotated like its own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire_worker.model.checkpoint import UnsupportedModelError
 
-# Whose `generate` computes all keys again with the long frequencies once a request grows beyond the short ones. Of
-# others it goes on with the keys that it has.
+# Model types whose `generate` recomputes all keys with the long frequencies once a request outgrows the short ones. For
+# other types, `generate` continues with the keys that it has.
 _BEGINNING_AGAIN = frozenset({"phi3", "phimoe", "phi4_multimodal"})
-_CHECK_TOKENS = 4  # beyond the original length
+_CHECK_TOKENS = 4  # tokens beyond the original length in the comparison at load
 _CHECK_TOLERANCE = 1e-5
 _KEY = b"rotary/1"
 
@@ -42,11 +42,11 @@ class Rotation:
     """Effect of a request's length on the rotation of its keys, for one model.
 
     Attributes:
-        original_tokens: requests of at most so many tokens are all rotated alike.
-        differs_by_length: whether the rotation of longer requests depends on their lengths (`dynamic`), or all longer
-            ones are rotated alike (`longrope`).
-        begins_again: whether a request that grows longer is computed again from its first token, as if it had begun
-            with that length. Else only its new tokens are rotated for its new lengths.
+        original_tokens: all requests of at most this many tokens are rotated in the same way.
+        differs_by_length: True if the rotation of longer requests depends on their lengths (`dynamic`); False if all
+            longer requests are rotated in the same way (`longrope`).
+        begins_again: True if a request that outgrows `original_tokens` is computed again from its first token, as if it
+            had begun with the new length; False if only its new tokens are rotated for the new lengths.
     """
 
     original_tokens: int
@@ -54,32 +54,34 @@ class Rotation:
     begins_again: bool
 
     def key_of(self, begun_with: int) -> bytes:
-        """Returns the extra key in the first block of a request that began with so many tokens; empty without one."""
+        """Returns the extra key in the first block of a request that began with `begun_with` tokens; may be empty."""
         if begun_with <= self.original_tokens:
             return b""
         return _KEY + (begun_with.to_bytes(4, "little") if self.differs_by_length else b"")
 
     def is_outgrown(self, begun_with: int, token_count: int) -> bool:
-        """Tells whether a request of `token_count` tokens has to begin again, because it began with too few."""
+        """Returns whether a request of `token_count` tokens has to be recomputed, because it began with fewer."""
         return self.begins_again and begun_with <= self.original_tokens < token_count
 
 
 class TokenLengths:
-    """The lengths that the tokens of a forward pass are rotated for, where the rotary embeddings of a model find
-    them: int64 `[tokens]` on the model's device, set before each pass; None: transformers' own rule."""
+    """The lengths that the tokens of a forward pass are rotated for. A model's rotary embeddings read them from here.
+
+    `of_pass` is int64 `[tokens]` on the model's device, set before each pass. None selects transformers' own rule.
+    """
 
     def __init__(self) -> None:
         self.of_pass: torch.Tensor | None = None
 
 
 def rotation_of(config: Any) -> Rotation | None:
-    """Reads how a model's keys follow the lengths of requests; None where they do not.
+    """Reads from the configuration how a model's keys depend on the lengths of requests; None if they do not.
 
     Args:
-        config: of transformers, of the text model.
+        config: transformers' configuration of the text model.
 
     Raises:
-        UnsupportedModelError: they do in some layers only.
+        UnsupportedModelError: the keys of only some kinds of layers depend on lengths.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = {_kind(entry) for entry in parameters.values() if isinstance(entry, Mapping)}
@@ -97,9 +99,9 @@ def rotation_of(config: Any) -> Rotation | None:
 
 
 def longest_of(config: Any) -> int | None:
-    """Returns the tokens that a sequence may have at most; None where the configuration does not say.
+    """Returns the tokens of the longest sequence; None if the configuration does not name it.
 
-    A base that grows (`dynamic`) is for sequences of up to `factor` times as many.
+    With `dynamic` rotation that is `factor` times `max_position_embeddings`.
     """
     longest = getattr(config, "max_position_embeddings", None)
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -109,10 +111,10 @@ def longest_of(config: Any) -> int | None:
 
 
 def rotate_by_length(model: torch.nn.Module, rotation: Rotation) -> TokenLengths:
-    """Lets a model's rotary embeddings look at the lengths that are returned, and compares what comes of it.
+    """Makes a model's rotary embeddings use the returned lengths, and compares the result with transformers'.
 
     Raises:
-        UnsupportedModelError: there is no rotary embedding, or one that this file does not know.
+        UnsupportedModelError: the model has no rotary embedding, or one that this module does not support.
     """
     lengths = TokenLengths()
     found = [part for part in model.modules() if hasattr(part, "rope_type") and hasattr(part, "inv_freq")]
@@ -132,7 +134,7 @@ def _kind(parameters: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ByLength:
-    """Takes the place of a rotary embedding's `forward`."""
+    """Replaces the `forward` of a rotary embedding."""
 
     part: Any
     own: Callable[..., Tables]
@@ -140,7 +142,7 @@ class _ByLength:
     lengths: TokenLengths
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> Tables:
-        """Computes cosine and sine: `x` tells their dtype, positions are `[1, tokens]`."""
+        """Computes cosine and sine in the dtype of `x`, for positions `[1, tokens]`."""
         if self.lengths.of_pass is None:
             return self.own(x, position_ids)
         if self.rotation.differs_by_length:
@@ -148,8 +150,10 @@ class _ByLength:
         return self._by_short_or_long(x, position_ids, self.lengths.of_pass)
 
     def _by_short_or_long(self, x: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> Tables:
-        """Computes both, and takes of each token the one that is its own. What transformers chooses by is the largest
-        position: below the original length, or that length itself, which is put behind the others and left out again.
+        """Computes short and long rotation for all tokens, and selects one of them for each token.
+
+        transformers chooses by the largest position. For the short rotation, positions are clamped below the original
+        length. For the long one, a position of that length is appended, and its result is dropped.
         """
         original = self.rotation.original_tokens
         last = position_ids.new_full((1, 1), original)
@@ -159,7 +163,7 @@ class _ByLength:
         return tuple(torch.where(is_long, b[:, :-1], a) for a, b in zip(short, long, strict=True))
 
     def _by_own_length(self, x: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> Tables:
-        """Computes with frequencies of each token, `[tokens, rotary_dim / 2]`, in the place of those of all."""
+        """Computes the rotation with separate frequencies for each token, `[tokens, rotary_dim / 2]`."""
         part, of_token = self.part, lengths[:, None]
         scaled, _ = ROPE_INIT_FUNCTIONS[part.rope_type](part.config, x.device, seq_len=of_token)
         kept = part.inv_freq
@@ -172,16 +176,16 @@ class _ByLength:
 
 
 def _compare(part: Any, own: Callable[..., Tables], original: int, lengths: TokenLengths) -> None:
-    """One request alone, short and long, must be rotated as transformers does it.
+    """Checks that a single request, short or long, is rotated like in transformers.
 
     Raises:
-        UnsupportedModelError: it is not.
+        UnsupportedModelError: the rotation differs.
     """
     device = part.inv_freq.device
     x = torch.zeros(1, 1, 1, device=device)
     for token_count in (original, original + _CHECK_TOKENS, original):
         positions = torch.arange(token_count, device=device)[None]
-        own(x, positions[:, :1])  # sets frequencies back, which those of a longer request would stay
+        own(x, positions[:, :1])  # resets the frequencies; without it, those of a longer request would stay
         expected = own(x, positions)
         lengths.of_pass = torch.full((token_count,), token_count, device=device)
         try:

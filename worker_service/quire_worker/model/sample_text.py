@@ -1,17 +1,18 @@
-"""The text of one sample where it is more than its tokens decoded: it begins with the prompt, or ends at a stop text.
+"""The text of one sample, with an echo of the prompt before its tokens and stop texts that end it.
 
-A stop text may begin in one token and end in another, and nothing of it is handed out:
+A stop text may begin in one token and end in another, and no part of it may be delivered:
 
-    1. pushed    a token's text, as soon as the token is known, because it may be the last one
-    2. held      what could be the beginning of a stop text; at most its length, less one
-    3. ready     everything before that; the outbox takes it when its time has come
-    4. found     a stop text is complete: the text ends before it, and the sample with it
+    1. pushed    a token's text, as soon as the token is known, because it may be the last token
+    2. held      the end of the text that could begin a stop text; at most the stop text's length minus 1
+    3. ready     the text before that; the outbox takes it when it is time to deliver
+    4. found     a stop text is complete: the text ends before it, and so does the sample
 
-Of several the one that is complete first ends the text, of those the longest: where tokens part does not matter.
+The stop text that is complete first ends the text. If several end at the same character, the longest counts. So the
+result does not depend on how the text is divided into tokens.
 
-A special token has no text, and a stop text may name it, as `<|im_end|>` does. Such a stop text is looked for twice: as
-it is written, and with a *mark* for each special token, which the token puts into the text while that is searched. A
-mark is a lone surrogate, which no tokenizer decodes to.
+A special token has no text, but a stop text may name it, like `<|im_end|>`. Such a stop text is searched in two forms:
+as written, and with a *mark* in place of each special token. While the text is searched, the token itself inserts its
+mark. A mark is a lone surrogate, and no tokenizer decodes to that.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _FIRST_MARK: Final = 0xD800
 _MARKS: Final = dict.fromkeys(range(_FIRST_MARK, 57344))
 
 
-@lru_cache(maxsize=256)  # for the samples of a request, and for all that name the same
+@lru_cache(maxsize=256)  # all samples of a request, and often many requests, have the same stop texts
 def mark_special(stops: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[str, ...], Mapping[int, str]]:
-    """Returns stop texts with those that special tokens complete, and the mark of each token in them."""
+    """Returns the stop texts, plus a form with marks for each that names special tokens, and the mark of each token."""
     marks: dict[str, str] = {}
     marked = []
     for stop in stops:
@@ -42,10 +43,10 @@ def mark_special(stops: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[st
 
 
 class StopTexts:
-    """Looks for stop texts in text that comes in pieces."""
+    """Searches for stop texts in text that comes in pieces."""
 
     def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
-        """Begins with no text; `stops` are not empty. `keeps_stop`: the text ends behind the stop text."""
+        """Begins with no text. `stops` must not be empty. With `keeps_stop` the text ends after the stop text."""
         self.found = ""  # the stop text, once there is one
         self._keeps_stop = keeps_stop
         self._stops = sorted(stops, key=len, reverse=True)
@@ -56,17 +57,17 @@ class StopTexts:
 
         Args:
             text: the piece.
-            counts: whether a stop text that ends in this piece ends the whole.
+            counts: whether a stop text that ends in this piece ends the text.
 
         Returns:
-            What is sure to be text now, and whether the end was found; nothing follows then.
+            The text that is now ready, and whether a stop text was found. After that, no piece may follow.
         """
         held_count, whole = len(self._held), self._held + text
         if counts:
             found = [(whole.find(stop, max(0, held_count - len(stop) + 1)), len(stop)) for stop in self._stops]
             ends = [(start + length, start) for start, length in found if start >= 0]
             if ends:
-                end, start = min(ends)  # of those that end first the longest
+                end, start = min(ends)  # the one that ends first; among equal ends the longest
                 self._held, self.found = "", whole[start:end]
                 return whole[: end if self._keeps_stop else start], True
         keep = self._beginning_count(whole)
@@ -74,12 +75,12 @@ class StopTexts:
         return whole[: len(whole) - keep], False
 
     def flush(self) -> str:
-        """Returns what was held: nothing follows that could make it a stop text."""
+        """Returns the held text. To be called at the end, when no piece can complete a stop text."""
         held, self._held = self._held, ""
         return held
 
     def _beginning_count(self, text: str) -> int:
-        """Counts the last characters of a text that a stop text may begin with."""
+        """Returns the length of the longest end of a text that is the beginning of a stop text."""
         for count in range(min(len(self._stops[0]) - 1, len(text)), 0, -1):
             end = text[-count:]
             if any(len(stop) > count and stop.startswith(end) for stop in self._stops):
@@ -88,7 +89,7 @@ class StopTexts:
 
 
 class SampleText:
-    """Does what `StreamDecoder` does, with an echo before it and stop texts after it."""
+    """A `StreamDecoder` with an echo before its text and stop texts that end it."""
 
     def __init__(
         self,
@@ -102,15 +103,15 @@ class SampleText:
         """Begins before the first token.
 
         Args:
-            stream: of the sample's tokens.
-            echo: the text begins with it; no stop text is looked for in it.
-            stop_texts: texts that end it.
-            min_tokens: tokens before which they do not.
-            keeps_stop: whether the text that ends it is a part of it.
+            stream: decodes the sample's tokens.
+            echo: text before the first token; stop texts are not searched in it.
+            stop_texts: texts that end the sample.
+            min_tokens: stop texts count only from this number of tokens on.
+            keeps_stop: whether the stop text is part of the text.
         """
         self._stream = stream
         self._ready = echo
-        # A stream that keeps special tokens has their names in its text.
+        # No marks are needed if the stream keeps special tokens, because its text has their names.
         kept: tuple[tuple[str, ...], Mapping[int, str]] = (tuple(stop_texts), {})
         stops, self._marks = kept if stream.keeps_special else mark_special(tuple(stop_texts), stream.tokenizer)
         self._stops = StopTexts(stops, keeps_stop=keeps_stop) if stops else None
@@ -119,11 +120,13 @@ class SampleText:
         self._is_found = False
 
     def take(self, token: int) -> bool:
-        """Decodes a token at once, and tells whether its text ends the sample. Only with stop texts, and then for every
-        token, before it is pushed.
+        """Decodes a token, and returns whether its text ends the sample.
+
+        If there are stop texts, it must be called for every token, before `push`. Without stop texts it must not be
+        called.
 
         Raises:
-            TokenizerError: the tokenizer cannot do it.
+            TokenizerError: the tokenizer fails.
         """
         self._token_count += 1
         self._search(self._stream.push([token]) + self._marks.get(token, ""))
@@ -131,7 +134,7 @@ class SampleText:
 
     @property
     def found(self) -> str:
-        """Returns the stop text that ended it, as it was asked for; empty as long as none has."""
+        """Returns the stop text that ended the sample, as the request wrote it; empty if none has."""
         found = "" if self._stops is None else self._stops.found
         names: dict[int, str] = {
             ord(self._marks[token]): name
@@ -148,7 +151,7 @@ class SampleText:
         return ready
 
     def flush(self) -> str:
-        """Ends the text and returns what was pending or held."""
+        """Ends the text, and returns its pending and held rest."""
         if self._is_found:
             return ""
         if self._stops is None:

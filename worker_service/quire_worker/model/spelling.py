@@ -1,11 +1,10 @@
-"""Bytes of a token in the middle of a text: several tokens may form one character together, and none of them is text
-alone.
+"""Bytes of single tokens. Bytes, because several tokens may form one character, and then none of them is text alone.
 
-byte-level     each character of a token's name is a byte: printable ones are themselves, others are shifted
-byte fallback  <0xE2> is a byte, and consecutive ones form one or more characters
+byte-level     each character of a token's name stands for a byte: printable bytes for themselves, others shifted
+byte fallback  <0xE2> is a byte, and consecutive bytes form one or more characters
 otherwise      the text that the tokenizer's decoder adds for the token when it follows another token
 
-Some decoders treat the first token of a text in another way: Llama 2's drops its space.
+Some decoders treat the first token of a text differently: Llama 2's drops its space.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any, Final
 
 import tokenizers
 
-REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are decoded to
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # decoders write it for bytes that form no character
 _BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
-# Decoders that look at each token by itself, but for the first one and for bytes. What another one adds with a token
-# depends on more than the token: CTC drops repeated ones, BPEDecoder ends words when the next token comes.
+# Decoders that decode each token separately, except the first token and bytes. In other decoders a token's text depends
+# on its neighbors: CTC drops repeated tokens, BPEDecoder ends a word when the next token comes.
 _SEPARATE: Final = frozenset({"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
 
 
@@ -32,10 +31,11 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class Spelling:
-    """Spells the tokens of one tokenizer. Each token is looked up once and kept.
+    """Spells the tokens of one tokenizer. Each token's bytes are computed once and cached.
 
     Attributes:
-        is_separate: whether a text is its tokens' bytes, one after another, but for how its first token begins.
+        is_separate: whether a text is the concatenation of its tokens' bytes, except for the beginning of its first
+            token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -54,29 +54,29 @@ class Spelling:
         self._anchor: tuple[int, str] | None = None
 
     def spell(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, also of a special one; none of an id that is no token."""
+        """Returns the bytes of a token, special tokens included; empty for an id that is not a token."""
         found = self._known.get(token_id)
         if found is None:
             name = self._backend.id_to_token(token_id)
             if name is None:
-                return b""  # and is not kept: callers can name four billion of them
+                return b""  # not cached, because callers can name four billion such ids
             found = self._known[token_id] = self._special.get(token_id) or self._spelled(token_id, name)
         return found
 
     def spell_first(self, token_id: int) -> bytes:
-        """Returns the bytes of a token that a text begins with."""
+        """Returns the bytes of a token at the beginning of a text."""
         name = self._backend.id_to_token(token_id)
         if name is None or self._alphabet is not None:
             return self.spell(token_id)
         text = self._backend.decode([token_id], skip_special_tokens=False)
-        is_part = text == REPLACEMENT and self._has_bytes  # of a character
+        is_part = text == REPLACEMENT and self._has_bytes  # the token is a part of a character
         return self.spell(token_id) if is_part else text.encode()
 
     def _spelled(self, token_id: int, name: str) -> bytes:
         if self._alphabet is not None:
             if all(character in self._alphabet for character in name):
                 return bytes(self._alphabet[character] for character in name)
-            return name.encode()  # as the decoder has it: an added token stands for itself
+            return name.encode()  # like in the decoder, an added token stands for its own name
         byte = _BYTE.fullmatch(name) if self._has_bytes else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
@@ -87,7 +87,7 @@ class Spelling:
         return together[len(before) :].encode()
 
     def _anchored(self) -> tuple[int, str]:
-        """Returns an ordinary token and its text, behind which others are decoded."""
+        """Returns an ordinary token and its text. Other tokens are decoded behind it."""
         if self._anchor is None:
             ordinary = (
                 number
@@ -100,20 +100,20 @@ class Spelling:
 
 
 def _decoder_parts(description: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the decoders that are applied, in their order, wherever they stand."""
+    """Returns a list of all decoders in a description, in the order in which they are applied."""
     if description.get("type") == "Sequence":
         return [part for each in description.get("decoders", ()) for part in _decoder_parts(each)]
     return [description]
 
 
 def _are_separate(parts: list[dict[str, Any]]) -> bool:
-    """Returns whether decoders look at each token by itself, but for the first one and for bytes."""
+    """Returns whether decoders decode each token separately, except the first token and bytes."""
     is_fused = False
     for part in parts:
         kind = part.get("type")
         if kind not in _SEPARATE or (is_fused and kind not in {"Fuse", "Strip"}):
             return False
         if kind == "Strip" and (part.get("stop") or (is_fused and part.get("start", 0) > 1)):
-            return False  # it depends on the end of the text, or on more than its first character
+            return False  # the result depends on the end of the text, or on more than its first character
         is_fused = is_fused or kind == "Fuse"
     return True

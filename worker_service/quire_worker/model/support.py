@@ -2,8 +2,8 @@
 
 There are three checks. The first reads the configuration before any weights are read: it finds what each layer keeps
 (`quire.planning`), and refuses by name what is known not to work. The second compares the input of each layer's
-attention in the first pass with the configuration. The third looks at every call and refuses an option that is not
-implemented: ignoring the option would give wrong text without an error.
+attention in the first pass with the configuration. The third checks every call of attention and refuses an option that
+is not implemented: ignoring the option would give wrong text without an error.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from quire.types import GroupKind
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.state_pages import StateKey, StateTensor, in_order
 
-# Models pass these along, but they mean nothing to attention over pages: positions are already in the queries and keys.
+# Models pass these options, but attention over pages does not need them: queries and keys are rotated already.
 _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 
-# Whose chunks are known to begin at multiples of `attention_chunk_size`: nothing of them reaches attention.
+# Model types whose attention chunks are known to begin at multiples of `attention_chunk_size`. The first pass cannot
+# check that, because the model does not pass its chunks to attention.
 _CHUNKED_TYPES = frozenset({"llama4_text"})
 
-# Configuration entries that tell of a state beside keys and values.
+# Configuration entries that show that a model keeps a state besides keys and values.
 _STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads")
 
-# Model types that are made of something which no entry of their configuration tells.
+# Model types that cannot be served for a reason that their configuration does not show.
 _UNLIKE_OTHERS = {
     "zamba": "its attention layers share one block of weights, under one layer index",
     "zamba2": "its attention layers share one block of weights, under one layer index",
@@ -40,19 +41,19 @@ class Arrival(NamedTuple):
     """Input of one layer's attention in the first pass."""
 
     key: torch.Tensor  # [tokens, kv_heads, head_dim]
-    latent_dim: int | None  # elements of a key that are its value, too, of latent attention
+    latent_dim: int | None  # latent attention: number of leading key elements that are also the value
     sliding_window: int | None  # tokens that a query sees, itself included
 
 
 def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
-    """Reads from the configuration what each layer keeps, and refuses what it shows not to work.
+    """Reads from the configuration what each layer keeps, and refuses models that cannot be served.
 
     Args:
-        config: of transformers.
+        config: transformers' configuration.
         block_size: tokens per block.
 
     Raises:
-        UnsupportedModelError: names the model type and what it is made of.
+        UnsupportedModelError: the model cannot be served; the message names its type and the reason.
     """
     text_config = config.get_text_config()
     for reason_of in _REASONS:
@@ -89,10 +90,10 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
 
 
 def check_ranks(config: Any, rank_count: int) -> None:
-    """Refuses more ranks than a model has heads for, or a number that these do not divide by.
+    """Checks that the number of ranks divides the model's attention heads.
 
     Raises:
-        UnsupportedModelError: says why, and how many heads there are.
+        UnsupportedModelError: it does not; the message lists the possible numbers of ranks.
     """
     head_count = getattr(config.get_text_config(), "num_attention_heads", None)
     if isinstance(head_count, int) and head_count % rank_count:
@@ -106,13 +107,14 @@ def check_ranks(config: Any, rank_count: int) -> None:
 def layers_as_they_arrive(
     model_type: str, layers: tuple[LayerSpec, ...], arrivals: Mapping[int, Arrival], *, longest: int
 ) -> tuple[LayerSpec, ...]:
-    """Returns the same layers with the heads of this rank, which only the model itself knows, and compares the rest.
+    """Returns the layers with this rank's heads, as they arrived in the first pass, and checks everything else.
 
-    Phi 3.5 MoE has a window that it does not pass on: it counts as none if it is as long as the `longest` sequence.
+    Phi 3.5 MoE has a window that it does not pass to attention. Such a window is ignored if it is as long as the
+    `longest` sequence.
 
     Raises:
-        UnsupportedModelError: a layer does not attend, attends without being known, has another window, or computes
-            keys of its own where it should read another's; keys are of several dtypes.
+        UnsupportedModelError: a layer of the configuration does not attend, another layer does, a layer has another
+            window, a layer computes its own keys instead of reading another layer's, or the dtypes of keys differ.
     """
     attention = [layer for layer in layers if layer.kind is not GroupKind.STATE]
     unlike = sorted({layer.layer for layer in attention} ^ arrivals.keys())
@@ -158,7 +160,7 @@ def _without_idle_window(layer: LayerSpec, arrivals: Mapping[int, Arrival], long
 def states_as_they_arrive(
     model_type: str, layers: tuple[LayerSpec, ...], arrivals: Mapping[int, Mapping[StateKey, StateTensor]]
 ) -> tuple[tuple[LayerSpec, ...], tuple[tuple[int, tuple[StateTensor, ...]], ...]]:
-    """Returns the same layers with the bytes of the states that they were seen to keep, and the tensors of these.
+    """Returns the layers with the sizes of their states, as stored in the first pass, and the tensors of these states.
 
     Raises:
         UnsupportedModelError: a layer keeps no state, or a state that its configuration does not describe.
@@ -190,15 +192,15 @@ def _with_heads(layer: LayerSpec, key: torch.Tensor) -> LayerSpec:
 
 
 def refuse_unsupported_options(layer: str, options: Mapping[str, object]) -> None:
-    """Refuses what a model passes to attention beside what attention over pages knows.
+    """Refuses options of attention that attention over pages does not support.
 
     Args:
         layer: class of the attention module, for the message.
-        options: by name.
+        options: the options that the model passes, by name.
 
     Raises:
-        UnsupportedModelError: an option asks for something; None and False ask for nothing, except that False for
-            `is_causal` asks for attention in both directions.
+        UnsupportedModelError: an option is set. None and False count as not set, except `is_causal=False`, which means
+            attention in both directions.
     """
     for name, value in options.items():
         if name in _MEANINGLESS_OPTIONS or value is None:
@@ -215,8 +217,10 @@ def _encoder_decoder(config: Any) -> str | None:
 
 
 def _untold_state(config: Any, layers: tuple[LayerSpec, ...]) -> str | None:
-    """Finds a state in a configuration that does not say which layers keep it. (Granite 4 has such entries, and a list
-    of layers that all attend.)"""
+    """Returns the reason to refuse a configuration that shows a state but not the layers that keep it; else None.
+
+    A list of layers settles the question: Granite 4 has such entries, and a list in which all layers attend.
+    """
     if getattr(config, "layer_types", None) or any(layer.kind is GroupKind.STATE for layer in layers):
         return None
     name = next((name for name in _STATE_ENTRIES if getattr(config, name, None)), None)

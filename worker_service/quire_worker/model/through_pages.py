@@ -18,13 +18,14 @@ from quire_worker.model.transformers_seam import Step, run
 def logits_through_pages(
     model: PagedModel, step_of: Callable[[Step], Step] = lambda step: step, *, shift: int = 0
 ) -> torch.Tensor:
-    """Returns the logits after each of two sequences, as `own_logits_of` does, through unwritten (NaN) pages in reverse
-    order, the first sequence in two chunks.
+    """Returns the logits after each of the two sequences of `own_logits_of`, computed through pages.
+
+    The pages are filled with NaN and used in reverse order. The first sequence comes in two chunks.
 
     Args:
-        model: loaded.
-        step_of: what the layers get for the step of a pass.
-        shift: added to the positions that the layers are told of the first sequence's last tokens.
+        model: the loaded model.
+        step_of: returns the step that the layers get, for the step of a pass.
+        shift: added to the positions of the first sequence's last tokens.
     """
     spec, (first, second) = model.cache_spec, check_texts(model.vocab_size, model.max_position)
     length = len(first)
@@ -50,16 +51,18 @@ def logits_through_pages(
 
 
 def check_through_pages(model: PagedModel, own: OwnLogits, prove: Callable[[], None]) -> None:
-    """Pages must give the logits that transformers' own attention gives. Finds what no configuration tells: a bias
-    inside the mask, a state beside keys and values, sequences of a flat batch that see each other.
+    """Checks that pages give the same logits as transformers' own attention.
+
+    The check finds problems that no configuration shows: a bias inside the mask, a state besides keys and values,
+    sequences of a flat batch that see each other.
 
     Args:
-        model: loaded.
-        own: what its module gave by itself.
-        prove: called where the difference may be that of rounding alone: checks the model in float32.
+        model: the loaded model.
+        own: the logits of its module without pages.
+        prove: checks the model in float32; called if rounding alone may explain the difference.
 
     Raises:
-        UnsupportedModelError: they do not.
+        UnsupportedModelError: the logits differ.
     """
     module: Any = model.module
     difference = own.difference(logits_through_pages(model))

@@ -1,4 +1,4 @@
-"""Text to tokens, and tokens to text as they come."""
+"""Encoding of text as tokens, and decoding of tokens to text, also piece by piece."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quire_worker.model.checkpoint import CheckpointError, has_tokenizer
 from quire_worker.model.conversation import SIGN, ChatTemplate, Conversation, chat_template_of, sign
 from quire_worker.model.spelling import REPLACEMENT, Spelling
 
-_CHARACTER_BYTES_MAX = 4  # of UTF-8
-_REASON_CHARACTERS_MAX = 300  # of what transformers says of a folder, in many lines
+_CHARACTER_BYTES_MAX = 4  # bytes of a character in UTF-8
+_REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
 
 
 class TokenizerError(Exception):
-    """The tokenizer failed on one text or some tokens. The message names the kind of error and nothing of the text."""
+    """The tokenizer failed on a text or on tokens. The message names the kind of error, and no part of the text."""
 
 
 class NoTokenizerError(TokenizerError):
@@ -32,7 +32,7 @@ class NoTokenizerError(TokenizerError):
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Returns what the library raises as TokenizerError. A panic of its compiled part is no `Exception`."""
+    """Turns the library's errors into TokenizerError, also Rust panics, which are not of class `Exception`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -42,33 +42,33 @@ def named() -> Iterator[None]:
 
 
 class Tokenizer:
-    """The tokenizer that a checkpoint comes with.
+    """The tokenizer of a checkpoint.
 
     Attributes:
-        chat_template: of the checkpoint.
-        special: ids of the tokens that have no text, by what they are called.
-        special_ids: the same.
-        keeps_special: as given.
+        chat_template: the checkpoint's chat template.
+        special: ids of the special tokens (they have no text), by name.
+        special_ids: the same ids as a set.
+        keeps_special: see `__init__`.
     """
 
     def __init__(self, folder: Path | str, *, keeps_special: bool = False) -> None:
-        """Reads it from the folder alone; nothing is downloaded and no code of the checkpoint runs.
+        """Reads the tokenizer from the folder. Nothing is downloaded, and no code of the checkpoint runs.
 
         Args:
-            folder: of the checkpoint.
-            keeps_special: whether special tokens that the texts of a conversation spell are special there, too, and not
-                ordinary text, where the conversation does not say.
+            folder: the checkpoint's folder.
+            keeps_special: the default for conversations: True if a special token's name inside a text becomes the
+                special token, False if it becomes ordinary text.
 
         Raises:
             CheckpointError: the folder has no tokenizer, or one that cannot be read.
         """
-        if not Path(folder).is_dir():  # else transformers takes it for a model's id, and asks for it
+        if not Path(folder).is_dir():  # transformers would take the path for a model id
             raise CheckpointError(f"there is no folder {folder}")
         try:
             wrapped = AutoTokenizer.from_pretrained(Path(folder), local_files_only=True, trust_remote_code=False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # transformers raises what its many formats happen to, and their library panics
+        except BaseException as error:  # each format raises its own exceptions, and the Rust library may panic
             why = " ".join(str(error).split())[:_REASON_CHARACTERS_MAX] or type(error).__name__
             raise CheckpointError(f"no usable tokenizer in {folder}: {why}") from error
         backend = getattr(wrapped, "backend_tokenizer", None)
@@ -88,15 +88,15 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Returns the number of tokens, added ones included; the model's may be larger, for padding."""
+        """Returns the number of tokens, added tokens included. The model's vocabulary may be larger, for padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns the id of each token, added ones included."""
+        """Returns the id of each token, added tokens included."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def to_json(self) -> str:
-        """Returns the whole tokenizer as its library writes it."""
+        """Returns the tokenizer as JSON, in the library's format."""
         with named():
             return self._backend.to_str()
 
@@ -110,7 +110,7 @@ class Tokenizer:
             return _ids(self._backend, text, special=True)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Returns token ids of text that comes after other text: without those special tokens.
+        """Returns token ids of a text that follows other text: without the checkpoint's special tokens around it.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -119,14 +119,14 @@ class Tokenizer:
             return _ids(self._backend, text, special=False)
 
     def sign(self, conversation: Conversation) -> Conversation:
-        """Returns a conversation as the chat template is to have it, for `encode_written`."""
+        """Returns a conversation with `SIGN` inside the names of special tokens; see `encode_written`."""
         return sign(conversation, self._signed)
 
     def encode_written(self, text: str) -> list[int]:
-        """Returns token ids of a signed conversation that the chat template has written down.
+        """Returns token ids of a signed conversation after the chat template has rendered it.
 
-        The special tokens in it are those that the template writes: a text with another one is cut there, and its parts
-        are encoded by themselves.
+        Only special tokens that the template writes become special tokens. A special token's name in a caller's text is
+        cut at its sign, and the parts are encoded separately.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -134,14 +134,14 @@ class Tokenizer:
         first, *rest = text.split(SIGN) if self._signed else [text]
         tokens = self.encode_continuation(first)
         with named():
-            for part in filter(None, rest):  # behind a line's end: many tokenizers begin a text with a space
+            for part in filter(None, rest):  # encoded after "\n", because many tokenizers add a space to a text's start
                 before, behind = (_ids(self._backend, f"\n{each}", special=False) for each in ("", part))
                 is_behind = behind[: len(before)] == before
                 tokens += behind[len(before) :] if is_behind else _ids(self._backend, part, special=False)
         return tokens
 
     def surrounded(self, tokens: list[int]) -> list[int]:
-        """Returns tokens with the special ones that the checkpoint puts around a text.
+        """Returns tokens with the special tokens that the checkpoint puts around a text.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -152,8 +152,9 @@ class Tokenizer:
         return [*outer[:place], *tokens, *outer[place + len(inner) :]]
 
     def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Returns the tokens of each word, and those that it has behind a space where these are other ones, as vLLM
-        does: as many, of which the first differs.
+        """Returns the tokens of each word, and the tokens of the word after a space if they differ.
+
+        As in vLLM, the second form counts only if it has the same number of tokens and a different first token.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -167,7 +168,7 @@ class Tokenizer:
         return list(found)
 
     def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
-        """Returns text, without special tokens if they are not kept. Ids outside the vocabulary have no text.
+        """Returns the text of tokens, with special tokens only if `keeps_special`. Unknown ids have no text.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -176,7 +177,7 @@ class Tokenizer:
             return self._backend.decode(list(tokens), skip_special_tokens=not keeps_special)
 
     def written(self, tokens: Sequence[int]) -> str:
-        """Returns text in which special tokens are written out, without a character that the tokens do not complete.
+        """Returns the text of tokens, with the names of special tokens, and without an incomplete last character.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -192,7 +193,7 @@ class Tokenizer:
             return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
     def spell(self, tokens: Sequence[int]) -> list[bytes]:
-        """Returns the bytes of each token by itself.
+        """Returns the bytes of each single token.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -201,28 +202,28 @@ class Tokenizer:
             return [self._spelling.spell(token) for token in tokens]
 
     def is_visible(self, token: int) -> bool:
-        """Returns whether a token is part of the text: it is no special one, and the tokenizer knows it."""
+        """Returns whether a token is part of the text: it is not special, and the tokenizer knows it."""
         return token not in self.special_ids and self._backend.id_to_token(token) is not None
 
     def new_stream(self, after: Sequence[int] = (), *, keeps_special: bool = False) -> StreamDecoder:
         """Returns a decoder for one sample's tokens.
 
         Args:
-            after: tokens of the prompt, behind which its text begins.
-            keeps_special: whether special tokens are in the text, as they are called.
+            after: tokens of the prompt; the text begins after them.
+            keeps_special: whether the text has the names of special tokens.
         """
         kind = StreamDecoder if self._spelling.is_separate else WindowDecoder
         return kind(self, self._spelling, after, keeps_special=keeps_special)
 
 
 class NoTokenizer(Tokenizer):
-    """The tokenizer of a checkpoint that has none: prompts are token ids, and tokens have no text.
+    """The substitute if a checkpoint has no tokenizer: prompts are token ids, and tokens have no text.
 
     Methods that need more raise NoTokenizerError.
     """
 
     def __init__(self) -> None:
-        """Reads nothing."""
+        """Creates an empty tokenizer."""
         self.special, self.special_ids, self._signed = {}, frozenset(), ()
         self.chat_template = ChatTemplate({}, {})
         self._spelling = Spelling(tokenizers.Tokenizer(tokenizers.models.BPE()))
@@ -260,33 +261,33 @@ class NoTokenizer(Tokenizer):
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
-    """Returns token ids. Only this call of the library gives up Python's lock, and counts no characters on the way."""
+    """Returns token ids. Of the library's calls, only this one releases the interpreter lock and skips offsets."""
     return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 
 def read_tokenizer(folder: Path | str, *, keeps_special: bool = False) -> Tokenizer:
-    """Reads a checkpoint's tokenizer, or finds that it comes without one; arguments as of `Tokenizer`.
+    """Returns a checkpoint's tokenizer, or `NoTokenizer` if it has none. Takes the arguments of `Tokenizer`.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the tokenizer cannot be read.
     """
     return Tokenizer(folder, keeps_special=keeps_special) if has_tokenizer(Path(folder)) else NoTokenizer()
 
 
 class StreamDecoder:
-    """Decodes tokens as they come. With the prompt's tokens before them, all pieces are the text of all tokens.
+    """Decodes tokens as they come. The pieces together are the text that the tokens have after the prompt's tokens.
 
-    A piece ends with a whole character: bytes that another token may complete are pending, at most three. Bytes that
-    are no character, whatever follows, are U+FFFD at once. A push costs as much as its tokens alone.
+    A piece ends with a whole character. Up to three bytes that another token may complete are pending. Bytes that can
+    never become a character are U+FFFD at once. The cost of a push depends only on its own tokens.
 
-    With byte fallback, the library decodes a run of bytes to U+FFFD only if one of them belongs to no character. This
+    With byte fallback, the library decodes a whole run of bytes to U+FFFD if one byte belongs to no character. This
     decoder keeps the valid characters of such a run, because a stream cannot take them back.
 
-    `push` and `flush` raise TokenizerError where the tokenizer fails; the stream is over then.
+    `push` and `flush` raise TokenizerError if the tokenizer fails. The stream must not be used afterwards.
 
     Attributes:
-        tokenizer: of its tokens.
-        keeps_special: whether special tokens are in the text, as they are called.
+        tokenizer: the tokenizer of its tokens.
+        keeps_special: whether the text has the names of special tokens.
     """
 
     def __init__(
@@ -300,12 +301,12 @@ class StreamDecoder:
         visible = filter(tokenizer.is_visible, reversed(after))
         tail = list(itertools.islice(visible, _CHARACTER_BYTES_MAX))
         self._is_first = not tail
-        if tail:  # the prompt may end inside a character, which the first tokens complete
+        if tail:  # the prompt may end inside a character, and the first tokens complete it
             before = b"".join(map(spelling.spell, reversed(tail)))
             self._decoder.decode(before)
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Takes the next tokens and returns the text that they complete, which may be less or more than their own."""
+        """Takes the next tokens and returns the text that they complete, including pending bytes of earlier tokens."""
         hidden, spell = self._hidden, self._spelling.spell
         with named():
             if self._is_first:
@@ -322,16 +323,16 @@ class StreamDecoder:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """Ends the text and returns what was pending as U+FFFD; "" if nothing was."""
+        """Ends the text. Returns U+FFFD for pending bytes, or "" if there are none."""
         return self._decoder.decode(b"", True)
 
 
 class WindowDecoder(StreamDecoder):
-    """Decodes for tokenizers whose decoders look at more than one token, as `BPEDecoder` does.
+    """Decodes for tokenizers whose decoders look at more than one token, such as `BPEDecoder`.
 
-    1. A token is *pending* while the text so far ends within a character, at most for a few tokens.
-    2. What is new is handed out, and the tokens it came from stay as the *context* of those that follow.
-    3. `flush` hands out what is pending.
+    1. A token is *pending* while the text so far ends within a character, but at most for a few tokens.
+    2. New text is handed out. Its tokens stay as the *context* for decoding the tokens that follow.
+    3. `flush` hands out the pending text.
     """
 
     def __init__(
@@ -339,7 +340,7 @@ class WindowDecoder(StreamDecoder):
     ) -> None:
         super().__init__(tokenizer, spelling, after, keeps_special=keeps_special)
         visible = filter(tokenizer.is_visible, reversed(after))
-        self._tokens = [*itertools.islice(visible, _CHARACTER_BYTES_MAX)][::-1]  # the context, then what is pending
+        self._tokens = [*itertools.islice(visible, _CHARACTER_BYTES_MAX)][::-1]  # the context, then pending tokens
         self._context_count = len(self._tokens)
         self._context_text = self._decoded()
 

@@ -1,13 +1,13 @@
 """The seam between transformers and paged attention.
 
 transformers is the model zoo: it builds the layers and reads the weights. Its attention calls a function chosen by
-name, and `quire_paged` is ours. What a forward pass needs comes in the keyword argument `quire_step`, which
-transformers hands through every layer untouched, so nothing is global:
+name, and `quire_paged` is Quire's. The keyword argument `quire_step` carries the data of a forward pass. transformers
+passes it unchanged through every layer, so no global state is needed:
 
     run -> module(..., quire_step=step) -> each layer -> paged_attention_forward -> step.attend
 
-No mask function is registered under that name, so transformers leaves `attention_mask` None. The cache that it gets is
-a view that keeps nothing (`PositionsView`), so keys and values arrive for the new tokens only.
+No mask function is registered under that name, so transformers leaves `attention_mask` None. Its cache is a view that
+stores nothing (`PositionsView`), so attention gets keys and values of the new tokens only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ATTENTION_NAME = "quire_paged"
 
 
 class Scoring(NamedTuple):
-    """Scoring of keys in a layer, in the words of `AttentionPlan.attend`.
+    """Options of a layer's attention, with the names of `AttentionPlan.attend`.
 
     Attributes:
-        sliding_window: tokens that a query sees, itself included; None: all before it.
+        sliding_window: tokens that a query sees, itself included; None: all.
         sinks: `[query_heads]`.
     """
 
@@ -47,25 +47,29 @@ class Scoring(NamedTuple):
 
 
 class Step(Protocol):
-    """One forward pass, as the layers see it. Tensors are ragged, `[tokens, heads, head_dim]`."""
+    """The forward pass that layers call. Tensors are ragged, `[tokens, heads, head_dim]`."""
 
     @property
     def states(self) -> StatePass | StateProbe | None:
-        """Returns where recurrent layers keep their states; None where no layer has any."""
+        """Returns the states of recurrent layers; None if no layer has any."""
         ...
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Takes a layer's new keys and values, and returns what its queries attend to. Latents are keys, and values are
-        their first elements: the same memory."""
+        """Takes a layer's new queries, keys and values, and returns the result of attention.
+
+        For latent attention the keys are the latents, and the values are a view of their first elements.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedStep:
-    """A real one: writes the layer's pages, then reads them. `plans` are by the layers' kinds; `before_kernels` is that
-    of `PagedModel.forward`."""
+    """A step that writes new keys and values to the layer's pages, then attends over the pages.
+
+    `plans` has one plan for each kind of layer (`LayerCache.kind`). For `before_kernels` see `PagedModel.forward`.
+    """
 
     plans: Sequence[AttentionPlan]
     layers: Mapping[int, LayerCache]
@@ -75,7 +79,7 @@ class PagedStep:
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Writes keys and values into the layer's pages, unless another layer has, then attends over them."""
+        """Writes keys and values to the layer's pages, unless another layer did, then attends over the pages."""
         layer = self.layers[layer_index]
         if scoring.sliding_window != layer.window:
             raise UnsupportedModelError(
@@ -96,7 +100,7 @@ class PagedStep:
 
 
 class ProbeStep:
-    """The first one of a model: computes nothing, and notes what arrives in each layer."""
+    """The step of a model's first pass. It computes no attention, and records what arrives at each layer."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.arrivals: dict[int, Arrival] = {}
@@ -105,7 +109,7 @@ class ProbeStep:
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Notes the shapes that arrive; the result has the right shape and no sense."""
+        """Records and checks the shapes that arrive. The result is zeros of the right shape."""
         if layer_index in self.arrivals:
             raise UnsupportedModelError(f"layer {layer_index} attends twice")
         is_latent = key.data_ptr() == value.data_ptr()
@@ -119,21 +123,22 @@ class ProbeStep:
 
 
 class PositionsView(CacheView):
-    """A cache as a model sees it.
+    """The cache that a model sees in a forward pass.
 
-    Keys and values lie in pages; a layer sees only its own new ones. The number of earlier tokens differs for each
-    token of a flat batch. Only mixers read states; each gets a view of one segment.
+    It stores no keys and values, because these are in pages. The number of earlier tokens differs for each token of a
+    flat batch. Only mixers read states; each gets a view of one segment.
     """
 
     def __init__(self, position_ids: torch.Tensor, states: StatePass | StateProbe | None = None) -> None:
-        """Keeps the positions of one forward pass, int64 `[1, tokens]`, and its states."""
+        """Takes the positions of one forward pass, int64 `[1, tokens]`, and its states."""
         super().__init__(states)
         self._position_ids = position_ids
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """Returns int64 `[tokens]`, each token's position minus its index: `arange(tokens)` plus this is positions.
+        """Returns each token's position minus its index, int64 `[tokens]`.
 
-        Llama 4 computes the temperature of its layers without rotary positions from that sum.
+        Models add `arange(tokens)` to it, which gives the positions. Llama 4 computes the temperature of its layers
+        without rotary positions from that sum.
         """
         positions = self._position_ids[0]
         return positions - torch.arange(positions.shape[0], device=positions.device)
@@ -141,7 +146,7 @@ class PositionsView(CacheView):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps nothing, and hands back what came."""
+        """Returns the new keys and values, without storing them."""
         return key_states, value_states
 
 
@@ -160,10 +165,10 @@ def paged_attention_forward(
     s_aux: torch.Tensor | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
-    """Returns what transformers calls for the attention of one layer.
+    """Computes the attention of one layer. transformers calls this function.
 
     Args:
-        module: the layer's attention; its `layer_idx` says which layer's pages.
+        module: the layer's attention module; its `layer_idx` is the layer's number.
         query: `[1, query_heads, tokens, head_dim]`, rotated.
         key: `[1, kv_heads, tokens, head_dim]`, rotated; new tokens only. Of latent attention, `[1, 1, tokens, rank]`.
         value: `[1, kv_heads, tokens, head_dim]`. Of latent attention, the rotated key, `[1, 1, tokens, rope dims]`.
@@ -174,13 +179,13 @@ def paged_attention_forward(
         sliding_window: tokens that a query sees, itself included (Mistral, Gemma, gpt-oss).
         softcap: bound of the scores (Gemma 2).
         s_aux: `[query_heads]`, sinks of the softmax (gpt-oss).
-        options: anything else the model passes; what is not understood is refused.
+        options: other options that the model passes; unsupported ones are refused.
 
     Returns:
         `[1, tokens, query_heads, head_dim]`, and None for the attention weights.
 
     Raises:
-        UnsupportedModelError: the layer asks for something that would have to be dropped, or dropped `quire_step`.
+        UnsupportedModelError: an option is not supported, or the model did not pass on `quire_step`.
     """
     if quire_step is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not hand keyword arguments to its attention")
@@ -199,7 +204,7 @@ def paged_attention_forward(
     queries, keys, values = _ragged(query), _ragged(key), _ragged(value)
     if not latent.is_latent(module):
         return quire_step.attend(layer_index, queries, keys, values, scoring).unsqueeze(0), None
-    both = torch.cat([keys, values], dim=2)  # latents, and what is rotated
+    both = torch.cat([keys, values], dim=2)  # latents, then rotated keys
     queries = latent.absorbed(module, queries)
     attended = quire_step.attend(layer_index, queries, both, both[..., : keys.shape[2]], scoring)
     return latent.values_of(module, attended).unsqueeze(0), None
@@ -209,10 +214,10 @@ def run(module: torch.nn.Module, batch: ForwardBatch, step: Step, lengths: Token
     """Runs a model over a batch.
 
     Args:
-        module: of transformers.
-        batch: on its device.
-        step: what its layers call.
-        lengths: where its rotary embeddings look, if their frequencies follow lengths.
+        module: a model of transformers.
+        batch: a batch on the model's device.
+        step: the step that the model's layers call.
+        lengths: the object that its rotary embeddings read lengths from, if their frequencies depend on lengths.
 
     Returns:
         float32 `[rows, vocabulary]`, one row per chunk that needs logits.
@@ -235,7 +240,7 @@ def run(module: torch.nn.Module, batch: ForwardBatch, step: Step, lengths: Token
 
 
 def _ragged(heads: torch.Tensor) -> torch.Tensor:
-    """Returns `[1, heads, tokens, head_dim]` as `[tokens, heads, head_dim]`, the same memory."""
+    """Views `[1, heads, tokens, head_dim]` as `[tokens, heads, head_dim]`."""
     return heads[0].transpose(0, 1)
 
 

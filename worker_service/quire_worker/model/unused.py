@@ -1,9 +1,9 @@
 """Tensors of a checkpoint that no module of the model has read.
 
-A bias or a norm that the architecture does not have would be left out of every text without an error. So an unused
-tensor refuses the checkpoint where the text is computed: in the decoder's layers, beside them, or in the head. It is
-harmless only if `_MEANINGLESS`, the configuration or its values say why. Tensors elsewhere (towers for images, drafting
-layers under a name of their own) are logged.
+If the architecture lacks a bias or a norm of the checkpoint, every text would silently be computed without it. So the
+checkpoint is refused if an unused tensor belongs to the computation of text: to the decoder's layers, beside them, or
+to the head. Exceptions are tensors that `_MEANINGLESS`, the configuration or their values show to be harmless. Unused
+tensors elsewhere (towers for images, drafting layers under a name of their own) are only logged.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quire_worker.model.kv_scales import SCALE_NAME
 _NAMES_SHOWN = 5
 # Layers for multi-token prediction follow the others, under the same name: DeepSeek V3's README, "MTP Modules".
 _DRAFT_LAYER_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-# Names that say nothing of the text, and where that is written. The number is how many dimensions the tensor has, as a
-# mask would else be taken for a bias; None is any.
+# Names of tensors that do not affect the text, each with its source. The number is the tensor's count of dimensions,
+# because a mask and a bias can have the same name; None means any.
 _MEANINGLESS: tuple[tuple[re.Pattern[str], int | None], ...] = (
     # Computed from the configuration (transformers, modeling_utils.py, `_adjust_missing_and_unexpected_keys`).
     (re.compile(r"(^|[._])(original_)?inv_freq$"), None),
@@ -34,23 +34,23 @@ _MEANINGLESS: tuple[tuple[re.Pattern[str], int | None], ...] = (
     # (`attn.causal_mask`): transformers, `_keys_to_ignore_on_load_unexpected` of these models.
     (re.compile(r"(^|\.)(attn|attention)\.(bias|causal_mask)$"), 4),
     (re.compile(r"(^|\.)(attn|attention)\.masked_bias$"), 0),
-    # Scales of queries and probabilities in FP8, and no queries are kept so here (vLLM, quantization/kv_cache.py).
+    # Scales of queries and probabilities in FP8. Quire computes neither in FP8 (vLLM, quantization/kv_cache.py).
     (re.compile(r"(^|\.)((q|prob)_scale|q_proj\.output_scale|prob_output_scale)$"), None),
 )
 _KEYS_AND_VALUES = re.compile(r"\.[kv]_(proj|norm)\.")
 
 
 def check_unused(folder: Path, module: Any, names: Collection[str], entries: Mapping[str, TensorEntry]) -> None:
-    """Refuses unused tensors that belong to what computes the text, and logs the others.
+    """Refuses unused tensors that belong to the computation of text, and logs the others.
 
     Args:
-        folder: of the checkpoint.
-        module: of transformers, loaded.
-        names: of unused tensors, as transformers reports them.
-        entries: of the checkpoint's files, by name.
+        folder: the checkpoint's folder.
+        module: the loaded model of transformers.
+        names: names of unused tensors, as transformers reports them.
+        entries: entries of the checkpoint's files, by tensor name.
 
     Raises:
-        CheckpointError: there are; the message names them.
+        CheckpointError: such a tensor is unused; the message names it.
     """
     text = _Text(module)
     unused = sorted(name for name in names if not SCALE_NAME.search(name))
@@ -81,17 +81,17 @@ class _Text:
         self._layer = re.compile(rf"^(?:{layers})\.(\d+)\.") if layers else None
 
     def holds(self, name: str) -> bool:
-        """Tells whether a tensor belongs to the decoder or the head."""
+        """Returns whether a tensor belongs to the decoder or the head."""
         beside = rf"{re.escape(self.prefix + '.') if self.prefix else ''}\w+\.(weight|bias)"
         return any(each.startswith(self._parts) for each in self._spellings(name)) or bool(re.fullmatch(beside, name))
 
     def layer_of(self, name: str) -> int | None:
-        """Returns the decoder layer that a tensor is named after."""
+        """Returns the number of the decoder layer in a tensor's name; None if it names none."""
         matches = (self._layer.match(each) for each in self._spellings(name)) if self._layer else ()
         return next((int(match[1]) for match in matches if match is not None), None)
 
     def _spellings(self, name: str) -> tuple[str, str]:
-        """A checkpoint of the decoder alone leaves out the decoder's own name."""
+        """Returns a name with and without the decoder's prefix: a checkpoint of the decoder alone omits it."""
         return name, f"{self.prefix}.{name}"
 
 
@@ -106,7 +106,7 @@ def _is_harmless(folder: Path, name: str, text: _Text, entries: Mapping[str, Ten
         draft_count = max(getattr(text.config, field, None) or 0 for field in _DRAFT_LAYER_COUNTS)
         if count <= layer < count + draft_count:
             return True
-        # Gemma 3n and 4 save keys' weights of layers that read those of an earlier one.
+        # Gemma 3n and 4 save weights for keys even of layers that read an earlier layer's keys.
         shared_count = getattr(text.config, "num_kv_shared_layers", None) or 0
         if count - shared_count <= layer < count and _KEYS_AND_VALUES.search(name):
             return True
@@ -121,7 +121,7 @@ def _is_zero(path: Path, name: str, prefix: str) -> bool:
 
 
 def some(names: Collection[str]) -> str:
-    """Lists the first names, and says how many more there are."""
+    """Returns the first names as text, and the number of further names."""
     listed = [f"{name:.200}" for name in sorted(names)]
     more = f" and {len(listed) - _NAMES_SHOWN} more" if len(listed) > _NAMES_SHOWN else ""
     return ", ".join(listed[:_NAMES_SHOWN]) + more

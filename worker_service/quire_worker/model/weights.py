@@ -1,12 +1,12 @@
-"""A checkpoint's weights on their way into memory.
+"""Reading of a checkpoint's weights into memory.
 
     1. check    the headers of all files: `headers`
-    2. read     one tensor at a time, each into memory of its own; how far that is gets logged
-    3. compare  what transformers found with what the configuration asks for
+    2. read     one tensor at a time, each into its own memory; progress is logged
+    3. compare  the tensors that transformers found with the tensors that the configuration requires
 
-Memory holds the weights once, and beside them the tensors that are being converted. transformers would map the files
-instead: what is mapped stays for as long as one tensor of a file is in use, which is for ever where the kernels of a
-CPU take packed copies of all the others.
+Memory holds the weights once, plus the tensors that are being converted. transformers alone would map the files. A
+mapping stays as long as one tensor of the file is in use. On a CPU that would be forever, although the kernels have
+packed copies of all other tensors.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from quire_worker.model.headers import TensorEntry, read_headers
 from quire_worker.model.transformers_seam import ATTENTION_NAME
 from quire_worker.model.unused import check_unused, some
 
-PROGRESS_S = 2.0  # between two lines of the log
+PROGRESS_S = 2.0  # seconds between two lines of the log
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes of weights that are not quantised
-# Options of the C library's `mallopt`, and the values that it comes to by itself in a process that frees much.
+# Options of glibc's `mallopt`, each with the largest value that glibc sets by itself in a process that frees much.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
 _APART_BYTES = 128 << 10
-_REASON_CHARACTERS_MAX = 300  # of what transformers says
+_REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
 
 _log = structlog.get_logger(__name__)
 
@@ -46,16 +46,16 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     """Builds a model and reads its weights.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         loader: one of transformers' auto classes.
-        dtype: of the weights, or "auto" for what they were saved in.
+        dtype: dtype of the weights; "auto" is the dtype that they were saved in.
 
     Returns:
         A module of transformers on the CPU, for inference.
 
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing, unused, or of another shape or kind than the
-            configuration asks for; the message names both.
+            configuration requires; the message names file and tensor.
         UnsupportedModelError: the weights are quantised, and transformers cannot load them (mostly because a package
             is missing); or the model is not made for transformers' attention interface.
     """
@@ -70,10 +70,10 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in the report, by name
+                ignore_mismatched_sizes=True,  # `_compare` refuses them, by their names in the report
             )
-    except Exception as error:  # transformers raises whatever its many kinds of models happen to raise
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # the model has a table of its own
+    except Exception as error:  # each model class of transformers raises its own exceptions
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # the model has its own attention table
             raise UnsupportedModelError("the model does not use transformers' attention interface") from error
         quantised_by = _quantised_by(folder)
         if quantised_by is not None:
@@ -87,7 +87,7 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
 
 
 def _quantised_by(folder: Path) -> str | None:
-    """Names what a checkpoint is quantised by, as its configuration says; None where it is not."""
+    """Returns the quantization method in a checkpoint's configuration; None if it is not quantised."""
     try:
         found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
     except (ValueError, AttributeError, OSError):
@@ -96,7 +96,7 @@ def _quantised_by(folder: Path) -> str | None:
 
 
 def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
-    """Refuses weights that are not what the configuration asks for, and unused ones that would change the text."""
+    """Refuses weights that do not fit the configuration, and unused weights that belong to the computation of text."""
     for name, found, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0])):
         raise CheckpointError(
             f"weights in {_file_of(folder, entries, name)} do not fit {folder / 'config.json'}: tensor {name:.200} is"
@@ -118,8 +118,10 @@ def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapp
 
 
 def _file_of(folder: Path, entries: Mapping[str, TensorEntry], name: str) -> str:
-    """Names the file that has a tensor; the folder, where transformers made the tensor of several or calls it otherwise
-    than the checkpoint does."""
+    """Returns the name of the file that has a tensor.
+
+    Returns the folder if transformers merged the tensor from several or renamed it.
+    """
     return entries[name].file if name in entries else str(folder)
 
 
@@ -147,13 +149,13 @@ class _Progress:
                 )  # fmt: skip
 
     def end(self) -> None:
-        """Says that this is all."""
+        """Logs the totals at the end."""
         seconds = round(time.monotonic() - self._started_s, 1)
         _log.info("weights read", tensors=self._count, bytes=self._bytes, seconds=seconds)
 
 
 class _File:
-    """Stands in for the open file that transformers takes tensors from."""
+    """Replaces the open file that transformers reads tensors from."""
 
     def __init__(self, path: str | os.PathLike[str], progress: _Progress) -> None:
         self._inner: Any = safe_open(path, framework="pt", backend="pread")
@@ -169,12 +171,12 @@ class _File:
         self._inner.__exit__(None, None, None)
 
     def get_slice(self, name: str) -> _Slice:
-        """Returns what reads a tensor as soon as it is indexed."""
+        """Returns an object that reads the tensor when it is indexed."""
         return _Slice(self._inner.get_slice(name), name, self._progress)
 
 
 class _Slice:
-    """Stands in for a tensor that has not been read."""
+    """Replaces safetensors' slice: a tensor that is read when it is indexed."""
 
     def __init__(self, inner: Any, name: str, progress: _Progress) -> None:
         self._inner = inner
@@ -192,7 +194,7 @@ class _Slice:
 
 @contextmanager
 def _unmapped(progress: _Progress) -> Iterator[None]:
-    """Lets transformers read files instead of mapping them."""
+    """Makes transformers read files instead of mapping them."""
     seam: Any = modeling_utils
     opened = seam.safe_open
     seam.safe_open = lambda path, **_: _File(path, progress)
@@ -205,10 +207,10 @@ def _unmapped(progress: _Progress) -> Iterator[None]:
 
 @contextmanager
 def large_tensors_apart() -> Iterator[None]:
-    """Lets whatever is freed meanwhile go back to the system at once.
+    """Returns freed memory to the system at once, for as long as the context lasts.
 
-    While a model is loaded, each weight is read, converted, packed for kernels and freed. glibc learns from that to
-    keep the room of up to 32 MiB a piece, among what stays: that was a quarter of the weights.
+    While a model is loaded, each weight is read, converted, packed for kernels and freed. glibc adapts to that by
+    keeping freed pieces of up to 32 MiB between the memory in use. That was a quarter of the weights.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):  # not glibc
@@ -224,8 +226,10 @@ def large_tensors_apart() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Switches off transformers' progress bars and its table of what did not fit, which would land among the log's
-    lines; what it has to say is in its report."""
+    """Switches off transformers' progress bars and its table of mismatched tensors.
+
+    They would appear between the lines of the log. The report has the same information.
+    """
     bars: Any = transformers_logging
     shown, verbosity = bars.is_progress_bar_enabled(), bars.get_verbosity()
     bars.disable_progress_bar()
@@ -239,6 +243,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    """Returns the first line of what an error says."""
+    """Returns the first line of an error's message, or the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:_REASON_CHARACTERS_MAX] if lines else type(error).__name__

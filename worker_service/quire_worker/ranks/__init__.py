@@ -1,2 +1,5 @@
-"""Several processes that compute one model together: which of them this one is, how they are started and watched, and
-what they say to each other. What each of them computes is said in `quire_worker.model.splitting`."""
+"""Ranks: several processes that compute one model together.
+
+This package identifies, starts and watches them, and carries their messages. `quire_worker.model.splitting` divides the
+computation among them.
+"""

@@ -1,16 +1,17 @@
-"""A crew of ranks: sums over all of them, and what rank 0 says to the others.
+"""A crew of ranks: sums over all ranks, and messages of rank 0 to the others.
 
 Lifecycle:
 
-    1. joined    every rank has come. All load the same model in lockstep, and wait for each other as long as that takes
-    2. serving   rank 0 says what to compute (`say`), the others hear it (`hear`). Nobody waits for longer than
-                 `timeout_s`; a rank 0 that has nothing to compute says so now and then
-    3. lost      a rank is gone or silent: whatever is called raises RankLostError, and the process has to end
+    1. joined    all ranks are connected. They load the same model in lockstep, and wait for each other up to
+                 `LOAD_TIMEOUT_S`
+    2. serving   rank 0 sends orders (`say`), the others receive them (`hear`). No rank waits for longer than
+                 `timeout_s`; if rank 0 has nothing to compute, it sends that from time to time
+    3. lost      a rank is gone or silent. Every call raises RankLostError, and the process has to end
 
-All ranks compute a pass at the same moment, with the same sums. If the pass fails on one rank, the others would wait in
-the next sum for ever. So that rank adds zeros to the remaining sums (their sizes are known since the first pass). At
-the end of each pass the ranks exchange outcomes: a pass that failed on one rank has failed on all, and all are ready
-for the next.
+All ranks compute a pass at the same time, with the same sums. If the pass fails on one rank, the others would wait
+forever in the next sum. So the failed rank adds zeros to the remaining sums; it knows their sizes since the first pass.
+At the end of each pass the ranks exchange outcomes. A pass that failed on one rank counts as failed on all, and all
+ranks are ready for the next one.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ import torch.distributed as dist
 from quire_worker.ranks.identity import RankIdentity, loopback_interface
 from quire_worker.ranks.messages import pack, unpack
 
-LOAD_TIMEOUT_S = 1800.0  # of reading weights and compiling, which take one rank longer than another
+LOAD_TIMEOUT_S = 1800.0  # ranks wait this long for each other while weights are read and kernels compiled
 NCCL_TIMEOUT_S = 300.0
-_FIRST_BYTES = 16_384  # of a message, which usually are all
-_HEAD_BYTES = 16  # its kind and its length, as int64
+_FIRST_BYTES = 16_384  # size of the first broadcast of a message; most messages fit into it
+_HEAD_BYTES = 16  # a message's kind and length, as int64
 ResultT = TypeVar("ResultT")
 
 
 class RankLostError(Exception):
-    """A rank is gone, or has been silent for too long; nothing can be computed any more."""
+    """A rank is gone, or was silent for too long. The crew can compute nothing more."""
 
 
 class RankFailedError(RuntimeError):
@@ -60,24 +61,24 @@ class Crew:
     """One rank's end of the crew. One thread at a time may call it.
 
     Attributes:
-        rank: from 0.
-        size: ranks of the crew.
-        local_size: those of them that are on this machine.
+        rank: this rank's number, from 0.
+        size: number of ranks in the crew.
+        local_size: number of ranks on this machine.
     """
 
     def __init__(self, identity: RankIdentity, *, device: torch.device, timeout_s: float) -> None:
-        """Waits until every rank has come.
+        """Joins the crew, and waits until every rank has joined.
 
         Raises:
-            RankLostError: one does not come.
+            RankLostError: a rank does not join in time.
         """
         self.rank, self.size, self.local_size = identity.rank, identity.size, identity.local_size
         self._device = device
-        self._sums_per_token: list[tuple[int, torch.dtype]] = []  # elements for each token of a pass
-        self._learned_tokens: int | None = None  # of the pass that is noted at present
-        self._sum_count = 0  # of the pass under way
+        self._sums_per_token: list[tuple[int, torch.dtype]] = []  # for each sum of a pass, its elements per token
+        self._learned_tokens: int | None = None  # tokens of the pass that `learn` is recording
+        self._sum_count = 0  # sums so far in the pass under way
         if identity.is_on_loopback and (name := loopback_interface()) is not None:
-            # Whatever was inherited: what ranks say stays on this machine (docs/security.md).
+            # Overrides inherited settings: the ranks' messages must stay on this machine (docs/security.md).
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
         with _losing():
             load = timedelta(seconds=LOAD_TIMEOUT_S)
@@ -88,7 +89,7 @@ class Crew:
                 self._sums = dist.new_group(backend="nccl", timeout=timedelta(seconds=NCCL_TIMEOUT_S))
 
     def serve(self) -> None:
-        """Ends loading: from now on nobody waits for long."""
+        """Ends loading. From now on the ranks wait for each other no longer than `timeout_s`."""
         self._words = self._serving
         if self._device.type != "cuda":
             self._sums = self._serving
@@ -98,13 +99,13 @@ class Crew:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
-    # -- sums, and passes that are made of them ------------------------------------------------------------------------
+    # -- sums, and passes that consist of them -------------------------------------------------------------------------
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of what all ranks give, the same on all of them.
+        """Returns the sum of all ranks' parts, on every rank.
 
         Args:
-            part: `[..., elements]` of the crew's device, the same shape and dtype on each rank; not changed.
+            part: `[..., elements]` on the crew's device, with the same shape and dtype on each rank; not changed.
 
         Raises:
             RankLostError: a rank is gone.
@@ -119,7 +120,7 @@ class Crew:
 
     @contextlib.contextmanager
     def learn(self, token_count: int) -> Iterator[None]:
-        """Notes which sums a pass has, of so many tokens; every later one has the same."""
+        """Records the sums of a pass of `token_count` tokens. Later passes have the same sums, for their own tokens."""
         self._sums_per_token, self._learned_tokens = [], token_count
         try:
             yield
@@ -132,14 +133,14 @@ class Crew:
         """Computes this rank's part of a pass, and returns its result when all ranks have computed theirs.
 
         Args:
-            token_count: of the pass; 0 where no sums belong to it.
-            compute: this rank's part.
-            ending_of: how to tell the others of an error.
+            token_count: tokens of the pass; 0 if the computation has no sums.
+            compute: computes this rank's part.
+            ending_of: returns the outcome that an error is reported as to the other ranks.
 
         Raises:
-            RankFailedError, RankOutOfMemoryError: it failed on another rank.
+            RankFailedError, RankOutOfMemoryError: the pass failed on another rank.
             RankLostError: a rank is gone.
-            Exception: what `compute` raised.
+            Exception: the exception of `compute`.
         """
         self._sum_count = 0
         ending, failure = Ending.DONE, None
@@ -148,7 +149,8 @@ class Crew:
         except RankLostError:
             raise
         except Exception as error:
-            ending, failure = ending_of(error), error.with_traceback(None)  # which holds the tensors of the pass
+            # The traceback is dropped because it keeps the tensors of the pass alive.
+            ending, failure = ending_of(error), error.with_traceback(None)
             self._add_zeros(token_count)
         worst = Ending(self._worst(ending))
         if failure is not None:
@@ -171,20 +173,20 @@ class Crew:
         return int(word.item())
 
     def least(self, number: int) -> int:
-        """Returns the smallest of the numbers that the ranks give, on all of them."""
+        """Returns the smallest of all ranks' numbers, on every rank."""
         word = torch.tensor([number], dtype=torch.int64)
         with _losing():
             dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self._words)
         return int(word.item())
 
-    # -- words of rank 0 -----------------------------------------------------------------------------------------------
+    # -- messages of rank 0 --------------------------------------------------------------------------------------------
 
     def say(self, kind: int, value: object = None) -> None:
-        """Tells every other rank something; of rank 0.
+        """Sends a message to every other rank. Only rank 0 may call it.
 
         Args:
-            kind: a number that the others know.
-            value: see `messages`.
+            kind: number of the message's kind; the ranks agree on its meaning.
+            value: a value that `messages` can pack.
 
         Raises:
             RankLostError: a rank is gone.
@@ -199,13 +201,13 @@ class Crew:
             self._spread(torch.from_numpy(packed[len(fits) :]))
 
     def hear(self, *types: type) -> tuple[int, Any]:
-        """Waits for what rank 0 says, and returns its kind and value; of every other rank.
+        """Waits for a message of rank 0, and returns its kind and value. Every other rank has to call it.
 
         Args:
-            types: dataclasses that may come.
+            types: dataclasses that the value may have.
 
         Raises:
-            RankLostError: rank 0 is gone, or has said nothing for too long.
+            RankLostError: rank 0 is gone, or was silent for too long.
         """
         first = np.zeros(_FIRST_BYTES, dtype=np.uint8)
         self._spread(torch.from_numpy(first))
@@ -218,10 +220,10 @@ class Crew:
         return kind, unpack(packed, {each.__name__: each for each in types})
 
     def share(self, value_of: Callable[[], Any]) -> Any:
-        """Returns on all ranks what rank 0 computes.
+        """Returns, on every rank, a value that rank 0 computes.
 
         Args:
-            value_of: called on rank 0 alone; what it returns is one of `messages`.
+            value_of: computes the value; called only on rank 0. `messages` must be able to pack the value.
         """
         if self.rank != 0:
             return self.hear()[1]
@@ -236,7 +238,7 @@ class Crew:
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Calls what torch raises where a rank is gone, or does not answer in time, by one name."""
+    """Turns torch's errors for a rank that is gone, or does not answer in time, into `RankLostError`."""
     try:
         yield
     except RuntimeError as error:

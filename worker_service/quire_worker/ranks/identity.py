@@ -1,14 +1,14 @@
-"""Which rank of its crew a process is, and where the ranks meet.
+"""A process's rank in its crew, and where the ranks meet.
 
-There are two ways to become several ranks:
+There are two ways to start several ranks:
 
     quire worker --tensor-parallel 2                      this process is rank 0 and starts the others, on this machine;
                                                           they meet over a file in a folder that only this user may read
     torchrun --nproc-per-node 2 -m quire_worker ...       torchrun starts all of them, on any machines; they meet at the
                                                           address that it names (MASTER_ADDR, MASTER_PORT)
 
-What the ranks say to each other is neither encrypted nor authenticated. It stays on this machine's loopback unless the
-ranks are told to meet elsewhere, which needs a word of its own (docs/security.md).
+The ranks' messages are neither encrypted nor authenticated. They stay on this machine's loopback interface, unless
+torchrun names another address and `--trusted-rank-network` allows it (docs/security.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from quire._transport.address import is_local
 from quire.errors import UsageError
 
-RENDEZVOUS = "QUIRE_RANKS_RENDEZVOUS"  # the file where ranks meet that a worker started
+RENDEZVOUS = "QUIRE_RANKS_RENDEZVOUS"  # names the file where ranks meet if a worker started them
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,13 +31,13 @@ class RankIdentity:
     """One rank's number in its crew, and where the ranks meet.
 
     Attributes:
-        rank: from 0, which holds session and server.
-        size: ranks of the crew.
-        local_rank: counts the ranks of this machine.
-        local_size: ranks of this machine.
-        file: where they meet on this machine; None where torchrun says where, or nobody is to be met yet.
+        rank: this rank's number, from 0; rank 0 holds the session and the server.
+        size: number of ranks in the crew.
+        local_rank: this rank's number among the ranks of this machine, from 0.
+        local_size: number of ranks on this machine.
+        file: where ranks on this machine meet; None if torchrun names an address, or no other rank is started yet.
         is_by_torchrun: whether torchrun has started all ranks.
-        is_on_loopback: whether what they say stays on this machine.
+        is_on_loopback: whether the ranks' messages stay on this machine.
     """
 
     rank: int = 0
@@ -49,7 +49,7 @@ class RankIdentity:
     is_on_loopback: bool = True
 
     def store(self) -> dist.Store:
-        """Returns what the ranks find each other by."""
+        """Returns the torch store through which the ranks find each other."""
         if self.file is not None:
             return dist.FileStore(str(self.file), self.size)
         store: dist.Store = next(iter(dist.rendezvous("env://")))[0]
@@ -57,18 +57,18 @@ class RankIdentity:
 
 
 def identity_of(environment: Mapping[str, str], *, size: int | None, may_leave_machine: bool) -> RankIdentity:
-    """Finds which rank this process is.
+    """Determines which rank this process is.
 
     Args:
-        environment: of the process.
-        size: ranks that the command line asks for; None if it does not.
+        environment: the process's environment variables.
+        size: number of ranks on the command line; None if it names none.
         may_leave_machine: whether ranks may meet on a network.
 
     Returns:
-        Rank 0 where nobody has started ranks: this process is the only one, or has to start the others.
+        The rank. It is 0 if no ranks were started before: this process is the only rank, or has to start the others.
 
     Raises:
-        UsageError: torchrun has started another number of ranks, or lets them meet on a network that is not trusted.
+        UsageError: torchrun started a different number of ranks, or they would meet on a network that is not trusted.
     """
     if RENDEZVOUS in environment:
         rank, found = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -91,5 +91,5 @@ def identity_of(environment: Mapping[str, str], *, size: int | None, may_leave_m
 
 
 def loopback_interface() -> str | None:
-    """Returns the name of this machine's loopback interface; None where it cannot be told."""
+    """Returns the name of this machine's loopback interface; None if it is not found."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)

@@ -1,11 +1,11 @@
-"""Values as bytes, for what one rank tells the others.
+"""Encoding of values as bytes, for messages between ranks.
 
-A value is made of tensors on the host, numbers, texts, None, tuples, and frozen dataclasses of a few known types. Bytes
-are a header in JSON that says how it is made, then what the tensors hold, each from a multiple of 8 bytes on:
+A value consists of tensors on the host, numbers, texts, None, tuples, and frozen dataclasses of a few known types. The
+bytes are a JSON header that describes the value, then the content of each tensor at a multiple of 8 bytes:
 
     uint32 length of the header | header | padding | tensor | padding | tensor ...
 
-The header names types, dtypes and shapes. Nothing in it is ever executed, unlike a pickle.
+The header names types, dtypes and shapes. Unlike a pickle, it cannot execute code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pack(value: object) -> np.ndarray:
     """Returns a value as bytes, uint8 `[bytes]`.
 
     Raises:
-        TypeError: it holds something of another type.
+        TypeError: the value has a part of a type that is not supported.
     """
     tensors: list[np.ndarray] = []
     header = json.dumps(_described(value, tensors), separators=(",", ":")).encode()
@@ -46,11 +46,11 @@ def unpack(packed: np.ndarray, types: Mapping[str, type]) -> Any:
     """Returns the value that was packed. Its tensors own their memory.
 
     Args:
-        packed: uint8 `[bytes]`, of `pack`.
-        types: dataclasses that may come, by name.
+        packed: uint8 `[bytes]`, the result of `pack`.
+        types: the dataclasses that the value may have, by name.
 
     Raises:
-        KeyError: another type came.
+        KeyError: the value has another dataclass.
     """
     length = int.from_bytes(packed[:_LENGTH_BYTES].tobytes(), "little")
     header = json.loads(packed[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())

@@ -1,7 +1,7 @@
-"""The ranks that a worker starts on its own machine, and watches.
+"""The ranks that a worker starts on its own machine and watches.
 
-Each is a process of its own that ends with this one, however this one ends (`quire._child`). If one of them ends first,
-`lost` says which, and how.
+Each rank is a process that ends with this one, even if this one is killed (`quire._child`). If a rank ends first,
+`lost` holds its number and how it ended.
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ from pathlib import Path
 
 from quire_worker.ranks.identity import RENDEZVOUS, RankIdentity
 
-GRACE_S = 5.0  # for a rank that was told to stop
-NOTICE_S = 0.5  # within which a process that the others miss is seen to have ended
+GRACE_S = 5.0  # seconds that a rank has to stop before it is killed
+NOTICE_S = 0.5  # seconds to wait for the exit code of a rank that does not answer
 
 
 class Ranks:
-    """The crew as rank 0 sees it.
+    """The processes of the other ranks, seen from rank 0.
 
     Attributes:
-        identity: of this process.
-        lost: done once a rank is gone; says which, and how.
+        identity: this process's rank.
+        lost: done once a rank is gone; its result is the reason.
     """
 
     def __init__(self, identity: RankIdentity) -> None:
-        """Knows of no process yet."""
+        """Creates the object without any process."""
         self.identity = identity
         self.lost: Future[str] = Future()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
 
     def lose(self, reason: str) -> None:
-        """Says that a rank does not answer; callable from any thread, and more than once. If a process has ended,
-        which is found out in a moment, that is a better reason."""
+        """Reports that a rank does not answer. May be called from any thread, and more than once.
+
+        It first waits a moment for the end of a process, because that is a better reason.
+        """
         if self._processes:
             with contextlib.suppress(TimeoutError):
                 self.lost.result(NOTICE_S)
         self._lose(reason)
 
     def let_end(self) -> None:
-        """From now on a rank may end."""
+        """Allows ranks to end from now on, without `lost` being set."""
         self._is_ending = True
 
     def start(self, file: Path, arguments: Sequence[str]) -> None:
-        """Starts ranks 1 and further, which meet this one over a file.
+        """Starts all ranks but 0. They meet this one over a file.
 
         Args:
-            file: in a folder that only this user may read.
+            file: a path in a folder that only this user may read.
             arguments: the worker's command line.
         """
         self.identity = replace(self.identity, file=file)
@@ -64,13 +66,13 @@ class Ranks:
                 [sys.executable, "-P", "-m", "quire._child", "quire_worker", *arguments],  # -P as in quire.local
                 stdin=subprocess.PIPE,  # the lifeline; nothing is ever written
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **own},
-                start_new_session=True,  # Ctrl-C on a terminal reaches rank 0 alone, which stops the others in order
+                start_new_session=True,  # Ctrl-C in a terminal reaches only rank 0, which stops the others in order
             )
             self._processes[rank] = process
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()
 
     def end(self, *, grace_s: float) -> None:
-        """Waits until every rank has ended, and ends those that do not."""
+        """Waits for every rank to end, and kills the ranks that do not end in time."""
         self.let_end()
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -86,23 +88,23 @@ class Ranks:
             )
 
     def _lose(self, reason: str) -> None:
-        with contextlib.suppress(InvalidStateError):  # it is known already
+        with contextlib.suppress(InvalidStateError):  # the first reason stays
             self.lost.set_result(reason)
 
 
 @contextlib.contextmanager
 def starting(identity: RankIdentity, arguments: Sequence[str]) -> Iterator[Ranks]:
-    """Starts what other ranks there have to be, and leaves none behind.
+    """Starts the other ranks, unless torchrun did, and ends them when the context ends.
 
     Args:
-        identity: of rank 0.
+        identity: rank 0's identity.
         arguments: the worker's command line.
     """
     ranks = Ranks(identity)
     if identity.size == 1 or identity.is_by_torchrun:
         yield ranks
         return
-    with tempfile.TemporaryDirectory(prefix="quire-ranks-") as folder:  # of mode 0700
+    with tempfile.TemporaryDirectory(prefix="quire-ranks-") as folder:  # its mode is 0700
         try:
             ranks.start(Path(folder) / "rendezvous", arguments)
             yield ranks

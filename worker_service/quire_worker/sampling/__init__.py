@@ -1,1 +1,1 @@
-"""From logits to tokens: what a request may ask for, and how one token after the other is chosen by it."""
+"""From logits to tokens: the sampling parameters of a request, and the choice of each token by them."""

@@ -1,19 +1,23 @@
 """Beam search over the likeliest next tokens of each beam, step by step as in transformers' `generate(num_beams=...)`.
 
-A *beam* is a text that may still go on, a *hypothesis* one that has ended. Of `beam_count` beams, in each turn:
+A *beam* is a text that may continue. A *hypothesis* is a text that has ended. Each turn computes:
 
-    told          of each beam the likeliest next tokens, `row_count` of them: more can never be among the best of all
-    candidates    the best of all by the sum of their tokens' logprobs: (1 + ending tokens) * beam_count of them, so
-                  that enough are left when others end
-    hypotheses    those of the first `beam_count` candidates that end, with score sum / length ** length_penalty, where
-                  the ending token counts; the best `beam_count` are kept
+    told          the `row_count` likeliest next tokens of each beam; further tokens cannot be among the candidates
+    candidates    the best continuations of all beams, by the sum of their tokens' logprobs. There are
+                  (1 + ending tokens) * beam_count of them, so that enough are left when others end
+    hypotheses    those of the first `beam_count` candidates that end, with score sum / length ** length_penalty. The
+                  length includes the ending token. The best `beam_count` hypotheses are kept
     beams         the first `beam_count` candidates that do not end
 
-It is over when every text has its longest length, or the hypotheses are as many as there are beams and no beam can
-become better: never looked at with early stopping ALWAYS, judged by the best beam's score at its present length with
-HEURISTIC, and with NEVER at the longest length, where a positive penalty makes that the best that it can get.
+The search is over when all texts have their longest length. It is also over when there are `beam_count` hypotheses and,
+by the rule of early stopping, no beam can become better than the worst of them:
 
-Sums are of float32, as there, so that scores are equal to the last bit where logprobs are.
+    ALWAYS       the beams are not looked at
+    HEURISTIC    the best beam's score at its present length is not better
+    NEVER        its score at the longest length is not better, if the length penalty is positive (the best that it can
+                 get); otherwise as HEURISTIC
+
+Sums are float32, as in transformers, so equal logprobs give scores that are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from quire_worker.sampling.params import EarlyStopping
 
 
 class Chosen(NamedTuple):
-    """A beam of the next turn: that of this place among the beams so far, longer by a token."""
+    """A beam of the next turn: the present beam with index `beam`, extended by one token."""
 
     beam: int
     token_id: int
@@ -39,9 +43,9 @@ class Hypothesis(NamedTuple):
     """A text that has ended.
 
     Attributes:
-        token_ids: without the token that ended it.
-        score: by which hypotheses are compared.
-        is_stopped: whether a token ended it, and not its length.
+        token_ids: its tokens without the ending token.
+        score: hypotheses are compared by it.
+        is_stopped: True if a token ended it; False if it reached the longest length.
     """
 
     token_ids: tuple[int, ...]
@@ -55,10 +59,10 @@ class Rule:
 
     Attributes:
         beam_count: beams at a time, at least 2.
-        length_penalty: power of the length that a sum of logprobs is divided by.
-        early_stopping: when it ends before all texts have their longest length.
-        token_count_max: of each text, at least 1.
-        token_count_min: of each text; no token may end it before.
+        length_penalty: a sum of logprobs is divided by the length to this power.
+        early_stopping: the rule that ends the search before all texts have their longest length.
+        token_count_max: longest length of a text, at least 1.
+        token_count_min: shortest length of a text; no token may end it before.
         end_token_ids: tokens that end a text.
     """
 
@@ -71,13 +75,15 @@ class Rule:
 
 
 def candidate_count(beam_count: int, end_token_ids: Collection[int]) -> int:
-    """Counts the candidates that are looked at in each turn."""
+    """Returns the number of candidates in each turn."""
     return max(2, 1 + len(end_token_ids)) * beam_count
 
 
 def row_count(beam_count: int, end_token_ids: Collection[int]) -> int:
-    """Counts the likeliest tokens that a search needs of each beam. All candidates may come from one beam, and the
-    tokens that end it may be ruled out."""
+    """Returns how many likeliest tokens a search needs of each beam.
+
+    All candidates may come from one beam, and its ending tokens may be ruled out.
+    """
     return candidate_count(beam_count, end_token_ids) + len(end_token_ids)
 
 
@@ -92,8 +98,11 @@ class BeamSearch:
         self._length = 0
 
     def advance(self, told: Sequence[Likeliest]) -> list[Chosen]:
-        """Takes the likeliest tokens of each beam, and returns the next turn's beams, the best first; none when the
-        search is over. The first turn has one beam, every other one as many as were returned."""
+        """Takes the likeliest tokens of each beam, and returns the next turn's beams, the best first.
+
+        Returns an empty list when the search is over. The first turn has one beam; every later turn has the beams that
+        the previous call returned.
+        """
         rule = self.rule
         candidates = self._candidates(told)
         self._length += 1

@@ -1,12 +1,12 @@
-"""Probabilities to tokens.
+"""Choice of tokens from logits: greedy, or by a draw.
 
-Greedy, or the usual chain, each step as in transformers' logits warpers: divide by the temperature, keep the `top_k`
-likeliest (ties with the last one stay), keep the likeliest that together reach `top_p`, keep those with at least
-`min_p` of the likeliest one's probability, draw.
+A draw has the steps of transformers' logits warpers: divide by the temperature, keep the `top_k` likeliest tokens (ties
+with the last one stay), keep the likeliest tokens that together reach `top_p`, keep the tokens with at least `min_p`
+times the largest probability, draw.
 
 A draw takes one number u in [0, 1) from the sample's own generator and picks the first token whose cumulative
-probability exceeds u. So a sample's generator moves by exactly one number per token, whatever the vocabulary and the
-other samples of the batch: the same logits and seed give the same text in any batch.
+probability exceeds u. So a generator advances by exactly one number per token, whatever the vocabulary and the other
+samples of the batch. The same logits and seed give the same text in any batch.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ import torch
 
 from quire_worker.sampling.params import TEMPERATURE_MIN, SamplingParams
 
-# Takes logits, parameters and a source of numbers in [0, 1) for the rows that are not greedy; returns a token for each,
-# int32 or int64 `[rows]` on the device of the logits.
+# Takes logits, parameters, and a function that draws a number in [0, 1) for each row that is not greedy. Returns a
+# token for each row, int32 or int64 `[rows]` on the device of the logits.
 Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[], torch.Tensor]], torch.Tensor]
 
 
-# What one look at logits tells of each row, on the host: the greedy choice, and 1 or 0, whether it is finite. A plain
-# pair, for it is made between two passes.
+# For each row of logits, on the host: the greedy choice, and 1 if the row is finite or 0 if not. A plain tuple, because
+# it is created between two passes, where time counts.
 Look: TypeAlias = tuple[list[int], bytes]
 
-FINITE_MAX = torch.finfo(torch.float32).max * TEMPERATURE_MIN  # of a largest logit: a number at any temperature
+FINITE_MAX = torch.finfo(torch.float32).max * TEMPERATURE_MIN  # a logit up to this stays finite at any temperature
 
 
 def are_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Returns which rows can be sampled from, bool `[rows]`: their largest logit is a number, and stays one at any
-    temperature.
+    """Returns which rows can be sampled from, bool `[rows]`: their largest logit is finite at any temperature.
 
     Args:
-        logits: float32 `[rows, vocabulary]`; -inf rules out a token, and does no harm unless it rules out all.
+        logits: float32 `[rows, vocabulary]`; -inf rules out a token, and a row may have it for all tokens but one.
     """
-    return logits.amax(dim=-1).abs() <= FINITE_MAX  # NaN is the largest, and below nothing
+    return logits.amax(dim=-1).abs() <= FINITE_MAX  # amax returns NaN if there is one, and NaN <= x is False
 
 
 def sample(
@@ -46,14 +45,15 @@ def sample(
     generators: Sequence[torch.Generator | None],
     choose: Choose | None = None,
 ) -> torch.Tensor:
-    """Returns one token per row, int32 or int64 `[rows]`, on the device of the logits, without waiting for it. Random
-    numbers are drawn last: if memory runs out, the generators have not moved.
+    """Returns one token per row, int32 or int64 `[rows]`, on the device of the logits, without waiting for it.
+
+    Random numbers are drawn last, so no generator has advanced if memory runs out.
 
     Args:
-        logits: float32 `[rows, vocabulary]`; of rows that are not `are_finite` the token is of no use.
-        params: per row, valid.
-        generators: per row, from `new_generator`; greedy rows leave theirs untouched, and need none.
-        choose: the device's way (`PagedAttention.choose`); `choose_by_sorting` if not given.
+        logits: float32 `[rows, vocabulary]`; the token of a row that is not `are_finite` is meaningless.
+        params: valid parameters of each row.
+        generators: each row's generator from `new_generator`; greedy rows do not use theirs, and may have None.
+        choose: the device's implementation (`PagedAttention.choose`); default `choose_by_sorting`.
 
     Raises:
         ValueError: `logits`, `params` and `generators` differ in length.
@@ -86,11 +86,11 @@ def choose_by_sorting(
 
 
 def probabilities_of(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Returns what each row is drawn from.
+    """Returns the probabilities that each row's token is drawn by.
 
     Args:
         logits: float32 `[rows, vocabulary]`.
-        params: per row, valid, none of them greedy.
+        params: valid parameters of each row, none of them greedy.
 
     Returns:
         float32 `[rows, vocabulary]`; each row adds up to 1.
@@ -117,7 +117,7 @@ def _keep_top_p(scores: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
     ascending, order = scores.sort(dim=-1)
     cumulative = ascending.softmax(dim=-1).cumsum(dim=-1)
     dropped = cumulative <= _column(scores, [1 - p if p < 1 else -1.0 for p in top_p])
-    dropped[:, -1] = False  # the likeliest always stays
+    dropped[:, -1] = False  # the likeliest token always stays
     return scores.masked_fill(dropped.scatter(1, order, dropped), float("-inf"))
 
 
@@ -127,5 +127,5 @@ def _keep_min_p(scores: torch.Tensor, min_p: Sequence[float]) -> torch.Tensor:
 
 
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    """`[rows, 1]`, of the same dtype and device."""
+    """Returns the values as `[rows, 1]`, with the dtype and device of `like`."""
     return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)

@@ -1,14 +1,14 @@
 """Structures of texts, as masks over the vocabulary: JSON schemas, regular expressions, grammars, choices.
 
-    1. compiled   first in a process of its own, which measures its size (`calls/structures.py`), then on a thread. If
+    1. compiled   first in a separate process, which measures its size (`calls/structures.py`), then on a thread. If
                   that fails, the caller gets the error
     2. begun      each sample of a request has a matcher, a copy of the compiled one
-    3. followed   a mask before each token, of all samples of a batch together, and the token after it; tokens of a text
-                  that the grammar leaves free wait until one comes that it has to judge (`openings.py`)
-    4. ended      with an end-of-text token, which is allowed where the text is whole
+    3. followed   the matcher gives a mask before each token, then takes the token. While the grammar leaves the text
+                  free, tokens are only collected, until one comes that the grammar has to check (`openings.py`)
+    4. ended      by an end-of-text token, which is allowed once the text is complete
 
-llguidance parses: an Earley parser over derivatives of regular expressions, in Rust. Its fuel bounds its steps: a
-grammar that runs out of fuel fails its own request.
+llguidance parses: it is an Earley parser over derivatives of regular expressions, in Rust. Fuel limits its steps. A
+grammar that runs out of fuel fails only its own request.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 ERROR_CHARACTERS_MAX = 300
 CACHED_GRAMMAR_COUNT_MAX = 64
-CACHED_BYTES_MAX = 64 << 20  # of these
-BYTES_MAX = 128 << 20  # of these and all that requests still use
-GRAMMAR_BYTES_MIN = 64 << 10  # that a small one counts for
-WAITING_MAX = 1024  # tokens of a free text: to follow them takes a millisecond or two, for which a pass waits
-INTEGER_MAX: Final = 1 << 53  # numbers are float64 at llguidance, which is silent about those that it rounds
-INT64_MAX: Final = (1 << 63) - 1  # a common bound, that rounds up and is cut off to itself
-# JSON without optional whitespace: a model that is not sure of itself can fill any number of tokens with it.
+CACHED_BYTES_MAX = 64 << 20  # of cached grammars
+BYTES_MAX = 128 << 20  # of cached grammars and the grammars that requests use
+GRAMMAR_BYTES_MIN = 64 << 10  # a smaller grammar counts as this many bytes
+WAITING_MAX = 1024  # collected tokens of a free text; parsing them takes 1 to 2 ms, and a pass waits for that
+INTEGER_MAX: Final = 1 << 53  # llguidance keeps numbers as float64, and rounds larger ones silently
+INT64_MAX: Final = (1 << 63) - 1  # a common bound; llguidance rounds it up, and clamps it back to this value
+# JSON without optional whitespace: an uncertain model could fill any number of tokens with whitespace.
 JSON_OPTIONS = {"whitespace_flexible": False}
 
 
 class GrammarsFullError(Exception):
-    """Structures of running requests take all the memory that there is for them."""
+    """The structures of running requests take all the memory reserved for structures."""
 
 
 class GrammarError(ValueError):
@@ -61,25 +61,25 @@ class Matcher:
         """Takes over a matcher of llguidance.
 
         Args:
-            matcher: to be taken over.
-            eos_token_ids: of the model.
-            openings: before which the text is free; None where it is not, or has one of them.
-            begun: the end of the text that one of them may begin with.
+            matcher: the matcher; nothing else may use it afterwards.
+            eos_token_ids: the model's end-of-text tokens.
+            openings: the text is free until one of these; None if it never was, or already has one of them.
+            begun: the end of the text so far that an opening may begin with.
         """
         self._matcher = matcher
         self._openings, self._begun = openings, begun
-        self._waiting: list[int] = []  # tokens of a free text that the matcher does not know yet
-        self._whole: Matcher | None = None  # of a copy, the compiled one: it lives as long as any copy
+        self._waiting: list[int] = []  # tokens of a free text that the matcher has not taken yet
+        self._whole: Matcher | None = None  # in a copy: the compiled matcher, so that it lives as long as any copy
         self._eos_token_ids = eos_token_ids
         self.has_ended = False
 
     @property
     def has_failed(self) -> bool:
-        """Tells whether the grammar has become too complex to go on with."""
+        """Returns whether the grammar has become too complex to continue."""
         return not self.has_ended and self._matcher.is_error()
 
     def take(self, token: int) -> None:
-        """Follows the text by a token that its mask allowed; what comes after its end is not looked at."""
+        """Takes a token that the mask allowed. Tokens after the end of the text are ignored."""
         if self.has_ended:
             return
         if self._is_free(token):
@@ -94,11 +94,15 @@ class Matcher:
             self._openings, self._begun = (None, b"") if begun is None else (self._openings, begun)
 
     def allows(self, token: int, vocabulary: int) -> bool:
-        """Tells whether a token of so many may follow. It may say no where the mask says yes: of an end of the text.
+        """Returns whether a token may follow. May return False for an end-of-text token that the mask would allow.
 
-        The whole mask walks all tokens of the vocabulary, outside the processor's caches where a pass came between, and
-        lets go of the interpreter. It is only made where the bytes that follow are known: of all their spellings, the
-        mask has one.
+        It avoids computing the whole mask where it can. That would walk all tokens of the vocabulary, usually missing
+        the CPU's caches after a pass, and release the interpreter lock. The mask is needed only where the grammar
+        determines the next bytes: of all tokens that could spell them, the mask allows one.
+
+        Args:
+            token: the token.
+            vocabulary: the number of tokens in the vocabulary.
         """
         if self.has_ended or self._is_free(token):
             return True
@@ -108,10 +112,10 @@ class Matcher:
         return not matcher.compute_ff_bytes() or contains(masks_of([self], vocabulary)[0], token)
 
     def fill(self, words: np.ndarray) -> None:
-        """Writes which tokens may follow.
+        """Writes the mask of the tokens that may follow.
 
         Args:
-            words: int32 `[words]`, contiguous; nothing is allowed where the grammar has failed.
+            words: int32 `[words]`, contiguous; all bits are 0 if the grammar has failed.
         """
         if self.has_ended:
             words.fill(-1)
@@ -123,7 +127,7 @@ class Matcher:
             words.fill(0)
 
     def copy(self) -> Matcher:
-        """Returns the same for a text that goes on from here by itself."""
+        """Returns a copy for another text that continues from here."""
         twin = Matcher(self._matcher.deep_copy(), self._eos_token_ids, self._openings, self._begun)
         twin.has_ended, twin._whole, twin._waiting = self.has_ended, self._whole or self, self._waiting[:]
         return twin
@@ -139,7 +143,7 @@ class Matcher:
 
 
 def masks_of(matchers: Sequence[Matcher], vocabulary: int) -> np.ndarray:
-    """Returns which tokens may follow each text, int32 `[matchers, words]`."""
+    """Returns the mask of the tokens that may follow each text, int32 `[matchers, words]`."""
     words = np.empty((len(matchers), word_count(vocabulary)), dtype=np.int32)
     for row, matcher in zip(words, matchers, strict=True):
         matcher.fill(row)
@@ -147,25 +151,25 @@ def masks_of(matchers: Sequence[Matcher], vocabulary: int) -> np.ndarray:
 
 
 class Grammars:
-    """Compiles structures for one model, and keeps those that were used last. Any thread may call it.
+    """Compiles structures for one model, and caches the most recently used ones. Any thread may call it.
 
     Args:
-        tokenizer: returns the tokenizer's JSON; called once, when the first structure comes.
-        vocabulary: tokens of the model.
-        eos_token_ids: of the model, which end a text.
+        tokenizer: returns the tokenizer's JSON; called once, for the first structure.
+        vocabulary: number of tokens in the model's vocabulary.
+        eos_token_ids: the model's end-of-text tokens.
     """
 
     def __init__(self, tokenizer: Callable[[], str], vocabulary: int, eos_token_ids: Collection[int]) -> None:
         self._describe_tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocabulary)
-        self._lock = threading.RLock()  # a matcher may be collected while it is held
+        self._lock = threading.RLock()  # reentrant: garbage collection may call `_let_go` while it is held
         self._tokenizer: LLTokenizer | None = None
-        self._kept: dict[Structure, tuple[Matcher, int]] = {}  # with its bytes; the latest last
-        self._byte_count = 0  # of all matchers that somebody has
+        self._kept: dict[Structure, tuple[Matcher, int]] = {}  # matchers and their bytes, the most recently used last
+        self._byte_count = 0  # of all compiled matchers that are alive
 
     def known(self, structure: Structure) -> Matcher | None:
-        """Returns the matcher of a text that has not begun, if the structure is kept."""
+        """Returns the matcher of an empty text if the structure is cached, else None."""
         with self._lock:
             kept = self._kept.pop(structure, None)
             if kept is None:
@@ -174,15 +178,15 @@ class Grammars:
             return kept[0].copy()
 
     def compile(self, structure: Structure, byte_count: int = 0) -> Matcher:
-        """Returns the matcher of a text that has not begun, and keeps it.
+        """Compiles and caches a structure, and returns the matcher of an empty text.
 
         Args:
-            structure: what the text has to be.
-            byte_count: memory that it is known to take.
+            structure: the structure of the text.
+            byte_count: the measured memory of the compiled structure.
 
         Raises:
-            GrammarError: llguidance does not take it, or the model has no token to end a text with.
-            GrammarsFullError: there is no room for it.
+            GrammarError: llguidance refuses the structure, or the model has no end-of-text token.
+            GrammarsFullError: there is no memory for it.
         """
         byte_count = max(byte_count, GRAMMAR_BYTES_MIN)
         with self._lock:
@@ -200,10 +204,10 @@ class Grammars:
         return matcher.copy()
 
     def compiled(self, structure: Structure) -> Matcher:
-        """Returns the matcher of a text that has not begun, kept by nobody else.
+        """Compiles a structure without caching it, and returns the matcher of an empty text.
 
         Raises:
-            GrammarError: as of `compile`.
+            GrammarError: see `compile`.
         """
         if not self._eos_token_ids:
             raise GrammarError(f"{structure.kind.value} needs a model with an end-of-text token")
@@ -219,11 +223,11 @@ class Grammars:
         name, limits = structure.kind.value, LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self.prepare(), _grammar_of(structure), log_level=0, limits=limits)
         if matcher.is_error():
-            what = " ".join(matcher.get_error().split())  # one line of its several
+            what = " ".join(matcher.get_error().split())  # joins the message's lines
             raise GrammarError(f"{name} cannot be used: {what[:ERROR_CHARACTERS_MAX]}")
         ready = Matcher(matcher, self._eos_token_ids)
         words = np.empty(word_count(self._vocabulary), dtype=np.int32)
-        ready.fill(words)  # the first mask may take long, and is kept; no pass should wait for it
+        ready.fill(words)  # The first mask may take long, and llguidance caches it. No pass should wait for it.
         if not words.any():
             raise GrammarError(f"{name} cannot be used: no text fits it, or it is too complex to tell")
         if structure.kind is not StructureKind.GRAMMAR:
@@ -241,7 +245,7 @@ class Grammars:
         return Matcher(matcher, ends, openings)
 
     def prepare(self) -> LLTokenizer:
-        """Reads the tokenizer, if that was not done before, and returns it."""
+        """Returns the tokenizer; the first call reads it."""
         from llguidance import LLTokenizer
 
         with self._lock:
@@ -253,10 +257,10 @@ class Grammars:
 
 
 def _grammar_of(structure: Structure) -> str:
-    """Returns a structure in llguidance's words.
+    """Returns a structure as a grammar for llguidance.
 
     Raises:
-        GrammarError: it is no object in JSON where it has to be.
+        GrammarError: a JSON schema is not a JSON object, or has a number that would be rounded.
     """
     from llguidance import LLMatcher
 
@@ -264,7 +268,7 @@ def _grammar_of(structure: Structure) -> str:
     if structure.kind is StructureKind.JSON_SCHEMA:
         check_numbers(text)
         if text.strip() == "true":
-            text = "{}"  # the other way to write a schema that everything fits
+            text = "{}"  # means the same; llguidance takes only objects
         if not text.lstrip().startswith("{"):
             raise GrammarError("json_schema must be a JSON object; or true, which anything fits")
         try:
@@ -281,10 +285,10 @@ def _grammar_of(structure: Structure) -> str:
 
 
 def check_numbers(schema: str) -> None:
-    """Looks at the numbers of the JSON text that a string begins with; what is no JSON is for others to refuse.
+    """Checks the numbers of the JSON text that a string begins with. Invalid JSON is ignored; llguidance refuses it.
 
     Raises:
-        GrammarError: one of them could not be kept as it is written.
+        GrammarError: llguidance would round one of the numbers.
     """
     decoder = json.JSONDecoder(parse_int=_check_number, parse_float=_check_number)
     with contextlib.suppress(json.JSONDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Natural logarithms of probabilities, by the model's own logits."""
+"""Log probabilities (natural logarithm) of tokens, from the model's unchanged logits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class TokenLogprobs(NamedTuple):
 
     Attributes:
         token_id: the token.
-        logprob: its own.
+        logprob: the token's logprob.
         top_token_ids: the likeliest tokens in its place, the likeliest first.
-        top_logprobs: of each of them.
+        top_logprobs: the logprobs of `top_token_ids`.
     """
 
     token_id: int
@@ -38,14 +38,14 @@ class Likeliest(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Likeliest tokens of rows of logits, found before the rows' tokens are chosen.
+    """The likeliest tokens of rows of logits, found before the rows' tokens are chosen.
 
     Attributes:
         logits: float32 `[rows, vocabulary]`.
         normalisers: float32 `[rows]`, the logarithm of each row's sum of exponentials.
         top_token_ids: int64 `[rows, most]`.
         top_logprobs: float32 `[rows, most]`.
-        counts: of each row, how many of these are wanted.
+        counts: how many of the top tokens each row's caller wants.
     """
 
     logits: torch.Tensor
@@ -66,11 +66,11 @@ class Ranking(NamedTuple):
 
 
 def likeliest(row: torch.Tensor, count: int) -> Likeliest:
-    """Returns the likeliest tokens, or all if there are fewer.
+    """Returns the `count` likeliest tokens, or all if the vocabulary has fewer.
 
     Args:
         row: float32 `[vocabulary]`, logits.
-        count: of tokens.
+        count: number of tokens.
     """
     logprobs, ids = row.log_softmax(dim=-1).topk(min(count, len(row)))
     return Likeliest(ids.cpu().numpy(), logprobs.cpu().numpy())
@@ -81,7 +81,7 @@ def rank(logits: torch.Tensor, counts: Sequence[int]) -> Ranking:
 
     Args:
         logits: float32 `[rows, vocabulary]`, at least one row; -inf rules out a token.
-        counts: likeliest tokens that are wanted of each row.
+        counts: number of likeliest tokens wanted for each row.
     """
     normalisers = logits.logsumexp(dim=-1)
     values, ids = logits.topk(min(max(counts), logits.shape[1]), dim=-1)

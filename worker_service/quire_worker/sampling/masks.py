@@ -1,4 +1,4 @@
-"""Which tokens a row may choose from, as bits: token t is bit t % 32 of word t // 32."""
+"""Masks of the tokens that a row may choose from: token t is bit t % 32 of word t // 32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire_worker.sampling.words import word_count
 
 
 def pack(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
-    """Returns int32 `[words]` with the bits of these tokens."""
+    """Returns the mask of these tokens, int32 `[words]`."""
     bits = np.zeros(word_count(vocabulary) * 32, dtype=np.uint8)
     bits[np.fromiter(tokens, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -23,17 +23,17 @@ def contains(words: np.ndarray, token: int) -> bool:
 
 
 def apply_masks(logits: torch.Tensor, rows: Sequence[int], words: np.ndarray) -> None:
-    """Rules out the tokens whose bits are not set, in all rows at once.
+    """Sets the logits of tokens whose bits are not set to -inf.
 
     Args:
         logits: float32 `[rows, vocabulary]`; written in place.
-        rows: those that have a mask.
-        words: int32 `[masks, words]`, of each of them.
+        rows: the rows that have a mask, rising.
+        words: int32 `[masks, words]`, one mask for each of these rows.
     """
     vocabulary = logits.shape[1]
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocabulary]  # [masks, vocabulary]
     is_out = torch.from_numpy(bits == 0).to(logits.device)
-    if len(rows) == len(logits):  # all of them, in order
+    if len(rows) == len(logits):  # `rows` are all rows, in order
         logits.masked_fill_(is_out, float("-inf"))
         return
     index = torch.tensor(rows, device=logits.device)

@@ -1,12 +1,12 @@
-"""Texts that a grammar leaves free, up to the first of some texts: until then nobody has to ask it.
+"""Texts that a grammar leaves free until an opening: up to there, tokens need no check against the grammar.
 
-A grammar says so in its first line, as those of answers that may call functions do:
+A grammar names its openings in its first line. Grammars of answers that may call functions do so:
 
     %llguidance {"x-free-until": ["<tool_call>"]}
 
-llguidance ignores that key. A token of whole characters goes on freely if none of the texts can begin in it: behind it
-the grammar is where it was. The grammar judges every other token, and what follows the beginning of a text or of a
-character.
+llguidance ignores that key. A token needs no check if it consists of whole characters and no opening can begin in it:
+the grammar is in the same state after it. The grammar checks every other token, and every token after the beginning of
+an opening or of a character.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Final
 _HEAD: Final = "%llguidance"
 KEY: Final = "x-free-until"
 COUNT_MAX: Final = 64
-CHARACTERS_MAX: Final = 64  # of each
+CHARACTERS_MAX: Final = 64  # of each opening
 
 
 class Openings:
-    """The texts before which a grammar leaves a text free.
+    """The openings of one grammar: until one of them occurs, the text is free.
 
     Args:
-        texts: none of them empty.
+        texts: the openings; none is empty.
         spell: returns the bytes of a token.
-        is_text: tells whether a token is allowed where the text begins, and no special one.
+        is_text: returns whether a token is allowed at the beginning of the text, and is not a special token.
     """
 
     def __init__(self, texts: Sequence[str], spell: Callable[[int], bytes], is_text: Callable[[int], bool]) -> None:
@@ -35,10 +35,10 @@ class Openings:
         self._first = frozenset(text[0] for text in self._texts)
         self._beginnings = frozenset(text[:end] for text in self._texts for end in range(1, len(text)))
         self._spell, self._is_text = spell, is_text
-        self._free: dict[int, bool] = {}  # tokens that were looked at
+        self._free: dict[int, bool] = {}  # results of `is_free`
 
     def is_free(self, token: int) -> bool:
-        """Tells whether a token may follow a free text, which is as free behind it."""
+        """Returns whether a token may follow a free text and leaves it free."""
         found = self._free.get(token)
         if found is None:
             spelled = self._spell(token) if self._is_text(token) else b""
@@ -47,11 +47,13 @@ class Openings:
         return found
 
     def begun(self, before: bytes, token: int) -> bytes | None:
-        """Returns the end of a text that is the beginning of one of the texts, or of a character; None if one is whole.
+        """Returns the end of the text that begins an opening or a character. Empty: the text is free.
+
+        Returns None if the text now has a whole opening.
 
         Args:
-            before: what was returned for the text before the token; empty where it is free.
-            token: that the grammar allows.
+            before: the result for the text before the token; empty if that was free.
+            token: a token that the grammar allows.
         """
         text = before + self._spell(token)
         if any(opening in text for opening in self._texts):
@@ -62,7 +64,7 @@ class Openings:
 
 
 def _unfinished(text: bytes) -> bytes:
-    """Returns the end of a text from the first byte on that is no part of a whole character."""
+    """Returns the end of a text from the first byte on that is not part of a whole character."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -71,10 +73,10 @@ def _unfinished(text: bytes) -> bytes:
 
 
 def openings_in(grammar: str) -> list[str]:
-    """Returns the texts up to which a grammar leaves a text free; none where it says nothing.
+    """Returns the openings that a grammar names, an empty list if it names none.
 
     Raises:
-        ValueError: they are no such texts.
+        ValueError: the grammar's list of openings is invalid.
     """
     head = grammar.lstrip()
     if not head.startswith(_HEAD):
@@ -82,7 +84,7 @@ def openings_in(grammar: str) -> list[str]:
     try:
         options: Any = json.JSONDecoder().raw_decode(head[len(_HEAD) :].lstrip())[0]
     except (json.JSONDecodeError, RecursionError):
-        return []  # llguidance refuses it
+        return []  # llguidance will refuse this grammar
     found = options.get(KEY, []) if isinstance(options, dict) else []
     if not isinstance(found, list) or len(found) > COUNT_MAX:
         raise ValueError(f"{KEY} must be a list of at most {COUNT_MAX} texts")

@@ -1,4 +1,4 @@
-"""Logprobs that wait for their caller, in a tenth of the memory that objects take."""
+"""Logprobs that wait for their caller, packed into a tenth of the memory of `TokenLogprobs`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the worker's options read numbers of the scheduler without torch
+if TYPE_CHECKING:  # The worker's options import the scheduler, and must not load torch.
     from quire_worker.sampling.logprobs import TokenLogprobs
 
 
 class PackedLogprobs:
-    """Logprobs of several tokens, with equally many likeliest ones in the place of each; columns of
-    `quire.v1.Logprobs`, 4 bytes a number."""
+    """Logprobs of several tokens, each with the same number of likeliest alternatives.
+
+    They are the columns of `quire.v1.Logprobs`, with 4 bytes per number.
+    """
 
     __slots__ = ("token_ids", "token_logprobs", "top_count", "top_logprobs", "top_token_ids")
 
     def __init__(self) -> None:
-        """Holds none at first."""
+        """Creates an object without tokens."""
         self.top_count = 0
         self.token_ids, self.token_logprobs = array("I"), array("f")
         self.top_token_ids, self.top_logprobs = array("I"), array("f")
@@ -28,11 +30,11 @@ class PackedLogprobs:
 
     @property
     def value_count(self) -> int:
-        """Counts the logprobs: those of the tokens, and of the likeliest ones in their places."""
+        """Returns the number of logprobs: one for each token and one for each alternative."""
         return len(self.token_ids) + len(self.top_token_ids)
 
     def put(self, place: int, tokens: Sequence[TokenLogprobs]) -> None:
-        """Puts tokens at a place, where others may be; those before it are here already."""
+        """Stores tokens from a place on, replacing those that are there. All tokens before the place must be stored."""
         if not tokens:
             return
         self.top_count = count = len(tokens[0].top_token_ids)

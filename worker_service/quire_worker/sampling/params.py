@@ -11,18 +11,18 @@ MAX_TOKENS_DEFAULT = 16
 SAMPLE_COUNT_MAX = 64
 STOP_TOKEN_COUNT_MAX = 64
 STOP_TEXT_COUNT_MAX = 16
-STOP_CHARACTER_COUNT_MAX = 256  # of each; so much of a text may be held back
-TEMPERATURE_MIN = 1e-3  # below it, logits of common size overflow float32; 0 is the way to say greedy
+STOP_CHARACTER_COUNT_MAX = 256  # per stop text; delivery may hold back this much of a text
+TEMPERATURE_MIN = 1e-3  # below it, logits of common size overflow float32; 0 means greedy
 TEMPERATURE_MAX = 100.0
 REPETITION_PENALTY_MIN = 0.01
 REPETITION_PENALTY_MAX = 100.0
-PENALTY_MAX = 2.0  # of presence and frequency, up and down
-BAD_WORD_COUNT_MAX = 256  # each is looked for with each token
-BIAS_MAX = 100.0  # up and down
+PENALTY_MAX = 2.0  # presence and frequency penalties are from -2 to 2
+BAD_WORD_COUNT_MAX = 256  # every token is compared with each of them
+BIAS_MAX = 100.0  # biases are from -100 to 100
 BIAS_COUNT_MAX = 1024
-TOKEN_LIST_COUNT_MAX = 1 << 16  # of allowed tokens, and of banned ones
+TOKEN_LIST_COUNT_MAX = 1 << 16  # of allowed tokens, and of banned tokens
 LOGPROB_COUNT_MAX = 20
-LENGTH_PENALTY_MAX = 5.0  # up and down: powers of any length stay within float32
+LENGTH_PENALTY_MAX = 5.0  # from -5 to 5, so that the power of any length fits into float32
 STRUCTURE_BYTES_MAX = 64 << 10
 CHOICE_COUNT_MAX = 1024
 INT32_MAX = 2**31 - 1
@@ -52,18 +52,18 @@ class Structure:
 
 
 class EarlyStopping(enum.Enum):
-    """Rules that end a beam search once it has as many finished texts as beams, in transformers' words."""
+    """Rules that end a beam search once it has as many finished texts as beams, with transformers' values."""
 
-    HEURISTIC = "false"  # when the best beam is no better at its present length
-    ALWAYS = "true"
-    NEVER = "never"  # when no beam can become better
+    HEURISTIC = "false"  # ends if the best beam, at its present length, is not better than the worst finished text
+    ALWAYS = "true"  # ends at once
+    NEVER = "never"  # ends if no beam can become better at any length
 
 
 class ParameterError(ValueError):
-    """A parameter cannot be what it is.
+    """A sampling parameter has an invalid value.
 
     Attributes:
-        name: of the parameter, with which the message begins.
+        name: the parameter's name; the message begins with it.
     """
 
     def __init__(self, name: str, what: str) -> None:
@@ -73,37 +73,37 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters that choose the tokens of a request, and end them."""
+    """Parameters that decide how the tokens of a request are chosen, and where its texts end."""
 
     max_tokens: int = MAX_TOKENS_DEFAULT  # per sample
     temperature: float = 0.0  # 0 is greedy, and ignores top_k, top_p, min_p and seed
-    top_k: int = 0  # 0 is all
+    top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     seed: int | None = None  # None: different every time
     n: int = 1  # samples of the prompt
-    stop_token_ids: tuple[int, ...] = ()  # end a sample, as the model's own end-of-text does
+    stop_token_ids: tuple[int, ...] = ()  # each ends a sample, like the model's end-of-text token
     ignore_eos: bool = False
-    min_p: float = 0.0  # of the likeliest token's probability
-    repetition_penalty: float = 1.0  # of tokens in prompt or text
-    presence_penalty: float = 0.0  # of tokens in the text
+    min_p: float = 0.0  # smallest probability, as a share of the likeliest token's
+    repetition_penalty: float = 1.0  # for tokens in the prompt or the text
+    presence_penalty: float = 0.0  # for tokens in the text
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()  # none: all
+    allowed_token_ids: Sequence[int] = ()  # empty: all tokens are allowed
     banned_token_ids: Sequence[int] = ()
     stop: tuple[str, ...] = ()  # texts
     min_tokens: int = 0
-    logprobs: int | None = None  # likeliest tokens whose logprobs are told beside the chosen one's; None: not even that
+    logprobs: int | None = None  # number of likeliest alternatives with the chosen token's logprob; None: no logprobs
     prompt_logprobs: int | None = None
-    best_of: int | None = None  # samples to choose the n likeliest of; None is n
+    best_of: int | None = None  # samples to compute; the n likeliest are returned. None: n
     echo: bool = False
     structure: Structure | None = None
-    num_beams: int = 1  # of a beam search; 1: none
-    length_penalty: float = 1.0  # power of the length that a beam's sum of logprobs is divided by
+    num_beams: int = 1  # beams of a beam search; 1: no beam search
+    length_penalty: float = 1.0  # a beam's sum of logprobs is divided by its length to this power
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
-    skip_special_tokens: bool = True  # they are no part of the text
-    include_stop_in_output: bool = False  # the stop text or stop token
+    skip_special_tokens: bool = True  # special tokens are left out of the text
+    include_stop_in_output: bool = False  # whether the text includes the stop text or stop token
     bad_words: tuple[str, ...] = ()  # texts
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same, tokenized
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the tokens of `bad_words`
 
     @property
     def is_greedy(self) -> bool:
@@ -117,17 +117,17 @@ class SamplingParams:
 
     @property
     def has_beams(self) -> bool:
-        """Tells whether its texts are found by beam search."""
+        """Returns whether beam search finds the texts."""
         return self.num_beams > 1
 
     @property
     def is_best_of(self) -> bool:
-        """Tells whether more samples are computed than answered."""
+        """Returns whether more samples are computed than returned."""
         return self.best_of is not None and self.best_of > self.n
 
     @property
     def has_penalties(self) -> bool:
-        """Tells whether tokens that were there before weigh less, or more."""
+        """Returns whether earlier tokens of the prompt or text change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def validate(self) -> None:
@@ -164,10 +164,10 @@ class SamplingParams:
         self._check_beams()
 
     def check_vocabulary(self, size: int) -> None:
-        """Checks that tokens which are named exist.
+        """Checks that all token ids of the parameters exist.
 
         Raises:
-            ParameterError: one does not.
+            ParameterError: a token id is not below `size`, or there are too many beams for the vocabulary.
         """
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
             largest = max(getattr(self, name), default=0)
@@ -220,7 +220,8 @@ class SamplingParams:
 
 
 _DEFAULTS = SamplingParams()
-# Parameters that change logits, or describe a text before it is known. Those that greedy choice ignores are ignored.
+# Parameters that change logits, or describe a text before it is known. Parameters that a greedy choice ignores, such as
+# top_k, are missing here: beam search ignores them, too.
 _NOT_WITH_BEAMS = (
     *("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
     *("banned_token_ids", "bad_words", "stop", "logprobs", "prompt_logprobs", "best_of", "structure"),
@@ -243,13 +244,13 @@ def _is_number(value: object) -> bool:
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
-    # What comes as float32 may be the bound itself and a rounding away from it.
+    # A caller's bound that arrives as float32 may be just below `low` by rounding.
     if not _is_number(value) or not (low <= value <= high or math.isclose(value, low, rel_tol=1e-7)):
         raise ParameterError(name, f"must be from {low} to {high}, not {_shown(value)}")
 
 
 def _shown(value: object) -> str:
-    """Returns a number as its caller wrote it: 1.1, and not the 1.100000023841858 that came as a float32."""
+    """Returns a number as its caller wrote it: 1.1 instead of 1.100000023841858, which float32 makes of it."""
     return f"{value:.7g}" if isinstance(value, float) else repr(value)
 
 
@@ -259,10 +260,10 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def check_count(name: str, values: Sequence[object] | Mapping[int, float], most: int) -> None:
-    """Refuses a list that is too long.
+    """Checks the length of a list.
 
     Raises:
-        ParameterError: it is.
+        ParameterError: the list has more than `most` entries.
     """
     if len(values) > most:
         raise ParameterError(name, f"must be at most {most}, not {len(values)}")

@@ -1,8 +1,8 @@
 """Samplers: the state that one sample's choices depend on, and the function that draws tokens for many samples.
 
-A sampler follows its sample token by token, on the model's thread, where a token is known first: the next pass finds
-the token counted. The sampler and its generator move by one token whenever one is drawn for their sample. A preempted
-sample keeps both, and continues with the same text. Tokens that are drawn for a sample that has ended are not used.
+A sampler follows its sample token by token on the model's thread, because that thread knows a token first. So the next
+pass finds the token counted. Whenever a token is drawn for a sample, its sampler and generator advance by one. A
+preempted sample keeps both, and continues with the same text. Tokens drawn for a sample that has ended are not used.
 
     logits of the model     logprobs are computed from these
     edits, then masks       `token_edits.py`, `masks.py`, `grammar.py`: single tokens, and the set of allowed tokens
@@ -30,18 +30,18 @@ from quire_worker.sampling.words import word_count
 
 @dataclass(slots=True, eq=False)
 class Sampler:
-    """One sample's part of sampling. None of its attributes is ever another one.
+    """The sampling state of one sample. Its attributes are never reassigned.
 
     Attributes:
-        params: of its request.
-        generator: of its random numbers; None where it is greedy and takes none.
-        edits: of single logits; None if there are none.
-        allowed: int32 `[words]`, which tokens may be chosen; None if all.
-        matcher: of what the text has to be; None if it may be anything.
-        logprob_count: likeliest tokens whose logprobs are told; None where none are, not even the chosen one's.
-        is_plain: whether the model's logits are what its tokens are chosen by.
-        is_simple: whether its token is all that has to be read for it.
-        is_likeliest_if_allowed: whether it is that token wherever `allows` says so.
+        params: parameters of the sample's request.
+        generator: generator of its random numbers; None if it is greedy.
+        edits: changes of single logits; None if there are none.
+        allowed: int32 `[words]`, mask of the tokens that may be chosen; None if all may.
+        matcher: the structure that the text must match; None if it may be any text.
+        logprob_count: number of likeliest tokens with logprobs; None for no logprobs, not even the chosen token's.
+        is_plain: whether its tokens are chosen from the model's unchanged logits.
+        is_simple: plain, and without logprobs: its token is the only result to be read.
+        is_likeliest_if_allowed: whether it takes the likeliest token of the model's logits if `allows` that token.
     """
 
     params: SamplingParams
@@ -55,7 +55,7 @@ class Sampler:
     is_likeliest_if_allowed: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Notes what is asked for every pass."""
+        """Computes the flags once, because every pass reads them."""
         self.is_plain = self.edits is None and self.allowed is None and self.matcher is None
         self.is_simple = self.is_plain and self.logprob_count is None
         self.is_likeliest_if_allowed = self.params.is_greedy and self.edits is None and self.logprob_count is None
@@ -71,15 +71,15 @@ class Sampler:
         vocabulary: int,
         matcher: Matcher | None = None,
     ) -> Sampler:
-        """Returns the sampler of a request's sample of that index.
+        """Returns the sampler of one sample of a request.
 
         Args:
-            params: of the request, valid.
-            index: of the sample.
+            params: the request's parameters, valid.
+            index: the sample's index in the request.
             prompt: tokens of the request.
-            eos_token_ids: of the model.
-            vocabulary: tokens of the model.
-            matcher: of a text that has not begun; the sampler takes a copy. None if the text may be anything.
+            eos_token_ids: the model's end-of-text tokens.
+            vocabulary: number of tokens in the model's vocabulary.
+            matcher: the matcher of an empty text; the sampler takes a copy. None if it may be any text.
         """
         edits = None
         if TokenEdits.are_needed(params):
@@ -95,21 +95,27 @@ class Sampler:
         )
 
     def allows(self, token: int, vocabulary: int) -> bool:
-        """Tells whether the masks leave a token of so many, but for ends of texts (`Matcher.allows`). It takes
-        microseconds: no row of logits is touched."""
+        """Returns whether the masks allow a token. May return False for an allowed end of the text (`Matcher.allows`).
+
+        Takes microseconds, because it reads no logits.
+
+        Args:
+            token: the token.
+            vocabulary: the number of tokens in the vocabulary.
+        """
         if self.allowed is not None and not contains(self.allowed, token):
             return False
         return self.matcher is None or self.matcher.allows(token, vocabulary)
 
     def take(self, token: int) -> None:
-        """Follows the sample by one token."""
+        """Advances the sampler by one token of its sample."""
         if self.edits is not None:
             self.edits.take(token)
         if self.matcher is not None:
             self.matcher.take(token)
 
     def copy(self, index: int) -> Sampler:
-        """Returns the sampler of another sample that goes on from here, with the random numbers of that index."""
+        """Returns a sampler for another sample that continues from here, with the random numbers of that index."""
         return Sampler(
             self.params,
             _generator_of(self.params, index),
@@ -125,7 +131,7 @@ def _generator_of(params: SamplingParams, index: int) -> torch.Generator | None:
 
 
 def have_taken(samplers: Sequence[Sampler], tokens: Sequence[int], vocabulary: int) -> bool:
-    """Has each sampler take its token, of so many, if all of them are allowed; else none has changed."""
+    """Has each sampler take its token if all tokens are allowed. Returns False, with no change, if one is not."""
     if not all(sampler.allows(token, vocabulary) for sampler, token in zip(samplers, tokens, strict=True)):
         return False
     for sampler, token in zip(samplers, tokens, strict=True):
@@ -137,9 +143,9 @@ class Drawn(NamedTuple):
     """Tokens that were drawn, one for each sampler.
 
     Attributes:
-        tokens: None for whom none was left to choose from.
-        logprobs: None for who did not ask.
-        flags: what was read along with them.
+        tokens: the drawn tokens; None for a sampler that had no token left to choose from.
+        logprobs: logprobs of the tokens; None for a sampler without logprobs.
+        flags: the flags that were read with the tokens.
     """
 
     tokens: list[int | None]
@@ -153,14 +159,14 @@ def draw(
     choose: Choose | None = None,
     flags: torch.Tensor | None = None,
 ) -> Drawn:
-    """Draws a token for each sampler, which takes it. If memory runs out, no sampler and no generator has moved.
+    """Draws a token for each sampler, and advances the sampler. If memory runs out, no sampler or generator advances.
 
     Args:
-        logits: float32 `[rows, vocabulary]`; not changed. Where a sampler is not `is_plain` or tells logprobs, all of
-            them are `choice.are_finite`; else the token of a row that is not is of no use.
-        samplers: per row.
-        choose: the device's way (`PagedAttention.choose`).
-        flags: bool `[any]`, on the same device, to be read together with the tokens: to read is to wait.
+        logits: float32 `[rows, vocabulary]`; not changed. If any sampler is not `is_plain` or wants logprobs, all rows
+            must be `choice.are_finite`. Otherwise the token of a row that is not finite is meaningless.
+        samplers: the sampler of each row.
+        choose: the device's implementation (`PagedAttention.choose`).
+        flags: bool `[any]` on the same device; read together with the tokens, because each read waits for the device.
     """
     asking = [row for row, sampler in enumerate(samplers) if sampler.logprob_count is not None]
     ranking = _ranking(logits, asking, samplers)
@@ -183,7 +189,7 @@ def draw(
 
 
 def _read(tokens: torch.Tensor, flags: torch.Tensor | None) -> tuple[list[int], list[bool]]:
-    """Returns tokens, and flags if there are any, on the host: in one read, because the host waits for each."""
+    """Reads tokens and flags in a single copy to the host, because the host waits for each copy."""
     if flags is None:
         return tokens.tolist(), []
     numbers: list[int] = torch.cat((tokens, flags.to(tokens.dtype))).tolist()
@@ -197,8 +203,10 @@ def _ranking(logits: torch.Tensor, rows: Sequence[int], samplers: Sequence[Sampl
 
 
 def _changed(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, list[bool]]:
-    """Returns the logits after edits and masks, and for each row whether a token is left. Rows without one are
-    unchanged."""
+    """Returns the logits after edits and masks, and for each row whether a token is left.
+
+    Rows without a token keep the model's logits.
+    """
     changed = logits.clone(memory_format=torch.contiguous_format)
     edits = [(row, sampler.edits) for row, sampler in enumerate(samplers) if sampler.edits is not None]
     if edits:
@@ -214,7 +222,7 @@ def _changed(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.T
 
 
 def _masks_of(samplers: Sequence[Sampler], vocabulary: int) -> np.ndarray:
-    """Returns which tokens each may choose from, int32 `[samplers, words]`."""
+    """Returns the mask of the tokens that each sampler may choose from, int32 `[samplers, words]`."""
     words = np.full((len(samplers), word_count(vocabulary)), -1, dtype=np.int32)
     following = [(row, sampler.matcher) for row, sampler in enumerate(samplers) if sampler.matcher is not None]
     if following:

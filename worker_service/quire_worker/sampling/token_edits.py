@@ -1,11 +1,11 @@
 """Changes to single logits of a sample: biases, penalties, and tokens that are ruled out.
 
-    x = logit + bias                                       -inf where the token is banned
-    x = x / repetition_penalty if x > 0 else x * it        where the token is in the prompt or the text so far
-    x = x - frequency_penalty * count - presence_penalty   where it is in the text, `count` times
+    x = logit + bias                                       bias is -inf if the token is banned
+    x = x / repetition_penalty if x > 0, else x * it       if the token is in the prompt or the text so far
+    x = x - frequency_penalty * count - presence_penalty   if the token is in the text, `count` times
 
-In this order, which is that of vLLM, and of transformers where both have them. Only tokens that are biased, or were
-there before, have an entry: a step costs what is written in it, not the vocabulary.
+The order is vLLM's, and transformers' where it has the same steps. Only tokens that are biased or occurred before have
+an entry, so the cost of a step depends on the number of entries and not on the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from quire_worker.sampling.params import SamplingParams
 
 
 class EditColumns(NamedTuple):
-    """Entries of one row of logits, or of several one after the other; one value of each column per entry."""
+    """Entries of one or several rows of logits, as columns: each column has one value per entry."""
 
     token: np.ndarray  # int64
     bias: np.ndarray  # float32; -inf rules the token out
-    factor: np.ndarray  # float32: of repetition, 1 where there is none
-    subtrahend: np.ndarray  # float32: of frequency and presence
+    factor: np.ndarray  # float32; repetition penalty, 1 if the token did not occur
+    subtrahend: np.ndarray  # float32; frequency and presence penalties
 
 
 class TokenEdits:
-    """The entries of one sample, which follow the tokens that it takes."""
+    """The entries of one sample. `take` updates them with each token."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], stop_token_ids: Iterable[int]) -> None:
-        """Begins after the prompt.
+        """Creates the entries of a sample that has only its prompt.
 
         Args:
-            params: of the request, valid.
-            prompt: its tokens.
-            stop_token_ids: all that end the sample; they are ruled out before `min_tokens`.
+            params: the request's parameters, valid.
+            prompt: the prompt's tokens.
+            stop_token_ids: all tokens that end the sample; they are ruled out before `min_tokens`.
         """
         self._params = params
         self._stop_token_ids = np.array(sorted(set(stop_token_ids)) if params.min_tokens else [], dtype=np.int64)
         self._output_count = 0
         self._words = params.bad_word_ids
-        self._recent: tuple[int, ...] = ()  # of the text, as many as a bad word has before its last token
+        self._recent: tuple[int, ...] = ()  # the text's last tokens; long enough for the longest bad word
         self._recent_max = max((len(word) for word in self._words), default=1) - 1
         self._is_shared = False
         biases = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
@@ -99,8 +99,8 @@ class TokenEdits:
         return _without(columns, np.array(sorted(ended), dtype=np.int64)) if ended else columns
 
     def copy(self) -> TokenEdits:
-        """Returns the same for a sample that goes on from here by itself."""
-        self._is_shared = True  # what both hold, until one of them counts a token: most never do
+        """Returns a copy for another sample that continues from here."""
+        self._is_shared = True  # Both use the same arrays until one counts a token. Most never do.
         twin = object.__new__(TokenEdits)
         twin.__dict__.update(self.__dict__)
         return twin
@@ -115,7 +115,7 @@ class TokenEdits:
 
 
 def _without(columns: EditColumns, tokens: np.ndarray) -> EditColumns:
-    """Rules tokens out, int64 `[tokens]`. Each token has one entry: later ones must not undo it."""
+    """Rules out tokens, int64 `[tokens]`. Their other entries are dropped, or those would overwrite the -inf."""
     others = ~np.isin(columns.token, tokens)
     ruled_out = EditColumns(
         tokens,
@@ -127,11 +127,11 @@ def _without(columns: EditColumns, tokens: np.ndarray) -> EditColumns:
 
 
 def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, TokenEdits]]) -> None:
-    """Changes logits as their samples want it, all of them at once.
+    """Applies the entries of several samples to their rows of logits, all at once.
 
     Args:
         logits: float32 `[rows, vocabulary]`, contiguous; written in place.
-        edits: row, and the entries of its sample.
+        edits: pairs of a row and its sample's entries.
     """
     columns = [each.columns() for _, each in edits]
     rows = np.repeat([row for row, _ in edits], [len(each.token) for each in columns])

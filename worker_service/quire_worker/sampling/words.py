@@ -1,8 +1,8 @@
-"""Masks over a vocabulary as they are laid out in memory."""
+"""The memory layout of masks over a vocabulary."""
 
 from __future__ import annotations
 
 
 def word_count(vocabulary: int) -> int:
-    """Counts the words of 32 bits that have a bit for each token."""
+    """Returns the number of 32-bit words that hold one bit for each token."""
     return -(-vocabulary // 32)

@@ -10,7 +10,7 @@ import torch
 
 
 class Factors(NamedTuple):
-    """The change of one linear layer: `up @ down`, the scale in `up`."""
+    """The change of one linear layer's weight: `up @ down`. `up` includes the scale."""
 
     down: torch.Tensor  # [rank, inputs]
     up: torch.Tensor  # [outputs, rank]
@@ -18,12 +18,12 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """One that is loaded. What it holds never changes; loaded again under the same name it is another.
+    """A loaded adapter. It never changes; loading it again under the same name makes a new object.
 
     Attributes:
-        digest: 32 bytes that stand for its weights and configuration, part of every digest of a prefix.
-        rank: largest of its factors.
-        factors: by the layer's name in the model; float32, on the model's device.
+        digest: 32 bytes that identify its weights and configuration; part of every digest of a prefix.
+        rank: the largest rank among its factors.
+        factors: its factors by the layer's name in the model; float32, on the model's device.
     """
 
     name: str
@@ -41,4 +41,4 @@ class Segment(NamedTuple):
     """The tokens of a pass that belong to requests with one adapter."""
 
     adapter: Adapter
-    tokens: torch.Tensor  # int64 [tokens of it], rising indices in the flat batch
+    tokens: torch.Tensor  # int64 [tokens with this adapter], rising indices in the flat batch

@@ -1,7 +1,7 @@
 """Reading an adapter that PEFT has saved: `adapter_config.json` and `adapter_model.safetensors`.
 
-Whatever of a configuration is not known to mean plain LoRA of linear layers is refused by its name: an option that is
-dropped would give wrong text without an error.
+Every option of a configuration that is not known to mean plain LoRA of linear layers is refused by name. An option that
+is silently ignored would give wrong text without an error.
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ from quire_worker.model.headers import TensorEntry, header_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES_MAX = 1 << 20
-_HEADER_BYTES_MAX = 1 << 20  # of a file of weights, beside them
+_HEADER_BYTES_MAX = 1 << 20  # allowance for the header in a file of weights
 _ALPHA_MAX = 1e30
 _NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
 _FLOATS = frozenset({"F32", "F16", "BF16"})
-# What says nothing of how a loaded adapter is computed, and where PEFT shows it (peft/ is left out below).
+# Options that do not change how a loaded adapter is computed. The comments name the place in PEFT that shows it (paths
+# are relative to peft/).
 _MEANINGLESS = frozenset(
     {
-        # Where it comes from: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with the model.
+        # The adapter's origin: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with the model.
         "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
         # Dropout is off in `eval` (tuners/lora/layer.py, `update_layer`).
         "lora_dropout",
-        # Read only where `init_lora_weights` names the method; those that change the base are refused by that name.
+        # Read only if `init_lora_weights` names the method. Methods that change the base model are refused there.
         "loftq_config", "eva_config", "corda_config", "lora_ga_config",
         # Read only with `megatron_config`, `use_qalora` or `modules_to_save`, which are refused.
         "megatron_core", "qalora_group_size", "ensure_weight_tying",
-        # Where the initial factors are computed (tuners/lora/config.py, `LoraRuntimeConfig`).
+        # Chooses the device that computes the initial factors (tuners/lora/config.py, `LoraRuntimeConfig`).
         "runtime_config",
     }
 )  # fmt: skip
 _TARGETS = frozenset({"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
 _KNOWN = _TARGETS | {"peft_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"}
-# How an adapter may have been begun: with these its base stays as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change
-# the base's weights, when an adapter is made and again when PEFT loads it (peft/tuners/lora/layer.py, `update_layer`).
+# Initializations that leave the base model unchanged. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base's weights
+# when an adapter is created, and again when PEFT loads it (peft/tuners/lora/layer.py, `update_layer`).
 _BEGINNINGS = frozenset({"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"})
 
 
 class AdapterError(ModelError):
-    """An adapter cannot be served. The message is one sentence for the person who chose it."""
+    """An adapter cannot be served. The message is one sentence for the person who chose the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class AdapterLimits:
     """Limits of the adapters that a worker loads.
 
     Attributes:
-        count_max: adapters at a time.
-        rank_max: of each.
-        byte_count_max: of all together, in memory.
+        count_max: largest number of loaded adapters.
+        rank_max: largest rank of an adapter.
+        byte_count_max: memory of all loaded adapters together.
     """
 
     count_max: int
@@ -83,22 +84,22 @@ def read_adapter(
     *,
     below: Path | None = None,
 ) -> Adapter:
-    """Reads an adapter and compares it with the model that is to have it.
+    """Reads an adapter and compares it with the model that will use it.
 
     Args:
         name: its name in requests.
-        folder: where PEFT has saved it.
-        sites: of the model.
-        limits: rank and bytes are looked at before any tensor is read.
-        device: of the model.
-        below: folder, without links in it, that its files have to be in; None where the one who chose it is trusted.
+        folder: the folder where PEFT has saved it.
+        sites: the model's sites.
+        limits: limits of rank and bytes, checked before any tensor is read.
+        device: the model's device.
+        below: a resolved folder that its files must be in; None if the person who chose the adapter is trusted.
 
     Raises:
-        AdapterError: a file is missing or damaged, the configuration asks for something that is not served, a layer is
-            not in the model or has another shape, or a limit is passed.
+        AdapterError: a file is missing or damaged, the configuration has an option that is not served, a layer is not
+            in the model or has another shape, or a limit is exceeded.
     """
     try:
-        # Each file is read once: what is checked, what is computed with, and the digest are of the same bytes.
+        # Each file is read only once, so that the checks, the tensors and the digest come from the same bytes.
         weights = _read(folder, _WEIGHTS, limits.byte_count_max + _HEADER_BYTES_MAX, below)
         entries = header_of(_WEIGHTS, io.BytesIO(weights), len(weights))
         written = _read(folder, _CONFIG, _CONFIG_BYTES_MAX, below)
@@ -134,11 +135,11 @@ def read_adapter(
 
 
 def _read(folder: Path, name: str, byte_count_max: int, below: Path | None) -> bytes:
-    """Returns a file of an adapter.
+    """Returns the content of a file of an adapter.
 
     Raises:
-        OSError: it cannot be read.
-        AdapterError: it is too large, no file, or a link leads out of the folder that adapters may be loaded from.
+        OSError: the file cannot be read.
+        AdapterError: the file is too large or not a regular file, or a link leads out of the folder `below`.
     """
     path = (folder / name).resolve(strict=True)
     if below is not None and not path.is_relative_to(below):
@@ -161,7 +162,7 @@ def _config_of(path: Path, written: bytes) -> dict[str, Any]:
 
 
 def _scale_of(config: Mapping[str, Any], limits: AdapterLimits) -> float:
-    """Returns what B A is multiplied by, after everything that the configuration asks for has been looked at."""
+    """Checks all options of the configuration, and returns the factor of B A."""
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{_CONFIG} has peft_type {config.get('peft_type')!r:.40}; only LORA is served")
     for option, value in sorted(config.items()):
@@ -189,7 +190,7 @@ def _scale_of(config: Mapping[str, Any], limits: AdapterLimits) -> float:
 
 
 def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], rank: int) -> dict[str, tuple[str, str]]:
-    """Returns the names of both tensors of each layer, after comparing their shapes with the model's."""
+    """Returns the names of both tensors of each layer, after checking their shapes against the model."""
     found: dict[str, dict[str, str]] = {}
     for tensor, entry in entries.items():
         match = _NAME.match(tensor)
@@ -217,10 +218,11 @@ def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], ran
 
 
 def _check_targets(config: Mapping[str, Any], pairs: Mapping[str, object]) -> None:
-    """Refuses targets that have no tensor (the model lacks them, or the file is incomplete), and tensors of layers that
-    are no target: PEFT leaves these out.
+    """Checks that targets and tensors fit each other.
 
-    Targets that are a regular expression are not looked at: one may take minutes to match.
+    A target without a tensor is refused: the model lacks it, or the file is incomplete. A tensor of a layer that is not
+    a target is refused, because PEFT would ignore it. A regular expression as the target is not checked, because
+    matching it may take minutes.
     """
     targets = config["target_modules"]
     if isinstance(targets, str):
@@ -246,13 +248,15 @@ def _check_targets(config: Mapping[str, Any], pairs: Mapping[str, object]) -> No
 
 
 def _ends_with(layer: str, name: object) -> bool:
-    """Tells whether PEFT takes a layer for one of this name."""
+    """Returns whether a layer is one that PEFT finds by this target name."""
     return layer == name or layer.endswith(f".{name}")
 
 
 def _is_of_layers(layer: str, config: Mapping[str, Any]) -> bool:
-    """Tells whether a layer has one of the numbers in `layers_to_transform`, if that says any. The number follows one
-    of the words in `layers_pattern`; without these it is the first one in the name."""
+    """Returns whether `layers_to_transform` includes a layer's number; True if the option is not set.
+
+    The number follows one of the words in `layers_pattern`. Without this option it is the first number in the name.
+    """
     numbers, words = config.get("layers_to_transform"), config.get("layers_pattern") or []
     if numbers is None or numbers == []:
         return True

@@ -3,13 +3,13 @@
 Life of a model's sites:
 
     1. found      in the model's first pass: layers that are called with `[1, tokens, inputs]`. A layer has no site if
-                  it is never called, or sees the tokens in another shape (routers, experts)
+                  it is never called, or gets the tokens in another shape (routers, experts)
     2. passed on  to the kernels that replace a layer (`rewrites`). They call `add` themselves
     3. hooked     into layers that are still transformers' own, before the first pass with an adapter. Passes before it
                   run without hooks
 
-A pass says in `during` which adapter each token uses. Passes do not overlap. A layer adds two products for each adapter
-of the pass, over that adapter's tokens together.
+Each pass runs inside `during`, which gets the adapters of the tokens. Passes do not overlap. For each adapter of the
+pass, a layer computes two products over all tokens of that adapter, and adds the result.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from quire_worker.model.adapters.adapter import Segment
 from quire_worker.model.checkpoint import UnsupportedModelError
 
-_ATTRIBUTE = "adapter_site"  # of a linear layer
+_ATTRIBUTE = "adapter_site"  # the attribute of a linear layer that holds its site
 
 
 class Site:
-    """One linear layer, whatever computes it by now."""
+    """One linear layer of a model, whether transformers or a kernel computes it."""
 
     __slots__ = ("_sites", "inputs", "name", "outputs")
 
@@ -38,18 +38,18 @@ class Site:
 
     @property
     def is_active(self) -> bool:
-        """Tells whether the pass under way has adapters, of this layer or others."""
+        """Returns whether the pass under way has adapters, for this layer or for others."""
         return bool(self._sites.segments)
 
     def add(self, x: torch.Tensor, result: torch.Tensor) -> None:
-        """Adds what adapters change to a layer's result, in place.
+        """Adds the adapters' changes to a layer's result, in place.
 
         Args:
-            x: `[..., inputs]`, all tokens of the pass.
+            x: `[..., inputs]`, the layer's input for all tokens of the pass.
             result: `[..., outputs]`; two-dimensional, or contiguous.
 
         Raises:
-            UnsupportedModelError: these are not the tokens of the pass.
+            UnsupportedModelError: `x` has another number of tokens than the pass.
         """
         segments = self._sites.segments
         if not segments:
@@ -66,16 +66,16 @@ class Site:
 
 
 class Sites:
-    """All of a model.
+    """All sites of a model.
 
     Attributes:
-        by_name: as the model names its layers.
-        segments: of the pass under way.
-        token_count: of the pass under way.
+        by_name: sites by the layer's name in the model.
+        segments: segments of the pass under way.
+        token_count: tokens of the pass under way.
     """
 
     def __init__(self, module: Any) -> None:
-        """Finds nothing yet; see `finding`."""
+        """Creates an empty set; a pass inside `finding` adds the sites."""
         self.by_name: dict[str, Site] = {}
         self.segments: Sequence[Segment] = ()
         self.token_count = 0
@@ -84,7 +84,7 @@ class Sites:
 
     @contextmanager
     def finding(self, token_count: int) -> Iterator[None]:
-        """Watches a pass of so many tokens, and makes a site of each layer that sees them."""
+        """Watches a pass of `token_count` tokens, and creates a site for each layer that sees all of them."""
         seen: dict[str, torch.nn.Linear] = {}
         apart = {self._module.get_input_embeddings(), self._module.get_output_embeddings()}
 
@@ -110,7 +110,7 @@ class Sites:
 
     @contextmanager
     def during(self, segments: Sequence[Segment], token_count: int) -> Iterator[None]:
-        """Is one pass, of so many tokens."""
+        """Applies the segments' adapters in the pass that runs inside this context."""
         if segments and not self._is_hooked:
             self._hook()
         self.segments, self.token_count = segments, token_count
@@ -121,7 +121,7 @@ class Sites:
 
     @contextmanager
     def narrowed(self, tokens: slice | torch.Tensor) -> Iterator[None]:
-        """Is a part of a pass in which layers see these of its tokens only, in this order."""
+        """Marks a part of a pass in which layers see only some of its tokens, in this order."""
         segments, token_count = self.segments, self.token_count
         if not segments:
             yield
@@ -146,11 +146,11 @@ class Sites:
 
 
 def site_of(layer: torch.nn.Module) -> Site | None:
-    """Returns the site of a linear layer; None where it has none."""
+    """Returns the site of a linear layer; None if it has none."""
     site: Site | None = getattr(layer, _ATTRIBUTE, None)
     return site
 
 
 def is_active(site: Site | None) -> bool:
-    """Tells whether a layer's result has to be given to its site."""
+    """Returns whether a layer has a site and the pass under way has adapters."""
     return site is not None and site.is_active

@@ -1,4 +1,4 @@
-"""Attention's way to queries, keys and values: one product, then one kernel for norms of heads and rotary embedding."""
+"""Attention with merged projections: one product for q, k and v, then one kernel for head norms and rotation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class MergedAttention(torch.nn.Module):
-    """Queries, keys and values of a token lie side by side, and are turned where they lie."""
+    """Attention whose queries, keys and values lie side by side in one tensor, and are rotated in place."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class MergedAttention(torch.nn.Module):
         head_counts: tuple[int, int],  # query heads, KV heads
         norms: HeadNorms | None,
         scoring: Scoring,
-        sites: Sequence[Site | None] = (),  # of q, k, v and o
+        sites: Sequence[Site | None] = (),  # the sites of q, k, v and o
     ) -> None:
         super().__init__()
         self.library = library
@@ -56,12 +56,12 @@ class MergedAttention(torch.nn.Module):
         quire_step: Step,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Does what the attention of a transformers layer does.
+        """Computes attention with the interface of a transformers attention module.
 
         Args:
             hidden_states: `[1, tokens, hidden]`.
             position_embeddings: cosine and sine, each `[1, tokens, rotary_dim]`.
-            attention_mask: None.
+            attention_mask: ignored; it is None.
             residual: `[1, tokens, hidden]`, added to the result.
             quire_step: the forward pass.
 
@@ -83,7 +83,7 @@ class MergedAttention(torch.nn.Module):
         return output, None
 
     def _adapt(self, hidden_states: torch.Tensor, projected: torch.Tensor) -> None:
-        """Lets adapters add to queries, keys and values where they lie, `[tokens, heads * head_dim]` each."""
+        """Adds the adapters' changes to queries, keys and values in place, `[tokens, heads * head_dim]` each."""
         first = 0
         for site, heads in zip(self.sites, (self.query_heads, self.kv_heads, self.kv_heads), strict=False):
             end = first + heads * self.head_dim
@@ -93,18 +93,20 @@ class MergedAttention(torch.nn.Module):
 
 
 class AttentionRewrite(KernelRewrite):
-    """Knows a module of q, k, v and o projections, with or without a norm of each query and key head. How it turns
-    queries and keys, and that it does nothing else, shows when it is tried."""
+    """Rewrites a module of q, k, v and o projections, with or without a norm of each query and key head.
+
+    The pattern does not show how the module rotates, or whether it does more. The trial on recorded inputs does.
+    """
 
     def __init__(self, library: Library, recording: Recording) -> None:
-        """Takes what each layer asked attention for."""
+        """Takes the recording, because it has each layer's attention options."""
         super().__init__(library)
         self._recording = recording
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         names = child_names(module)
         if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
-            return  # OLMo cuts off large elements, which what was recorded need not have
+            return  # OLMo clips large elements, and the recorded inputs may have none
         if own_parameter_names(module) or names - {"q_norm", "k_norm"} != set(PROJECTIONS):
             return
         layer_index, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
@@ -130,7 +132,7 @@ class AttentionRewrite(KernelRewrite):
 
 
 def _norms_of(module: torch.nn.Module) -> Iterator[HeadNorms]:
-    """Returns the norms of heads, with weights counted from 0 or from 1."""
+    """Yields candidates for the norms of heads: with the weights as they are, and with 1 added to them."""
     query, key = (weight_and_epsilon(module.get_submodule(name)) for name in ("q_norm", "k_norm"))
     if query is None or key is None or query[1] != key[1]:
         return

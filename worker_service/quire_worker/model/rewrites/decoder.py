@@ -1,8 +1,8 @@
 """The loop over the layers, without the masks, caches and hooks that transformers' models prepare around it.
 
-Where every layer goes straight to the kernels, all run in one call of `quire_decoder`, each on the pages and the block
-tables of its group. That saves ten calls from Python a layer. More important: the model's thread runs without the
-interpreter meanwhile, so the event loop can hand out the last tokens.
+If the kernels support every layer, all layers run in one call of `quire_decoder`, each on the pages and the block
+tables of its group. That saves ten calls from Python per layer. More important: the call releases the interpreter lock,
+so the event loop can hand out the last tokens meanwhile.
 
 A prompt needs logits only after its last token. So after its attention, the last layer skips all other tokens.
 """
@@ -32,7 +32,7 @@ PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 
 
 class Decoder(torch.nn.Module):
-    """norm(layers(embed(tokens))), with one table of cosines and sines for all layers."""
+    """Computes norm(layers(embed(tokens))), with one table of cosines and sines for all layers."""
 
     def __init__(
         self, embed_tokens: torch.nn.Module, layers: list[DecoderLayer], norm: Norm, rotary_emb: torch.nn.Module
@@ -49,15 +49,17 @@ class Decoder(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, quire_step: Step, **_: Any
     ) -> BaseModelOutputWithPast:
-        """Does what a transformers model of this kind does, for ids and positions `[1, tokens]`."""
+        """Computes the last hidden states like a transformers model. Ids and positions are `[1, tokens]`."""
         hidden = self.hidden_states(input_ids, position_ids, quire_step)
         return BaseModelOutputWithPast(last_hidden_state=self.norm.forward(hidden))
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: Step, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns what the last layer gives, `[1, tokens, hidden_size]`, before the last norm; of the tokens `kept`
-        alone where these are given, int64 `[kept]`, in rising order."""
+        """Returns the output of the last layer before the last norm, `[1, tokens, hidden_size]`.
+
+        If `kept` is given (int64 `[kept]`, rising), the result has only these tokens.
+        """
         if kept is not None and kept.shape[0] == input_ids.shape[1]:
             kept = None
         hidden: torch.Tensor = self.embed_tokens.forward(input_ids).contiguous()
@@ -79,7 +81,7 @@ class LayersInC:
         self._layers = layers
         self._kinds = [_kind_of(layer.attention) for layer in layers]
         self._described = described
-        self._memory = torch.empty(0)  # between the kernels, kept from pass to pass
+        self._memory = torch.empty(0)  # intermediate results of the kernels, reused by every pass
 
     @classmethod
     def of(cls, layers: list[DecoderLayer]) -> LayersInC | None:
@@ -92,9 +94,11 @@ class LayersInC:
         return None if len(shapes) > 1 else cls(layers, _described(layers))
 
     def run(self, step: Step, hidden: torch.Tensor, turns: Turns, kept: torch.Tensor | None) -> torch.Tensor | None:
-        """Runs all layers, on `hidden` where it is: `[1, tokens, hidden_size]`, contiguous and this pass's own. Returns
-        the rows of the tokens `kept`, or all; None, and has done nothing, where the plan of a layer is not the
-        kernels'."""
+        """Runs all layers, in place on `hidden`: `[1, tokens, hidden_size]`, contiguous and not used elsewhere.
+
+        Returns the rows of the tokens `kept`, or all rows. Returns None without computing anything if the plan of a
+        layer is not one of the kernels' plans.
+        """
         step = step.inner if isinstance(step, RecordingStep) else step
         if not isinstance(step, PagedStep) or not self._bind(step):
             return None
@@ -121,7 +125,7 @@ class LayersInC:
         return hidden if kept is None else hidden[:, :kept_count]
 
     def _bind(self, step: PagedStep) -> bool:
-        """Points every layer to its pages and to the batch as its group has it."""
+        """Points every layer to its pages and its group's batch. Returns False if the kernels do not support a plan."""
         batches: dict[tuple[int, Kind], Any] = {}
         for described, layer, kind in zip(self._described, self._layers, self._kinds, strict=True):
             attention = layer.attention

@@ -1,4 +1,4 @@
-"""A layer of two halves, each a norm, a part and a residual sum; the sum is added where the part writes its result."""
+"""A decoder layer of two halves. Each half is a norm, a part, and a residual sum that the part's last product adds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire_worker.model.rewrites.interface import Rewrite, child_names, own_para
 from quire_worker.model.rewrites.norm import Norm
 from quire_worker.model.transformers_seam import Step
 
-# Names of the parts, and what the kernels for CPUs have made of them.
+# Names of the parts, and the classes that the rewrites for CPUs replace them by.
 PARTS: dict[str, type[torch.nn.Module]] = {
     "input_layernorm": Norm,
     "self_attn": MergedAttention,
@@ -23,10 +23,10 @@ PARTS: dict[str, type[torch.nn.Module]] = {
 
 
 class DecoderLayer(torch.nn.Module):
-    """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
+    """Computes x = x + attention(norm(x)), then x = x + mlp(norm(x))."""
 
     def __init__(self, attention_norm: Any, attention: Any, mlp_norm: Any, mlp: Any) -> None:
-        """Takes the parts, whose halves take the sum of a residual along."""
+        """Takes the four parts. `attention` and `mlp` must accept a residual and add it to their result."""
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
@@ -41,7 +41,7 @@ class DecoderLayer(torch.nn.Module):
         quire_step: Step,
         **_: Any,
     ) -> torch.Tensor:
-        """Takes `[1, tokens, hidden]` to the same."""
+        """Computes the layer for hidden states `[1, tokens, hidden]`; the result has the same shape."""
         attended = self.attention.forward(
             self.attention_norm.forward(hidden_states), position_embeddings, None, hidden_states, quire_step=quire_step
         )[0]
@@ -49,10 +49,10 @@ class DecoderLayer(torch.nn.Module):
 
 
 class DecoderLayerRewrite(Rewrite):
-    """Knows a layer of just these parts, all of them rewritten already."""
+    """Rewrites a layer of exactly these parts. All of them must be rewritten already."""
 
     def __init__(self, parts: Mapping[str, type[torch.nn.Module]] = PARTS) -> None:
-        """Takes what they became, by their names."""
+        """Takes the classes of the rewritten parts, by the parts' names."""
         self._parts = parts
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -1,4 +1,4 @@
-"""Which rewrites there are for a device: the only place that chooses."""
+"""Choice of the rewrites for a device. No other module chooses them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from quire_worker.attention import CpuPagedAttention, PagedAttention, TorchPaged
 from quire_worker.model.rewrites.recording import Recording
 from quire_worker.model.rewrites.rewriter import Rewritten, rewrite
 
-# Takes a model and what makes it compute one batch.
+# Takes a model, and a function that makes it compute one batch.
 RewriteModel: TypeAlias = Callable[[torch.nn.Module, Callable[[Recording], object]], Rewritten]
 
 
 def rewrite_for(attention: PagedAttention, dtype: torch.dtype) -> RewriteModel | None:
-    """Returns the pass over a model of this dtype whose attention this is; None where its modules stay as they are."""
+    """Returns the rewriting pass for models with this attention and dtype; None if their modules stay unchanged."""
     if isinstance(attention, CpuPagedAttention):
         return partial(_for_cpu, attention) if dtype in DTYPES else None
     if isinstance(attention, TorchPagedAttention):
         return None
-    from quire_worker.model.rewrites.on_gpu import rewrite_for_gpu  # needs Triton, as that attention does
+    from quire_worker.model.rewrites.on_gpu import rewrite_for_gpu  # needs Triton, like this attention
 
     return rewrite_for_gpu
 

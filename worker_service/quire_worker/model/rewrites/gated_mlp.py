@@ -1,4 +1,4 @@
-"""The gated layer of Llama's kind (Shazeer, 2020): down(activation(gate(x)) * up(x))."""
+"""The gated MLP of Llama-like models (Shazeer, 2020): down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedMlp(torch.nn.Module):
-    """Two products; the first ends in activation(gate) * up, computed while its sums are in the cache."""
+    """A gated MLP in two products. The first also computes activation(gate) * up, while its sums are in the cache."""
 
     def __init__(
         self, gate_up: PackedLinear, down: PackedLinear, sites: tuple[Site | None, Site | None, Site | None]
@@ -29,17 +29,17 @@ class GatedMlp(torch.nn.Module):
         super().__init__()
         self.gate_up = gate_up
         self.down = down
-        self.sites = sites  # of gate, up and down
+        self.sites = sites  # the sites of gate, up and down
         self._apart = gate_up.ungated()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Takes `[..., hidden]` to the same, plus `residual` if there is one."""
+        """Computes the MLP for `[..., hidden]`, and adds `residual` if there is one."""
         if not any(map(is_active, self.sites)):
             return self.down(self.gate_up(x), residual)
         return self._adapted(x, residual)
 
     def _adapted(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Computes the MLP from its gates and values, after adapters have added to both."""
+        """Computes the MLP with adapters: they change gates and values before the activation, and the result."""
         panels = self._apart(x).view(-1, self._apart.outputs // PANEL, 2, PANEL // 2)
         gate, up = (panels[:, :, part].flatten(1)[:, : self.down.inputs] for part in (0, 1))
         for site, result in zip(self.sites, (gate, up), strict=False):
@@ -54,8 +54,10 @@ class GatedMlp(torch.nn.Module):
 
 
 class GatedMlpRewrite(KernelRewrite):
-    """Knows a module of `gate_proj`, `up_proj`, `down_proj` and an activation. Whether that is SiLU, or GELU as tanh
-    approximates it, shows when both are tried."""
+    """Rewrites a module of `gate_proj`, `up_proj`, `down_proj` and an activation.
+
+    The candidates have SiLU and GELU (tanh approximation); the trial shows which one the module has.
+    """
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) - {"act_fn"} != set(PROJECTIONS):

@@ -12,37 +12,41 @@ from quire_cpu.ops import PackedLinear
 
 
 class Rewrite(Protocol):
-    """One pattern of modules, and what computes the same. What it knows, it is given when it is made."""
+    """One pattern of modules, and the replacements that compute the same."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """Returns what may replace a module, the likeliest first; nothing where it does not fit the pattern.
+        """Yields possible replacements of a module, the likeliest first; none if it does not fit the pattern.
 
         Args:
-            module: of the model; not changed.
+            module: a module of the model; not changed.
         """
         ...
 
 
 def stand_in(packed: PackedLinear) -> torch.Tensor:
-    """Returns what a module has in the place of a weight that was packed, for models that ask it for its device or
-    dtype (Llama 4, HunYuan MoE): a single NaN in its shape, so that one that computes with it does not pass the check
-    of its logits."""
+    """Returns a placeholder for a weight that was packed: one NaN, expanded to the weight's shape.
+
+    Some models read the device or dtype of a weight (Llama 4, HunYuan MoE). A model that computes with the weight gets
+    NaN, and so fails the check of its logits.
+    """
     return torch.full((1, 1), math.nan, dtype=packed.dtype).expand(packed.outputs, packed.inputs)
 
 
 def child_names(module: torch.nn.Module) -> set[str]:
-    """Names of the modules directly in a module."""
+    """Returns the names of the modules directly in a module."""
     return {name for name, _ in module.named_children()}
 
 
 def own_parameter_names(module: torch.nn.Module) -> set[str]:
-    """Names of the parameters directly in a module, not of those in its children."""
+    """Returns the names of the parameters directly in a module, without those of its children."""
     return {name for name, _ in module.named_parameters(recurse=False)}
 
 
 def is_plain_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
-    """Tells whether it is a linear layer as torch has it, whose weight the kernels can pack: no layer of another class,
-    and no weight that is a quantised tensor inside of torch's own layer."""
+    """Returns whether a module is torch's own linear layer, with a weight that the kernels can pack.
+
+    Subclasses of the layer, and quantised tensors as its weight, do not qualify.
+    """
     if type(module) is not torch.nn.Linear or type(module.weight) is not torch.nn.Parameter:
         return False
     weight = module.weight

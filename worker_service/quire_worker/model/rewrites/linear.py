@@ -1,4 +1,4 @@
-"""A linear layer by itself: its weights packed once."""
+"""A single linear layer, with its weight packed once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire_worker.model.rewrites.interface import KernelRewrite, is_plain_linear
 
 
 class Linear(torch.nn.Module):
-    """x @ weight^T + bias on a packed weight."""
+    """Computes x @ weight^T + bias from a packed weight."""
 
     def __init__(self, packed: PackedLinear, site: Site | None = None) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Linear(torch.nn.Module):
         self.site = site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Takes `[..., inputs]` to `[..., outputs]`."""
+        """Computes the layer: `[..., inputs]` to `[..., outputs]`."""
         result = self.packed(x)
         if self.site is not None:
             self.site.add(x, result)
@@ -30,8 +30,7 @@ class Linear(torch.nn.Module):
 
 
 class LinearRewrite(KernelRewrite):
-    """Knows `torch.nn.Linear` itself. A weight that another module has, too, is left alone: packed, it would be in
-    memory twice."""
+    """Rewrites `torch.nn.Linear`, unless another module shares its weight: the packed copy would be a second one."""
 
     def __init__(self, library: Library, shared: set[int]) -> None:
         """Takes the addresses of weights that several modules share."""
@@ -44,7 +43,7 @@ class LinearRewrite(KernelRewrite):
 
 
 def packed_of(library: Library, *layers: torch.nn.Linear, gate: str | None = None) -> PackedLinear:
-    """Returns the weights of linear layers with one input, packed together."""
+    """Packs the weights of linear layers that have the same input into one product."""
     weights = [layer.weight.detach() for layer in layers]
     biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
     return PackedLinear(library, weights, biases, gate=gate)

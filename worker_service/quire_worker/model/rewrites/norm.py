@@ -1,4 +1,4 @@
-"""RMSNorm in one kernel; transformers runs six operators, since it converts to float32 and back on the way."""
+"""RMSNorm in one kernel. transformers runs six operators for it, because it converts to float32 and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire_worker.model.rewrites.interface import KernelRewrite, child_names, ow
 
 
 class Norm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight."""
+    """Computes x / sqrt(mean(x^2) + epsilon) * weight."""
 
     def __init__(self, library: Library, weight: torch.Tensor, epsilon: float) -> None:
         super().__init__()
@@ -21,12 +21,12 @@ class Norm(torch.nn.Module):
         self.epsilon = epsilon
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Takes `[..., size]` to the same."""
+        """Computes the norm over the last dimension of `[..., size]`."""
         return ops.norm(self.library, hidden_states, self.weight, self.epsilon)
 
 
 class NormRewrite(KernelRewrite):
-    """Knows a module of one vector and an epsilon. The vector may be counted from 0 or, as Gemma's, from 1."""
+    """Rewrites a module of one vector and an epsilon. The vector is the weight, or the weight - 1 as in Gemma."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         found = weight_and_epsilon(module)
@@ -41,7 +41,7 @@ def weight_and_epsilon(module: torch.nn.Module) -> tuple[torch.Tensor, float] | 
     if child_names(module) or own_parameter_names(module) != {"weight"}:
         return None
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(epsilon, float):  # perhaps a linear layer, of whatever kind of weight
+    if not isinstance(epsilon, float):  # it is another module with a weight, such as a linear layer
         return None
     weight = module.get_parameter("weight").detach()
     return (weight, epsilon) if weight.dim() == 1 else None

@@ -1,11 +1,11 @@
-"""Rewrites of decoding layers for a GPU: merged products of cuBLAS, and one Triton kernel between each two of them.
+"""Rewrites of decoder layers for a GPU: merged products of cuBLAS, with one Triton kernel between two products.
 
-A decoding layer of Llama's kind makes some 30 launches in transformers' modules, and these 10:
+A decoder layer of a Llama-like model makes about 30 launches in transformers' modules. Rewritten, it makes these 10:
 
-    norm | q/k/v product | turn and append | attend, merge its parts | product + residual
+    norm | q/k/v product | rotate and append | attend, merge its parts | product + residual
     norm | gate/up product | activation | product + residual
 
-Products are added to the residual in place: into another tensor, cuBLAS would copy the residual first.
+Products are added to the residual in place. With another destination, cuBLAS would copy the residual first.
 
 The kernels support neither pages of fp8 nor layers that read another layer's keys. Such layers run part by part.
 """
@@ -34,10 +34,10 @@ ACTIVATIONS = (silu_and_mul, gelu_tanh_and_mul)
 
 
 class MergedLinear:
-    """Linear layers with one input, as one product; a residual is added where the product writes its result."""
+    """Several linear layers with the same input, computed as one product. The product also adds a residual."""
 
     def __init__(self, *layers: torch.nn.Linear) -> None:
-        """Copies the weights side by side; those of a single layer stay where they are."""
+        """Copies the weights of several layers side by side. The weight of a single layer is not copied."""
         weights = [layer.weight.detach() for layer in layers]
         biases = [layer.bias for layer in layers]
         self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -51,7 +51,7 @@ class MergedLinear:
             )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Takes `[..., inputs]` to `[..., outputs]`, plus `residual` if there is one."""
+        """Computes `[..., outputs]` from `[..., inputs]`, and adds `residual` if there is one."""
         if residual is None:
             return torch.nn.functional.linear(x, self.weight, self.bias)
         rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
@@ -60,7 +60,7 @@ class MergedLinear:
         return torch.addmm(added, rows, self.weight.t()).view(residual.shape)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Adds the product to `residual`, which is contiguous, and returns it. Otherwise it would be copied first."""
+        """Adds the product to `residual` in place, and returns it. `residual` must be contiguous."""
         rows, added = x.reshape(-1, x.shape[-1]), residual.view(-1, residual.shape[-1])
         if self.bias is not None:
             added += self.bias
@@ -68,7 +68,7 @@ class MergedLinear:
 
 
 class GpuNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight, or weight + 1 where `is_from_one`."""
+    """Computes x / sqrt(mean(x^2) + epsilon) * weight, or * (weight + 1) if `is_from_one`."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, is_from_one: bool) -> None:
         super().__init__()
@@ -77,12 +77,12 @@ class GpuNorm(torch.nn.Module):
         self._norm = gemma_rmsnorm if is_from_one else rmsnorm
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Takes `[..., size]` to the same."""
+        """Computes the norm over the last dimension of `[..., size]`."""
         return self._norm(hidden_states, self.weight, self.epsilon)
 
 
 class GpuNormRewrite(Rewrite):
-    """Knows a module of one vector and an epsilon."""
+    """Rewrites a module of one vector and an epsilon."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         found = weight_and_epsilon(module)
@@ -92,7 +92,7 @@ class GpuNormRewrite(Rewrite):
 
 
 class GpuGatedMlp(torch.nn.Module):
-    """down(activation(gate(x)) * up(x)): two products, and a kernel between them."""
+    """Computes down(activation(gate(x)) * up(x)) in two products with a kernel between them."""
 
     def __init__(self, gate_up: MergedLinear, down: MergedLinear, activation: Any) -> None:
         super().__init__()
@@ -101,13 +101,13 @@ class GpuGatedMlp(torch.nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Takes `[..., hidden]` to the same, plus `residual` if there is one, whose memory is the result's then."""
+        """Computes the MLP for `[..., hidden]`. If there is a `residual`, the result is added to it in place."""
         inner = self.activation(self.gate_up(x))
         return self.down(inner) if residual is None else self.down.add_to(residual, inner)
 
 
 class GpuGatedMlpRewrite(Rewrite):
-    """Knows a module of `gate_proj`, `up_proj`, `down_proj` and an activation, which shows when all are tried."""
+    """Rewrites a module of `gate_proj`, `up_proj`, `down_proj` and an activation. The trial shows which activation."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) - {"act_fn"} != set(GATED_PROJECTIONS):
@@ -120,7 +120,7 @@ class GpuGatedMlpRewrite(Rewrite):
 
 
 class GpuAttention(torch.nn.Module):
-    """Attention whose queries, keys and values are one product; one kernel turns them and writes the pages."""
+    """Attention with one product for queries, keys and values. One kernel rotates them and writes the pages."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class GpuAttention(torch.nn.Module):
         self.query_heads, self.kv_heads = head_counts
         self.norms = norms
         self.scoring = scoring
-        self.adds_in_place = False  # whether the memory of a residual becomes the result's
+        self.adds_in_place = False  # whether the result may be added to the residual in place
 
     def forward(
         self,
@@ -151,7 +151,7 @@ class GpuAttention(torch.nn.Module):
         quire_step: Step,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Does what the attention of a transformers layer does; see `attention.MergedAttention.forward`."""
+        """Computes attention with the interface of `attention.MergedAttention.forward`."""
         heads = self.qkv(hidden_states[0]).view(-1, self.query_heads + 2 * self.kv_heads, self.head_dim)
         tables = position_embeddings[0][0], position_embeddings[1][0]
         attended = self._in_one_launch(heads, tables, quire_step)
@@ -166,7 +166,7 @@ class GpuAttention(torch.nn.Module):
     def _in_one_launch(
         self, heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], step: Step
     ) -> torch.Tensor | None:
-        """Attends by way of `rotate_append`; None where the step or the layer's pages are not made for it."""
+        """Rotates and appends by `rotate_append`, then attends. Returns None if step or pages do not allow that."""
         if not isinstance(step, PagedStep):
             return None
         layer = step.layers[self.layer_index]
@@ -185,16 +185,16 @@ class GpuAttention(torch.nn.Module):
 
 
 class GpuAttentionRewrite(Rewrite):
-    """Knows a module of q, k, v and o projections, with or without a norm of each query and key head."""
+    """Rewrites a module of q, k, v and o projections, with or without a norm of each query and key head."""
 
     def __init__(self, recording: Recording) -> None:
-        """Takes what each layer asked attention for."""
+        """Takes the recording, because it has each layer's attention options."""
         self._recording = recording
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         names = child_names(module)
         if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
-            return  # OLMo cuts off large elements, which what was recorded need not have
+            return  # OLMo clips large elements, and the recorded inputs may have none
         if own_parameter_names(module) or names - {"q_norm", "k_norm"} != set(PROJECTIONS):
             return
         layer_index, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
@@ -221,8 +221,8 @@ def rewrite_for_gpu(module: torch.nn.Module, run: Callable[[Recording], object])
     """Rewrites a model in place.
 
     Args:
-        module: a transformers model where the Triton kernels run, for inference.
-        run: makes the model compute one batch, with a step from `Recording.step`; of a few tokens.
+        module: a transformers model for inference, on a device that runs the Triton kernels.
+        run: makes the model compute one batch of a few tokens, with a step from `Recording.step`.
     """
     recording = Recording()
     with torch.inference_mode():
@@ -230,7 +230,7 @@ def rewrite_for_gpu(module: torch.nn.Module, run: Callable[[Recording], object])
         parts = (GpuAttentionRewrite(recording), GpuGatedMlpRewrite(), GpuNormRewrite())
         done = Pass(recording, parts, [DecoderLayerRewrite(LAYER_PARTS)])
         done.visit(module)
-    for part in module.modules():  # nobody tries a layer on what was recorded any more
+    for part in module.modules():  # Only now: in-place sums would have overwritten the recorded inputs.
         if isinstance(part, DecoderLayer):
             part.attention.adds_in_place = True
     return Rewritten(module, done.counts)
@@ -239,13 +239,13 @@ def rewrite_for_gpu(module: torch.nn.Module, run: Callable[[Recording], object])
 def turned(
     heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], query_heads: int, norms: HeadNorms | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns queries, keys and values of heads side by side, turned by plain torch.
+    """Splits heads into queries, keys and values, and rotates queries and keys in plain torch.
 
     Args:
         heads: `[tokens, query_heads + 2 * kv_heads, head_dim]`.
         tables: cosine and sine, each `[tokens, rotary_dim]`.
-        query_heads: the first ones of `heads`.
-        norms: of the heads, before.
+        query_heads: number of query heads; they come first in `heads`.
+        norms: norms of the heads, applied before the rotation.
     """
     kv_heads = (heads.shape[1] - query_heads) // 2
     query, key, value = heads.split([query_heads, kv_heads, kv_heads], dim=1)
@@ -277,7 +277,7 @@ def _plain_linears(module: torch.nn.Module, names: Sequence[str]) -> list[torch.
 
 
 def _norms_of(module: torch.nn.Module) -> Iterator[HeadNorms]:
-    """Returns the norms of heads, with weights counted from 0 or from 1."""
+    """Yields candidates for the norms of heads: with the weights as they are, and with 1 added to them."""
     query, key = (weight_and_epsilon(module.get_submodule(name)) for name in ("q_norm", "k_norm"))
     if query is None or key is None or query[1] != key[1]:
         return

@@ -1,4 +1,4 @@
-"""Recording of modules' inputs and outputs in one forward pass. Their replacements are tried on these."""
+"""Recording of all modules' inputs and outputs in one forward pass. Replacements are tried on them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Call:
 
 
 class Recording:
-    """The last call of every module of a model, and what each layer asked attention for."""
+    """The last call of every module of a model, and the attention options of each layer."""
 
     def __init__(self) -> None:
         self.calls: dict[torch.nn.Module, Call] = {}
         self.scorings: dict[int, Scoring] = {}  # by layer index
 
     def record(self, module: torch.nn.Module, run: Callable[[Recording], object]) -> None:
-        """Runs a model and notes every call in it.
+        """Runs a model and records the calls of all its modules.
 
         Args:
             module: the model.
-            run: calls it once, with a step of `step`.
+            run: calls the model once, with a step from `step`.
         """
 
         def note(called: torch.nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
@@ -47,25 +47,25 @@ class Recording:
                 handle.remove()
 
     def step(self, inner: Step) -> RecordingStep:
-        """Returns a step that notes what layers ask it for beside queries, keys and values."""
+        """Returns a step that records the layers' attention options."""
         return RecordingStep(inner, self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordingStep:
-    """Hands everything to another step."""
+    """Passes all calls on to another step, and records attention options."""
 
     inner: Step
     recording: Recording
 
     @property
     def states(self) -> StatePass | StateProbe | None:
-        """Returns where the other step keeps states."""
+        """Returns the states of the other step."""
         return self.inner.states
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Notes the scoring, which is the same in every pass."""
+        """Records the scoring, which is the same in every pass, then calls the other step."""
         self.recording.scorings[layer_index] = scoring
         return self.inner.attend(layer_index, query, key, value, scoring)

@@ -1,4 +1,4 @@
-"""The pass over a model: each rewrite is tried on what the model's own modules were given, and kept if it agrees."""
+"""The pass over a model: each rewrite is tried on a module's recorded inputs, and kept if its output agrees."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from quire_worker.model.rewrites.recording import Call, Recording
 from quire_worker.model.rewrites.text_model import TextModelRewrite
 from quire_worker.model.rewrites.tied_head import PackedEmbedding
 
-# How far a result may be from the original's: norm of the difference over norm of the original. Sums in another order,
-# and in bfloat16 rounding at other places, stay below it; another activation or no bias makes tens of percents.
+# Largest difference of a result: norm of the difference over norm of the original. Sums in another order, and in
+# bfloat16 rounding at other places, stay below it. A wrong activation or a missing bias makes tens of percent.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 TIED_HEAD = "TiedHead"
@@ -33,7 +33,7 @@ class Rewritten(NamedTuple):
     """A model after the pass.
 
     Attributes:
-        module: the same, or what takes its place.
+        module: the same model, or its replacement.
         counts: how often each rewrite was applied, by its class's name.
     """
 
@@ -48,13 +48,13 @@ def rewrite(
     *,
     is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> Rewritten:
-    """Rewrites a model in place, and at last as a whole.
+    """Rewrites the parts of a model in place, then replaces the model as a whole if it can.
 
     Args:
         module: a transformers model on a CPU, for inference.
         library: the kernels.
-        run: makes the model compute one batch, with a step from `Recording.step`; of a few tokens.
-        is_wanted: which rewrites to try, by name; for benchmarks.
+        run: makes the model compute one batch of a few tokens, with a step from `Recording.step`.
+        is_wanted: returns whether to try a rewrite, by its name; for benchmarks.
     """
 
     def wanted(*rewrites: Rewrite) -> tuple[Rewrite, ...]:
@@ -79,7 +79,7 @@ def rewrite(
 
 
 class Pass:
-    """Rewrites one model, and is done with it then."""
+    """The rewriting of one model. An object is used once."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class Pass:
         wholes: Sequence[Rewrite],
         models: Sequence[Rewrite] = (),
     ) -> None:
-        """Takes what to try.
+        """Takes the recording and the rewrites.
 
         Args:
-            recording: of the model.
-            parts: tried on a module before its own parts are, the largest pattern first.
-            wholes: tried after, since they are made of what its parts became.
-            models: tried on the model itself, at last.
+            recording: the recording of the model.
+            parts: rewrites that are tried on a module before its children are visited, the largest pattern first.
+            wholes: rewrites that are tried after the children, because they consist of the children's replacements.
+            models: rewrites that are tried last, on the model itself.
         """
         self.counts: Counter[str] = Counter()
         self._recording = recording
@@ -103,22 +103,25 @@ class Pass:
         self._models = models
 
     def visit(self, module: torch.nn.Module) -> None:
-        """Rewrites all that is in a module."""
-        for name in [name for name, _ in module.named_children()]:  # no list of children: replaced, they are to be gone
+        """Rewrites all modules inside a module."""
+        # A list of names, because a list of children would keep replaced children alive.
+        for name in [name for name, _ in module.named_children()]:
             child = module.get_submodule(name)
             if not self._replace(module, name, child, self._parts, self._recording.calls.get):
                 self.visit(child)
                 self._replace(module, name, child, self._wholes, self._as_it_is)
             for part in child.modules():
-                self._recording.calls.pop(part, None)  # which would keep the weights of what was replaced
+                self._recording.calls.pop(part, None)  # or the recording would keep the replaced weights alive
 
     def whole(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Returns what takes the place of a model whose parts are rewritten, or the model."""
+        """Returns the replacement of a model whose parts are rewritten, or the model itself if there is none."""
         return self._found(model, self._models, self._as_it_is) or model
 
     def _as_it_is(self, module: torch.nn.Module) -> Call | None:
-        """Returns the module's call with the result that it has now that its parts are rewritten: in bfloat16 what many
-        of them round differently is more than the tolerance of one."""
+        """Returns the module's recorded call, with the result that the module gives after its parts were rewritten.
+
+        In bfloat16, the roundings of many parts together can exceed the tolerance of one.
+        """
         call = self._recording.calls.get(module)
         return call and Call(call.arguments, call.keywords, module(*call.arguments, **call.keywords))
 
@@ -131,9 +134,11 @@ class Pass:
         return found is not None
 
     def _found(self, module: torch.nn.Module, rewrites: Iterable[Rewrite], call_of: CallOf) -> torch.nn.Module | None:
-        """Returns the first replacement that gives what the module gave in its call, which is asked for where there is
-        something to compare with it."""
-        if module not in self._recording.calls:  # it was not called by itself
+        """Returns the first candidate that agrees with the module's call; None if there is none.
+
+        `call_of` is only called if there is a candidate.
+        """
+        if module not in self._recording.calls:  # the model did not call this module
             return None
         call = None
         for each in rewrites:
@@ -145,8 +150,7 @@ class Pass:
         return None
 
     def pack_tied_head(self, module: Any, library: Library) -> None:
-        """Packs the one weight of an embedding and a head (see `tied_head`), if the model has such and nothing else
-        shares it."""
+        """Packs the weight that an embedding and a head share (see `tied_head`), if no other module shares it."""
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
         if type(embedding) is not torch.nn.Embedding or head is None or not is_plain_linear(head):
             return
@@ -167,8 +171,7 @@ class Pass:
 
 
 def agrees(candidate: torch.nn.Module, call: Call) -> bool:
-    """Tells whether a candidate gives what the original gave. One that cannot be called as the original was does
-    not."""
+    """Returns whether a candidate gives the recorded result. A candidate that raises does not agree."""
     try:
         result = candidate(*call.arguments, **call.keywords)
     except (ValueError, TypeError, RuntimeError, LookupError):
@@ -183,12 +186,12 @@ def agrees(candidate: torch.nn.Module, call: Call) -> bool:
 
 
 def _tensor_of(result: Any) -> torch.Tensor | None:
-    """Returns a module's result, or the first of several: of a tuple, or of one of transformers' outputs."""
+    """Returns a result that is a tensor, or the first item of a tuple or of a transformers output."""
     first = result if isinstance(result, torch.Tensor) else result[0]
     return first if isinstance(first, torch.Tensor) else None
 
 
 def _shared_weights(module: torch.nn.Module) -> set[int]:
-    """Addresses of weights that more than one module holds."""
+    """Returns the addresses of weights that more than one module holds."""
     holders = Counter(parameter.data_ptr() for part in module.modules() for parameter in part.parameters(recurse=False))
     return {address for address, count in holders.items() if count > 1}

@@ -1,7 +1,7 @@
-"""Cosines and sines by position, computed once: a forward pass looks up rows instead of computing them again.
+"""Tables of cosines and sines by position. They are computed once, and a forward pass looks up rows.
 
-The rows are what the model's own module gives for these positions, bit by bit. A module whose frequencies follow the
-length of a sequence is asked in every pass, and so is any for positions beyond `POSITIONS_MAX`.
+The rows are equal, bit by bit, to the results of the model's own module. The module itself is called in every pass if
+its frequencies depend on the length of a sequence, and for positions beyond `POSITIONS_MAX`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-POSITIONS_MAX = 1 << 14  # of a table: 16 MiB of float32 for heads of 128
+POSITIONS_MAX = 1 << 14  # rows of a table; both tables take 16 MiB in float32 with heads of 128
 _POSITIONS_MIN = 1 << 10
-# The kinds whose frequencies are the same for every pass, as transformers names them.
+# Rope types of transformers whose frequencies are the same in every pass.
 STEADY = {"default", "linear", "llama3", "yarn"}
 
 
@@ -21,8 +21,8 @@ class Turns(NamedTuple):
 
     Attributes:
         cosine: `[rows, rotary_dim]`.
-        sine: the same.
-        positions: int64 `[tokens]`, each token's row; None where token i has row i.
+        sine: `[rows, rotary_dim]`.
+        positions: int64 `[tokens]`, each token's row; None if token i has row i.
     """
 
     cosine: torch.Tensor
@@ -31,24 +31,24 @@ class Turns(NamedTuple):
 
     @property
     def of_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns both as transformers' layers take them, `[1, tokens, rotary_dim]`."""
+        """Returns cosines and sines for transformers' layers, each `[1, tokens, rotary_dim]`."""
         if self.positions is None:
             return self.cosine[None], self.sine[None]
         return self.cosine[self.positions][None], self.sine[self.positions][None]
 
 
 class RotaryTables:
-    """The tables of one rotary embedding; they grow to the largest position that was asked for."""
+    """The tables of one rotary embedding. They grow to the largest position so far."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Takes a module of transformers' kind; where its `forward` was replaced, it is asked in every pass."""
+        """Takes a rotary module of transformers. If its `forward` was replaced, it is called in every pass."""
         is_steady = getattr(module, "rope_type", None) in STEADY and "forward" not in vars(module)
         self._module = module
         self._row_count_max = POSITIONS_MAX if is_steady else 0
         self._cosine = self._sine = torch.empty(0, 0)
 
     def turns(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Turns:
-        """Returns how tokens at int64 `[1, tokens]` are turned; `hidden` has the dtype of the tables."""
+        """Returns the rotary angles of tokens at positions int64 `[1, tokens]`, in the dtype of `hidden`."""
         last = int(position_ids.max())
         if last >= self._row_count_max:
             cosine, sine = self._module(hidden, position_ids=position_ids)

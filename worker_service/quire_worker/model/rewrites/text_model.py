@@ -1,5 +1,7 @@
-"""A decoder and its vocabulary head, without what transformers' models do around them, which costs a small model more
-than its layers do."""
+"""A decoder and its vocabulary head, without transformers' code around them.
+
+In a small model that code costs more time than the layers.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from quire_worker.model.transformers_seam import Step
 
 
 class TextModel(torch.nn.Module):
-    """head(decoder(tokens)), of the tokens whose logits are asked for alone."""
+    """Computes head(decoder(tokens)), only for the tokens whose logits are wanted."""
 
     def __init__(self, model: Decoder, lm_head: Linear | torch.nn.Linear, config: Any) -> None:
         super().__init__()
         self.model = model
         self.lm_head = lm_head
         self.config = config
-        self._decoder, self._head = model, lm_head  # found without torch's look-up of children
+        self._decoder, self._head = model, lm_head  # plain attributes, without torch's slow look-up of children
 
     def forward(
         self,
@@ -33,14 +35,20 @@ class TextModel(torch.nn.Module):
         quire_step: Step,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Does what a transformers model does for ids and positions `[1, tokens]`, and the int64 places of those tokens
-        that need logits."""
+        """Computes logits with the interface of a transformers model.
+
+        Args:
+            input_ids: int64 `[1, tokens]`.
+            position_ids: int64 `[1, tokens]`.
+            logits_to_keep: int64, indices of the tokens whose logits are wanted.
+            quire_step: the forward pass.
+        """
         hidden = self._decoder.hidden_states(input_ids, position_ids, quire_step, logits_to_keep)
         return CausalLMOutputWithPast(logits=self._head.forward(self._decoder.norm.forward(hidden)))
 
 
 class TextModelRewrite(Rewrite):
-    """Knows a model of a rewritten decoder and a linear head, which stays torch's where others share its weight."""
+    """Rewrites a model of a rewritten decoder and a linear head. The head may be torch's, if its weight is shared."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) != {"model", "lm_head"}:

@@ -1,7 +1,7 @@
-"""A vocabulary head whose weights are those of the embedding: packed once, and looked up where they are packed.
+"""A vocabulary head that shares its weight with the embedding. The weight is packed once, and used by both.
 
-Token i's embedding is column i % 64 of panel i // 64. Its words lie 64 words apart, so a look-up touches a cache line
-for each of them: little beside the products that follow, and nothing beside a second copy of the vocabulary.
+Token i's embedding is column i % 64 of panel i // 64. Its words lie 64 words apart, so a look-up touches one cache line
+per word. That is cheap compared with the products that follow, and it saves a second copy of the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire_worker.model.rewrites.interface import stand_in
 
 
 class PackedEmbedding(torch.nn.Module):
-    """The rows of a packed weight."""
+    """An embedding that reads the rows of a packed weight."""
 
     def __init__(self, packed: PackedLinear) -> None:
         super().__init__()
@@ -22,5 +22,5 @@ class PackedEmbedding(torch.nn.Module):
         self.weight = stand_in(packed)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Takes int64 `[...]` to `[..., inputs]` of the weights' dtype."""
+        """Returns the embeddings of int64 ids `[...]`: `[..., inputs]` in the weight's dtype."""
         return ops.embed(self.packed.library, input_ids, self.packed)

@@ -5,9 +5,9 @@
     the rest     every rank computes it whole: embeddings, norms, routers, recurrent states, the head
 
 A split module is wrapped: the wrapper adds up the ranks' results (`Summed`). Inside, it is an ordinary module of
-transformers with fewer heads or a narrower middle, so that kernels replace it as they do elsewhere.
+transformers with fewer heads or a narrower middle, so kernels can replace it like any other module.
 
-transformers splits models, too, through tensors that know their placement. But it requires a number of KV heads that
-the ranks divide, leaves attention whole in several families, needs another package, and differs between the versions
-that are supported (docs/decisions/0027-ranks.md).
+transformers can split models, too, through tensors that know their placement (DTensor). It is not used here, because
+the number of ranks must divide the KV heads, several families keep whole attention, it needs another package, and it
+differs between the supported versions (docs/decisions/0027-ranks.md).
 """

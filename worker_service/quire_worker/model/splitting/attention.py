@@ -1,8 +1,8 @@
-"""Attention by heads.
+"""Splitting of attention by heads.
 
-Known by the names of its parts: `q_proj`, `k_proj`, `v_proj` and what follows them, or, of latent attention,
-`kv_b_proj`, which holds the weights of all heads while the latents themselves are the same on every rank. What has
-parts beside these, such as a norm over all heads at once, stays whole.
+An attention module is recognized by the names of its parts. Ordinary attention has `q_proj`, `k_proj`, `v_proj` and an
+output projection. Latent attention has `kv_b_proj`, which holds the weights of all heads; the latents themselves are
+the same on every rank. A module with other parts, such as a norm over all heads at once, stays whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RATIO = "num_key_value_groups"
 
 
 def split_attention(module: Any, crew: Crew) -> Split | None:
-    """Returns a rank's part of an attention module; None where it is none that is known, or does not divide."""
+    """Returns a rank's part of an attention module; None if its form is unknown, or its heads do not divide."""
     output = next((name for name in _OUTPUTS if is_plain(getattr(module, name, None))), None)
     if output is None:
         return None
@@ -36,7 +36,7 @@ def split_attention(module: Any, crew: Crew) -> Split | None:
 
 
 def _split_heads(module: Any, output: str, crew: Crew) -> Split | None:
-    """Splits ordinary attention. A layer that reads the keys and values of another one has no projections for them."""
+    """Splits ordinary attention. A layer that reads another layer's keys and values has no projections for them."""
     own, dim = _with_parameters(module), getattr(module, "head_dim", 0)
     keys = [name for name in ("k_proj", "v_proj") if name in own]
     linears = {"q_proj", output, *keys}
@@ -84,7 +84,7 @@ def _heads(query_heads: int, kv_heads: int, crew: Crew) -> Heads | None:
 
 
 def _with_sinks(module: Any, split: Split, heads: Heads, query_heads: int) -> Split | None:
-    """Adds the sinks of the rank's heads; nothing else may lie in the module itself."""
+    """Adds the sinks of the rank's heads. Returns None if the module itself has any other parameter."""
     own = dict(module.named_parameters(recurse=False))
     if not own:
         return split
@@ -105,12 +105,12 @@ def _with_numbers(module: Any, split: Split, heads: Heads, *, has_keys: bool) ->
 
 
 def _with_parameters(module: torch.nn.Module) -> set[str]:
-    """Names of the children that have weights."""
+    """Returns the names of the children that have weights."""
     return {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
 
 
 def _of_heads(linear: torch.nn.Linear, heads: range | tuple[int, ...], count: int) -> torch.nn.Linear:
-    """Part of a linear layer whose outputs are those of so many heads, one after the other."""
+    """Returns the part of a linear layer that computes these heads, of `count` heads that lie side by side."""
     return some_outputs(linear, _elements(heads, linear.out_features // count))
 
 

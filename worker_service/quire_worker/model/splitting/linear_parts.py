@@ -1,4 +1,4 @@
-"""Parts of linear layers, and modules whose parts are added up."""
+"""Parts of linear layers, and modules that add up the results of all ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Summed(torch.nn.Module):
         self._crew = crew
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the part, and adds up."""
+        """Computes this rank's part, and returns the sum over all ranks."""
         result = self.inner(*arguments, **keywords)
         if isinstance(result, torch.Tensor):
             return self._crew.add_up(result)
         return (self._crew.add_up(result[0]), *result[1:])
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what models ask their modules for, such as a layer's kind."""
+        """Returns attributes of the inner module, because models read some, such as a layer's kind."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -53,7 +53,7 @@ class Split:
 
 
 def is_plain(module: object) -> TypeGuard[torch.nn.Linear]:
-    """Tells whether it is a linear layer whose weight can be cut; one of a quantised checkpoint is none."""
+    """Returns whether a module is a linear layer whose weight can be cut. A quantised layer cannot be."""
     return (
         type(module) is torch.nn.Linear
         and type(module.weight) is torch.nn.Parameter
@@ -62,34 +62,34 @@ def is_plain(module: object) -> TypeGuard[torch.nn.Linear]:
 
 
 def some_outputs(linear: torch.nn.Linear, index: torch.Tensor) -> torch.nn.Linear:
-    """Returns the part of a linear layer that computes some of its outputs; copies of its weights.
+    """Returns the part of a linear layer that computes some of its outputs. The weights are copied.
 
     Args:
-        linear: weight `[outputs, inputs]`.
-        index: int64, which outputs.
+        linear: the layer, with weight `[outputs, inputs]`.
+        index: int64, indices of the outputs.
     """
     bias = None if linear.bias is None else linear.bias[index]
     return _linear(linear.weight[index], bias)
 
 
 def some_inputs(linear: torch.nn.Linear, index: torch.Tensor, crew: Crew) -> torch.nn.Linear:
-    """Returns the part of a linear layer that reads some of its inputs; the bias is added on rank 0 alone.
+    """Returns the part of a linear layer that reads some of its inputs. Only rank 0 adds the bias.
 
     Args:
-        linear: weight `[outputs, inputs]`.
-        index: int64, which inputs.
-        crew: whose ranks' results are added up.
+        linear: the layer, with weight `[outputs, inputs]`.
+        index: int64, indices of the inputs.
+        crew: the ranks whose results are added up.
     """
     return _linear(linear.weight[:, index], None if linear.bias is None else on_one_rank(linear.bias, crew))
 
 
 def on_one_rank(bias: torch.Tensor, crew: Crew) -> torch.Tensor:
-    """Returns what is added once, though every rank adds: itself on rank 0, zeros elsewhere."""
+    """Returns the bias on rank 0 and zeros elsewhere, so that the sum over the ranks has it once."""
     return bias.clone() if crew.rank == 0 else torch.zeros_like(bias)
 
 
 def span(length: int, crew: Crew) -> torch.Tensor:
-    """Returns a rank's part of so many elements, a multiple of the ranks; int64."""
+    """Returns the indices of this rank's part of `length` elements, int64. The number of ranks must divide `length`."""
     each = length // crew.size
     return torch.arange(crew.rank * each, (crew.rank + 1) * each)
 

@@ -1,9 +1,9 @@
-"""MLPs by their intermediate elements, those of experts included.
+"""Splitting of MLPs by their intermediate elements, those of experts included.
 
-An MLP is known by its shapes: one linear layer back to the hidden size, and one or two up from it, whose outputs may be
-those of a gate and of the values beside each other (packed), in halves or by turns. There are several ways to read the
-same shapes; each is tried on drawn numbers, and the one is taken that gives what the whole module gives
-(`splitter.agrees`).
+An MLP is recognized by its shapes: one linear layer down to the hidden size, and one or two up from it. The outputs of
+a single layer up may be gate and values packed together, in halves or alternating. The same shapes can be read in
+several ways. Each is tried on random numbers, and the first one with the result of the whole module is taken
+(`splitter._agrees`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from quire_worker.ranks.crew import Crew
 
 
 def mlp_splits(module: torch.nn.Module, hidden_size: int, crew: Crew) -> Iterator[Split]:
-    """Returns the ways in which a rank may have a part of an MLP, the likeliest first; none where it is no MLP.
+    """Yields possible splits of an MLP, the likeliest first; none if the module is not an MLP.
 
     Args:
-        module: of the model.
-        hidden_size: elements that it reads and gives for each token.
-        crew: of the rank.
+        module: a module of the model.
+        hidden_size: number of its inputs and outputs per token.
+        crew: the rank's crew.
     """
     linears = {name: child for name, child in module.named_children() if is_plain(child)}
     weights = {id(parameter) for child in linears.values() for parameter in child.parameters()}
     if not 2 <= len(linears) <= 3 or any(id(parameter) not in weights for parameter in module.parameters()):
         return
-    for down in reversed(linears):  # it usually comes last
+    for down in reversed(linears):  # the layer down is usually the last one
         middle = linears[down].in_features
         ups = [name for name in linears if name != down]
         if linears[down].out_features != hidden_size or middle % crew.size:
@@ -44,8 +44,10 @@ def mlp_splits(module: torch.nn.Module, hidden_size: int, crew: Crew) -> Iterato
 
 
 def expert_splits(module: torch.nn.Module, hidden_size: int, crew: Crew) -> Iterator[Split]:
-    """Returns the same of a module that holds the weights of all experts in `gate_up_proj` and `down_proj`, with
-    outputs before inputs or after them, and perhaps biases."""
+    """Yields possible splits of a module that holds the weights of all experts in `gate_up_proj` and `down_proj`.
+
+    In these weights, outputs may come before or after inputs. There may be biases.
+    """
     own = dict(module.named_parameters())
     if not {"gate_up_proj", "down_proj"} <= own.keys() <= {
         "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
@@ -70,7 +72,7 @@ def expert_splits(module: torch.nn.Module, hidden_size: int, crew: Crew) -> Iter
 
 
 def _readings(outputs: list[int], middle: int, crew: Crew) -> Iterator[torch.Tensor]:
-    """Which outputs of the layers up belong to a rank's intermediate elements, for each way to read them."""
+    """Yields, for each way to read the layers up, the outputs that belong to the rank's intermediate elements."""
     if middle % crew.size or len(set(outputs)) != 1:
         return
     mine = span(middle, crew)
@@ -78,11 +80,11 @@ def _readings(outputs: list[int], middle: int, crew: Crew) -> Iterator[torch.Ten
         yield mine
     elif outputs == [2 * middle]:
         yield torch.cat([mine, middle + mine])  # halves
-        yield torch.stack([2 * mine, 2 * mine + 1], dim=1).flatten()  # by turns
+        yield torch.stack([2 * mine, 2 * mine + 1], dim=1).flatten()  # alternating
 
 
 def _narrower(module: torch.nn.Module, middle: int, crew: Crew) -> dict[str, int]:
-    """Numbers of the module by which it shapes what is in the middle."""
+    """Returns the module's attributes that hold the intermediate size, with the rank's value."""
     return {
         name: middle // crew.size
         for name in ("intermediate_size", "intermediate_dim", "expert_dim")

@@ -1,4 +1,4 @@
-"""The pass over a model that gives a rank its part."""
+"""The pass over a model that reduces it to one rank's part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quire_worker.model.splitting.linear_parts import Split, Summed
 from quire_worker.model.splitting.mlp import expert_splits, mlp_splits
 from quire_worker.ranks.crew import Crew
 
-# How far the sum of the parts may be from the whole: norm of the difference over norm of the whole. Sums in another
-# order stay below it; a gate taken for a value is far above.
+# Largest difference between the sum of the parts and the whole: norm of the difference over norm of the whole. Sums in
+# another order stay below it; a gate mistaken for a value is far above.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 _TRIAL_TOKENS = 4
@@ -25,17 +25,17 @@ _log = structlog.get_logger(__name__)
 
 
 def split_over_ranks(module: Any, crew: Crew) -> Counter[str]:
-    """Leaves of a model what this rank computes; all ranks do this at the same time.
+    """Reduces a model to this rank's part. All ranks have to call this at the same time.
 
     Args:
-        module: a transformers model on the CPU, for inference; changed.
-        crew: of this rank.
+        module: a transformers model on the CPU, for inference; changed in place.
+        crew: this rank's crew.
 
     Returns:
-        How many modules were split, by kind.
+        The number of split modules, by kind.
 
     Raises:
-        UnsupportedModelError: nothing of the model is known to split.
+        UnsupportedModelError: the model has no module of a kind that can be split.
         RankLostError: a rank is gone.
     """
     hidden_size = module.config.get_text_config().hidden_size
@@ -57,15 +57,16 @@ def split_over_ranks(module: Any, crew: Crew) -> Counter[str]:
 
 
 def _split(module: torch.nn.Module, name: str, hidden_size: int, crew: Crew) -> str | None:
-    """Splits one module if it is of a kind that is known, and returns the kind.
+    """Splits one module if its kind is known, and returns the kind; else None.
 
-    Attention is known by its names, and judged with the whole model afterwards, since it attends over pages.
+    Attention is recognized by names only. It is checked later, with the whole model, because it needs pages.
     """
     attention = split_attention(module, crew)
     if attention is not None:
         attention.apply(module)
         return "attention"
-    # One expert of several computes some of the tokens, which is another number of sums for every pass.
+    # A module whose name is a number is one expert of several. Which experts run depends on the tokens, so the number
+    # of sums would differ from pass to pass.
     if not name.isdigit() and _take_first(module, mlp_splits(module, hidden_size, crew), hidden_size, crew):
         return "mlp"
     if _take_first(module, expert_splits(module, hidden_size, crew), hidden_size, crew):
@@ -74,7 +75,7 @@ def _split(module: torch.nn.Module, name: str, hidden_size: int, crew: Crew) -> 
 
 
 def _take_first(module: torch.nn.Module, splits: Iterator[Split], hidden_size: int, crew: Crew) -> bool:
-    """Applies the first split whose parts add up to what the whole gives; False where none does."""
+    """Applies the first split whose parts add up to the result of the whole module; returns False if none does."""
     first = next(splits, None)
     if first is None:
         return False
@@ -91,10 +92,10 @@ def _take_first(module: torch.nn.Module, splits: Iterator[Split], hidden_size: i
 
 
 def _whole(module: torch.nn.Module, hidden_size: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Returns drawn arguments that the module takes, and what it gives for them; None where it takes none of these."""
+    """Returns random arguments that the module accepts, and its result; the result is None if it accepts none."""
     weight = next(module.parameters())
     dice = torch.Generator().manual_seed(0)
-    token_count = weight.shape[0] if weight.ndim == 3 else _TRIAL_TOKENS  # one for each expert
+    token_count = weight.shape[0] if weight.ndim == 3 else _TRIAL_TOKENS  # one token for each expert
     hidden = torch.randn(token_count, hidden_size, generator=dice).to(weight.dtype)
     chosen = torch.arange(token_count).unsqueeze(1)
     arguments: tuple[torch.Tensor, ...] = ()
@@ -108,7 +109,7 @@ def _whole(module: torch.nn.Module, hidden_size: int) -> tuple[tuple[torch.Tenso
 def _result(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     try:
         result = module(*arguments)
-    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError):  # it is another kind of module
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError):  # the module takes other arguments
         return None
     return result if isinstance(result, torch.Tensor) else None
 

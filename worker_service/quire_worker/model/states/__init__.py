@@ -1,1 +1,1 @@
-"""Recurrent layers on pages: what they may ask their cache, and how a flat batch is cut for them."""
+"""Recurrent layers on pages: the cache that they see, and the cutting of a flat batch into sequences for them."""

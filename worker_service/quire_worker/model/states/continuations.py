@@ -1,14 +1,14 @@
-"""Mixers that do not go on from a state as they would have in one call for the whole prompt, and what mends that.
+"""Corrections for mixers that continue from a state differently than they compute a whole prompt in one call.
 
-The scan of Jamba's mixer begins with zeros, whatever its cache holds, as its kernels do. In one call for a whole prompt
-that is right; of a prompt in chunks it loses all that came before the last one.
+The scan of Jamba's mixer always begins with zeros, whatever its cache holds, and so do its kernels. That is right for a
+whole prompt in one call. For a prompt in chunks it loses everything before the last chunk.
 
-Mixers of Mamba 2 keep time steps within limits (Nemotron-H: at least `time_step_min`), but not those of a single token
-with a state before it: they take it for one that was generated. The last token of a prompt, computed by itself because
-the rest was found in the cache, is none.
+Mixers of Mamba 2 keep time steps within limits (Nemotron-H: at least `time_step_min`), but not for a single token that
+follows a state, because they assume that it was generated. That is wrong for the last token of a prompt if it is
+computed alone, because the rest was found in the cache.
 
-MiniMax keeps its rates of decay as buffers, which a checkpoint holds in the dtype that it was saved in. Rounded, those
-of one call and those of one token after another are not the same.
+MiniMax stores its rates of decay in buffers, and a checkpoint rounds them to its dtype. With rounded rates, one call
+for all tokens and single tokens in turn give different results.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def jamba(mixer: Any, hidden_states: torch.Tensor, cache_params: SegmentView, **
         state = exp(A dt) state + dt B x        output = (C state + D x) silu(gate)
 
     Args:
-        mixer: `JambaMambaMixer`.
+        mixer: a `JambaMambaMixer`.
         hidden_states: `[1, tokens, hidden]`.
-        cache_params: of the sequence.
+        cache_params: the sequence's states.
 
     Returns:
         `[1, tokens, hidden]`.
@@ -60,7 +60,7 @@ def jamba(mixer: Any, hidden_states: torch.Tensor, cache_params: SegmentView, **
 
 
 def has_limits(mixer: Any) -> bool:
-    """Tells whether a mixer keeps its time steps within limits."""
+    """Returns whether a mixer keeps its time steps within limits."""
     least, most = getattr(mixer, "time_step_limit", None) or (0.0, math.inf)
     return least > 0 or most < math.inf
 
@@ -68,20 +68,20 @@ def has_limits(mixer: Any) -> bool:
 def within_limits(mixer: Any, inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Calls a mixer of Mamba 2 for single tokens of prompts, with their time steps within its limits.
 
-        step = softplus(projected + bias)        step >= least where projected >= softplus^-1(least) - bias
+        step = softplus(projected + bias)        step >= least if projected >= softplus^-1(least) - bias
 
     Args:
-        mixer: its `in_proj` ends with one element for each head; time steps are computed from these.
-        inner: its own forward.
-        arguments: of that.
-        keywords: likewise.
+        mixer: a mixer; the last outputs of its `in_proj`, one for each head, become the time steps.
+        inner: the mixer's own forward.
+        arguments: arguments of `inner`.
+        keywords: keyword arguments of `inner`.
     """
     bounds = [
         math.copysign(math.inf, bound - 1) if bound in (0.0, math.inf) else bound + math.log(-math.expm1(-bound))
         for bound in map(float, mixer.time_step_limit)
     ]
 
-    factors = getattr(mixer, "mup_vector", None)  # of Falcon-H1, by which what was projected is multiplied
+    factors = getattr(mixer, "mup_vector", None)  # Falcon-H1 multiplies the projected elements by these
     scale = 1.0 if factors is None else factors.flatten()[-mixer.num_heads :]
 
     def limit(_module: Any, _given: Any, projected: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def within_limits(mixer: Any, inner: Callable[..., Any], *arguments: Any, **keyw
 
 
 def renew_decays(mixer: Any) -> None:
-    """Computes the rates of decay of a mixer of MiniMax anew, from which all its other buffers follow."""
+    """Recomputes the rates of decay of a MiniMax mixer, and the buffers that depend on them."""
     slopes = mixer.get_slope_rate()
     found = (slopes, *mixer.decay_factors(slopes))
     for name, value in zip(("slope_rate", "query_decay", "key_decay", "diagonal_decay"), found, strict=True):
@@ -105,5 +105,5 @@ def renew_decays(mixer: Any) -> None:
         buffer.copy_(value.to(buffer.dtype))
 
 
-# By the name of the mixer's class.
+# Functions that compute several tokens from a state, by the mixer's class name.
 CONTINUATIONS: Mapping[str, Callable[..., torch.Tensor]] = {"JambaMambaMixer": jamba}

@@ -1,14 +1,14 @@
-"""Mixers of Mamba 2 on a CPU that has kernels: they take a flat batch as it is, in one call.
+"""Mixers of Mamba 2 on a CPU that has kernels: one call computes a whole flat batch.
 
-Their forward, which Bamba, Falcon-H1, Granite 4 and Nemotron-H have alike, is transformers' own, with other functions
-under two of the names that it calls: `causal_conv1d_fn` and `mamba2_chunk_scan`, where transformers would ask for
-kernels of a hub. It sees one sequence without a state that has all tokens of the pass; the two functions know where
-each sequence begins, and which state it goes on from.
+Bamba, Falcon-H1, Granite 4 and Nemotron-H have the same forward. It stays transformers' own, but two names that it
+calls are replaced: `causal_conv1d_fn` and `mamba2_chunk_scan`. (transformers would load kernels from a hub for them.)
+The forward sees all tokens of the pass as one sequence without a state. The two functions know where each sequence
+begins, and which state it continues from.
 
         in_proj | convolution: from each sequence's last inputs | scan: from each sequence's state | norm | out_proj
 
-Time steps of tokens that requests began with are kept within a mixer's limits, those of generated ones are not, as
-`generate` does.
+Like in `generate`, a mixer's limits apply to the time steps of tokens that requests began with, and not to those of
+generated tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Flat(NamedTuple):
     """Description of a flat batch's tokens, on the host."""
 
     starts: torch.Tensor  # int64 [chunks + 1], index of each chunk's first token
-    has_limits: torch.Tensor  # bool [tokens], whether the token is one that its request began with
+    has_limits: torch.Tensor  # bool [tokens], whether limits apply: the request began with the token
 
 
 class FlatStates(Protocol):
@@ -46,11 +46,11 @@ class FlatStates(Protocol):
         ...
 
     def read_all(self, layer: int, key: StateKey) -> torch.Tensor:
-        """Returns a tensor of the states before the chunks, `[chunks, ...]`; zeros for chunks that begin a sequence."""
+        """Returns one tensor of the states before the chunks, `[chunks, ...]`; zeros where a sequence begins."""
         ...
 
     def keep_all(self, layer: int, key: StateKey, value: torch.Tensor) -> None:
-        """Takes the tensor of the states after the chunks, `[chunks, ...]`."""
+        """Stores one tensor of the states after the chunks, `[chunks, ...]`."""
         ...
 
 
@@ -61,7 +61,7 @@ def flat_of(batch: ForwardBatch) -> Flat:
     starts = torch.cat([ends.new_zeros(1), ends])
     place = torch.arange(int(ends[-1])) - torch.repeat_interleave(starts[:-1] - start, length)
     of_prompt = place < torch.repeat_interleave(begun_with, length)
-    untold = (begun_with == 0) & ((start == 0) | (length > 1))  # a check at load, which generates nothing
+    untold = (begun_with == 0) & ((start == 0) | (length > 1))  # the check at load, whose tokens are all prompt
     return Flat(starts, of_prompt | torch.repeat_interleave(untold, length))
 
 
@@ -69,7 +69,7 @@ class FlatMixer:
     """A mixer's forward for flat batches."""
 
     def __init__(self, mixer: Any, library: Library) -> None:
-        """Makes it of the forward of the mixer's class; see `flat_mixer`."""
+        """Copies the forward of the mixer's class, with two functions replaced. `flat_mixer` calls this."""
         forward = _forward_of(mixer)
         names = forward.__globals__ | {"causal_conv1d_fn": self._convolve, "mamba2_chunk_scan": self._scan}
         self._forward = FunctionType(
@@ -80,7 +80,7 @@ class FlatMixer:
         self._states: FlatStates | None = None
 
     def __call__(self, states: FlatStates, *arguments: Any, **keywords: Any) -> Any:
-        """Computes all tokens of a pass; arguments as of the mixer, the cache being `NoStates`."""
+        """Computes all tokens of a pass. Takes the mixer's arguments, with `NoStates` as the cache."""
         self._states = states
         try:
             return self._forward(self._mixer, *arguments, **keywords)
@@ -90,7 +90,7 @@ class FlatMixer:
     def _convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
     ) -> torch.Tensor:
-        """Is `causal_conv1d_fn`: x and the result are `[1, channels, tokens]`."""
+        """Replaces `causal_conv1d_fn`: x and the result are `[1, channels, tokens]`."""
         assert self._states is not None
         layer = self._mixer.layer_idx
         columns = self._states.read_all(layer, CONVOLUTION).to(x.dtype).transpose(1, 2).contiguous()
@@ -105,7 +105,7 @@ class FlatMixer:
         self, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
         *, D: torch.Tensor, dt_bias: torch.Tensor, dt_limit: tuple[float, float], **_: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Is `mamba2_chunk_scan`: x and the result are `[1, tokens, heads, head_dim]`."""
+        """Replaces `mamba2_chunk_scan`: x and the result are `[1, tokens, heads, head_dim]`."""
         assert self._states is not None
         layer, flat = self._mixer.layer_idx, self._states.flat
         steps = softplus(dt[0] + dt_bias.to(dt.dtype))
@@ -120,27 +120,27 @@ class FlatMixer:
 
 
 class NoStates:
-    """The cache that a mixer sees in a flat batch: nothing lies before the tokens, and what comes after is not kept."""
+    """The cache that a mixer sees in a flat batch: it has no states, and stores none."""
 
     def get_conv_state(self, layer_idx: int, *_: object, **__: object) -> None:
-        """Returns nothing, since no token lies before these."""
+        """Returns None: there is no state before these tokens."""
 
     get_recurrent_state = get_conv_state
 
     def update_recurrent_state(self, recurrent_states: None, layer_idx: int, *_: object, **__: object) -> None:
-        """Takes what the scan gives in the place of a state, which is kept already."""
+        """Ignores the call, because `_scan` has stored the states already."""
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
-        """Returns the inputs as they are."""
+        """Returns the inputs unchanged."""
         return conv_states
 
     def has_previous_state(self, *_: object, **__: object) -> bool:
-        """Tells that there is none."""
+        """Returns False: there is no state before these tokens."""
         return False
 
 
 def flat_mixer(mixer: Any, library: Library | None) -> FlatMixer | None:
-    """Returns the forward for flat batches of a mixer of Mamba 2; None of others, and where there are no kernels."""
+    """Returns the forward of a Mamba 2 mixer for flat batches; None for other mixers, or without kernels."""
     if library is None or getattr(mixer, "activation", None) != "silu" or not hasattr(mixer, "conv1d"):
         return None
     calls = {"causal_conv1d_fn", "mamba2_chunk_scan"} <= set(_forward_of(mixer).__code__.co_names)

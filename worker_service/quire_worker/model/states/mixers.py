@@ -1,8 +1,9 @@
-"""Recurrent layers, each cut off from the flat batch: what comes to a mixer goes through it segment by segment.
+"""Recurrent layers on a flat batch: the input of a mixer is cut into segments, and goes through it one by one.
 
-A mixer is the module of a layer that is given the cache and asks it for states: `cache_params` is what most call it,
-`past_key_values` others (LFM2, MiniMax). Its `forward` is replaced by one that cuts the batch; the weights stay where
-they are. Called without our view, as when a model computes its own logits, it is what it was.
+A mixer is the module of a layer that gets the cache and asks it for states. Most mixers call that argument
+`cache_params`, some `past_key_values` (LFM2, MiniMax). The mixer's `forward` is replaced by one that cuts the batch;
+the weights stay in place. Without Quire's cache view, as when a model computes its own logits, the mixer works as
+before.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
 class CacheView:
-    """A cache as a model sees it outside of mixers: it gives no states.
+    """The cache that a model sees outside of mixers. It gives no states.
 
     Attributes:
-        states: of the pass; None if the model keeps none.
+        states: states of the pass; None if the model has none.
     """
 
     def __init__(self, states: States | None) -> None:
@@ -36,7 +37,7 @@ class CacheView:
         self.states = states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Returns False: no state is kept to return to."""
+        """Returns False: no earlier states are recorded."""
         return False
 
     def get_conv_state(self, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
@@ -50,7 +51,7 @@ class CacheView:
     get_recurrent_state = update_recurrent_state = get_linear_cache = set_linear_cache = get_conv_state
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
-        """Refuses likewise.
+        """Refuses the call, like `get_conv_state`.
 
         Raises:
             UnsupportedModelError: always.
@@ -62,9 +63,9 @@ def wrap_mixers(module: torch.nn.Module, layers: Collection[int], library: Libra
     """Makes every mixer of a model take flat batches.
 
     Args:
-        module: of transformers.
+        module: a model of transformers.
         layers: the layers that keep states.
-        library: the kernels of a CPU, where the model is to be computed with them.
+        library: the CPU's kernels; None to compute without them.
 
     Raises:
         UnsupportedModelError: a layer has no mixer, or several.
@@ -78,7 +79,7 @@ def wrap_mixers(module: torch.nn.Module, layers: Collection[int], library: Libra
 
 
 def _mixers_of(module: torch.nn.Module, layer: int) -> list[torch.nn.Module]:
-    """Returns the innermost modules of a layer that are given a cache by the first of its names that any has."""
+    """Returns the innermost modules of a layer that take a cache, by the first of the names that any module has."""
     own = [part for part in module.modules() if getattr(part, "layer_idx", None) == layer]
     for name in _CACHE_NAMES:
         found = [part for part in own if name in inspect.signature(part.forward).parameters]
@@ -135,7 +136,7 @@ def _without_states(value: Any) -> Any:
 
 
 def _take(value: Any, segment: Segment, view: SegmentView) -> Any:
-    """Returns a segment's part of what a mixer is given; whatever has no tokens stays as it is."""
+    """Returns a segment's part of a mixer's argument. An argument without a dimension of tokens stays unchanged."""
     if isinstance(value, CacheView):
         return view
     if isinstance(value, tuple):
@@ -146,8 +147,10 @@ def _take(value: Any, segment: Segment, view: SegmentView) -> Any:
 
 
 def _joined(segments: list[Segment], results: list[Any]) -> Any:
-    """Puts results `[sequences, tokens, hidden]` where their tokens were, `[1, all tokens, hidden]`. Where a mixer
-    returns more than one, the others are states, which nobody reads."""
+    """Joins the segments' results, `[sequences, tokens, hidden]`, in the flat batch's order: `[1, all tokens, hidden]`.
+
+    If a mixer returns a tuple, its further items are states. They become None, because no caller reads them.
+    """
     firsts = [result[0] if isinstance(result, tuple) else result for result in results]
     token_count = sum(first.shape[0] * first.shape[1] for first in firsts)
     joined = firsts[0].new_empty(1, token_count, *firsts[0].shape[2:])

@@ -1,15 +1,15 @@
-"""The states of one forward pass: which tokens go through a mixer together, and where their states are kept.
+"""The states of one forward pass: the tokens that go through a mixer together, and their states.
 
-Most recurrent layers cannot take a flat batch (`flat` has those that can): they would run on from one sequence into the
-next. So a pass is cut into segments. Each goes through a mixer as a batch of its own:
+Most recurrent layers cannot take a flat batch, because they would continue from one sequence into the next (`flat` has
+the exceptions). So a pass is cut into segments. Each goes through a mixer as its own batch:
 
     chunks      A: 3 tokens from position 0     B: 1 token at 40     C: 1 token at 16     D: 2 tokens from 8
     segments    B and C as [2, 1, hidden]; A as [1, 3, hidden], which has no state before it; D as [1, 2, hidden]
 
-Prompt chunks of one token and generated tokens are in different segments: some mixers compute the latter differently.
+Prompt chunks of one token and generated tokens are in different segments, because some mixers treat them differently.
 
-New states are written to the pages when the pass has ended. So a pass that fails midway changes no state, and can be
-computed again, in parts.
+New states are written to the pages at the end of the pass. So a pass that fails midway changes no state, and can be
+computed again in parts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Segment(NamedTuple):
     """Tokens that go through a mixer together.
 
     Attributes:
-        tokens: of the flat batch: those of one chunk, or one of each chunk, int64 `[sequences]`.
-        chunks: int64 `[sequences]`.
-        is_begun: whether there are tokens before these.
-        is_prompt: whether requests began with them, and did not generate them.
+        tokens: indices in the flat batch: a slice with all tokens of one chunk, or int64 `[sequences]` with the single
+            token of several chunks.
+        chunks: int64 `[sequences]`, the chunks' numbers.
+        is_begun: whether their sequences have earlier tokens.
+        is_prompt: True if requests began with these tokens, False if they were generated.
     """
 
     tokens: slice | torch.Tensor
@@ -52,24 +53,26 @@ class States(Protocol):
         ...
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
-        """Returns a tensor of the states before the tokens of a segment, `[sequences, ...]`. The segment must continue
-        sequences that have states."""
+        """Returns one tensor of the states before a segment's tokens, `[sequences, ...]`.
+
+        The segment must continue sequences that have states.
+        """
         ...
 
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
-        """Takes the tensor of the states after these tokens, `[sequences, ...]`."""
+        """Stores one tensor of the states after a segment's tokens, `[sequences, ...]`."""
         ...
 
     def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
-        """Surrounds the call of a mixer with these tokens, for code that changes the results of layers inside of it."""
+        """Returns a context for the call of a mixer with these tokens. Adapters inside the mixer see only them."""
         ...
 
 
 class StatePass:
-    """States that lie in pages."""
+    """The states of a pass, read from pages and written to them."""
 
     def __init__(self, layers: Mapping[int, LayerState], batch: ForwardBatch, sites: Sites | None = None) -> None:
-        """Begins a pass over a batch that is on its device; `sites` are those of adapters in the model."""
+        """Begins a pass over a batch that is on its device; `sites` are the model's sites of adapters."""
         self._batch = batch
         self._layers = layers
         self._sites = sites
@@ -92,58 +95,58 @@ class StatePass:
         return (self._batch.spans[0] == 0).nonzero()[:, 0].to(self._blocks.device)
 
     def read_all(self, layer: int, key: StateKey) -> torch.Tensor:
-        """Returns what the pages of all chunks hold, and zeros of those that begin."""
+        """Returns one tensor of the states of all chunks: from their pages, or zeros where a sequence begins."""
         found = self._layers[layer].read(key, self._blocks)
         return found if len(self._beginning) == 0 else found.index_fill_(0, self._beginning, 0)
 
     def keep_all(self, layer: int, key: StateKey, value: torch.Tensor) -> None:
-        """Notes a tensor that nobody else has until the pass ends."""
+        """Keeps a tensor of all chunks until the end of the pass. The caller must not change it afterwards."""
         self._kept.append((self._layers[layer], key, self._blocks, value))
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
-        """Returns what the pages of the segment's chunks hold."""
+        """Returns one tensor of the states in the pages of the segment's chunks."""
         return self._layers[layer].read(key, self._blocks[:, segment.chunks])
 
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
-        """Notes it until the pass ends. A part of a larger tensor is copied, so that the larger one is let go."""
+        """Keeps a tensor until the end of the pass. Copies a part of a larger tensor, so that the rest can be freed."""
         value = value.to(self._layers[layer].tensors[key].dtype)
         is_part = value.untyped_storage().nbytes() > value.nbytes
         blocks = self._blocks[:, segment.chunks]
         self._kept.append((self._layers[layer], key, blocks, value.clone() if is_part else value))
 
     def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
-        """Lets adapters change what these tokens give, while their mixer is called."""
+        """Returns a context in which adapters see only the segment's tokens."""
         return nullcontext() if self._sites is None else self._sites.narrowed(segment.tokens)
 
     def finish(self) -> None:
-        """Writes everything that was kept to its pages."""
+        """Writes all kept states to their pages."""
         for layer, key, blocks, value in self._kept:
             layer.write(key, blocks, value)
         self._kept.clear()
 
 
 class StateProbe:
-    """States of a first pass, over sequences that begin: notes which tensors each layer keeps."""
+    """The states of a model's first pass. It records which tensors each layer stores."""
 
     def __init__(self, batch: ForwardBatch) -> None:
-        """Begins a pass that notes."""
+        """Begins the pass. All chunks of the batch must begin a sequence."""
         self.segments = segments_of(batch)
         self.arrivals: dict[int, dict[StateKey, StateTensor]] = {}
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
-        """Never called, since no sequence is begun."""
+        """Must not be called, because all sequences begin in this pass."""
         raise AssertionError("a probe has no state to read")
 
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
-        """Notes shape and dtype."""
+        """Records a tensor's shape and dtype."""
         self.arrivals.setdefault(layer, {})[key] = StateTensor(key, tuple(value.shape[1:]), value.dtype)
 
     def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
-        """Changes nothing: a first pass has no adapters."""
+        """Returns an empty context, because the first pass has no adapters."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Ends the pass; nothing of it is kept."""
+        """Ends the pass without storing any state."""
 
 
 def segments_of(batch: ForwardBatch) -> list[Segment]:

@@ -1,4 +1,4 @@
-"""A cache as a recurrent layer sees it: transformers' interface, over the states of one segment."""
+"""The cache that a recurrent layer sees: transformers' interface to the states of one segment."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class ByNumber(Generic[T]):
-    """A sequence whose items are read by number when they are asked for."""
+    """A sequence that reads an item when it is indexed."""
 
     def __init__(self, read: Callable[[int], T]) -> None:
-        """Reads nothing as yet."""
+        """Takes the function that reads an item."""
         self._read = read
 
     def __getitem__(self, number: int) -> T:
@@ -26,12 +26,12 @@ class ByNumber(Generic[T]):
 
 
 class LayerView(NamedTuple):
-    """A layer of the cache: transformers before 5.21 asks it for its tensors.
+    """A layer of the cache, for transformers before 5.21, which reads these attributes.
 
     Attributes:
         conv_states: the last inputs of its convolutions.
         recurrent_states: its recurrent states.
-        record_past: whether states are kept to go back to.
+        record_past: whether earlier states are recorded.
     """
 
     conv_states: ByNumber[torch.Tensor | None]
@@ -40,13 +40,13 @@ class LayerView(NamedTuple):
 
 
 class SegmentView:
-    """The cache of one segment, as a mixer sees it during one call.
+    """The cache of one segment, for one call of a mixer.
 
-    Kernels for one token overwrite the tensors that they were given, so all that was handed out is kept, too.
+    Kernels for one token overwrite the tensors that they read, so `finish` stores every tensor that was read, too.
     """
 
     def __init__(self, states: States, segment: Segment) -> None:
-        """Reads nothing as yet."""
+        """Takes the segment; states are read when the mixer asks for them."""
         self._states = states
         self._segment = segment
         self._tensors: dict[tuple[int, StateKey], torch.Tensor] = {}
@@ -61,15 +61,15 @@ class SegmentView:
         )
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Returns the last inputs of a convolution, `[sequences, channels, columns]`; None where there are none."""
+        """Returns the last inputs of a convolution, `[sequences, channels, columns]`; None if there are none."""
         return self._get(layer_idx, StateKey("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Returns the recurrent state; None where there is none."""
+        """Returns the recurrent state; None if there is none."""
         return self._get(layer_idx, StateKey("recurrent", state_idx))
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """Returns the same of MiniMax."""
+        """Returns the recurrent state, under the name that MiniMax uses."""
         return self.get_recurrent_state(layer_idx)
 
     def update_conv_state(
@@ -80,8 +80,10 @@ class SegmentView:
         conv_kernel_size: int | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """Takes new inputs `[sequences, channels, tokens]`, and returns them behind those that there are; at the
-        beginning, behind as many zeros as make them `conv_kernel_size`."""
+        """Stores new inputs `[sequences, channels, tokens]`, and returns them appended to the earlier inputs.
+
+        At the beginning of a sequence, zeros pad them on the left to `conv_kernel_size`.
+        """
         key = StateKey("conv", state_idx)
         past = self._get(layer_idx, key)
         if past is not None:
@@ -95,24 +97,24 @@ class SegmentView:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> torch.Tensor:
-        """Takes the state after these tokens."""
+        """Stores the state after these tokens."""
         self._tensors[layer_idx, StateKey("recurrent", state_idx)] = recurrent_states
         return recurrent_states
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        """Takes the same of MiniMax."""
+        """Stores the recurrent state, under the name that MiniMax uses."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Tells whether there are tokens before these."""
+        """Returns whether the segment's sequences have earlier tokens."""
         return self._segment.is_begun
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Tells that no state is kept to go back to."""
+        """Returns False: no earlier states are recorded."""
         return False
 
     def finish(self) -> None:
-        """Keeps the states as the call has left them."""
+        """Stores the states as they are after the call."""
         for (layer, key), tensor in self._tensors.items():
             self._states.keep(layer, key, self._segment, tensor)
 

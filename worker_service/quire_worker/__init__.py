@@ -1,18 +1,16 @@
 """The worker: a model whose KV cache lies in pages, and the loop that serves text from it.
 
-The modules from the bytes up; each knows only the modules above it:
+`.importlinter` says which folder may import which. A request passes through them in this order:
 
-    cache              the physical pages: buffers that one layer of every group shares, and each layer's view of them
-    attention          writing keys and values into pages and attending over them
-    batch              chunks of several sequences laid out as one flat forward pass
-    checkpoint         a folder of weights: what is in it, and its fingerprint
-    support            checks that a model consists of parts that can be served from pages
-    transformers_seam  how the attention of a transformers model reaches the pages
-    model              loads, checks and runs a model
+    service, calls     checks a message, and answers it
+    requests           makes samples of a request, and hands out what they give
+    engine.py          turns: plan, ask the allocator, run a pass, commit
+    scheduling         what a turn asks for: admissions, growth, preemption, passes
+    execution          runs a pass on the model's thread
+    model, attention   the forward pass, and attention over the pages of `cache.py`
     sampling           logits to tokens
-    tokenizer          text to tokens, and tokens back to text piece by piece
 
-None of these imports grpc or knows of requests.
+`attention`, `model`, `sampling` and `cache.py` know nothing of grpc or of requests.
 """
 
 

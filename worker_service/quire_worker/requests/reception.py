@@ -1,4 +1,6 @@
-"""Reception of requests: creates or refuses them. Reasons to refuse a request are checked in this order.
+"""Reception of requests: creates or refuses them.
+
+The service has checked the message and found its adapter before. The last reasons to refuse are checked in this order:
 
     1. DRAINING         the worker shuts down
     2. ALLOCATOR_LOST   the worker has no session with its allocator

@@ -1,9 +1,9 @@
 """Admission of waiting samples: in order, while there are enough blocks, tokens and places.
 
 A sample needs its blocks, less those that it will share with running samples. It is admitted when that many blocks are
-free, plus one for each running sample, because the next token may need a new block. The first sample that does not fit
-is the head: no later sample is admitted before it, except by backfilling (`backfill.py`). If nothing else runs, the
-head is admitted in any case.
+free, plus one for itself and for each running sample, because the next token may need a new block. The first sample
+that does not fit is the head: no later sample is admitted before it, except by backfilling (`backfill.py`). If nothing
+else runs, the head is admitted in any case.
 
 If another sample is computing the first block of a sample's prompt right now, the sample waits for that block, but
 later samples may pass it. So identical prompts cost one prefill.

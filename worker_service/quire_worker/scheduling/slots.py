@@ -1,4 +1,5 @@
-"""Optional features of samples and requests. Each feature has a slot there, which is None if it is not used."""
+"""Optional features of samples and requests. Beams, branches, drafts and swapped pages have a slot each,
+which is None if it is not used."""
 
 from __future__ import annotations
 

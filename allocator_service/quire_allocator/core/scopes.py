@@ -14,7 +14,7 @@ class Scope:
     Attributes:
         held: blocks in tables of its sequences, each counted once.
         cached: published blocks in no table.
-        spare: those of them that leave before all others, of windows and states.
+        spare: cached blocks of windows and states that are evicted before all others.
     """
 
     __slots__ = ("cached", "held", "manager", "namespace", "spare")
@@ -32,8 +32,8 @@ class Namespace:
 
     Attributes:
         scopes: one per manager of the pool.
-        quota: None without limits.
-        queue: its own candidates for eviction, where what it may cache is limited; else None.
+        quota: its limits; None without any.
+        queue: its own candidates for eviction, if its cache is limited; else None.
     """
 
     __slots__ = ("name", "queue", "quota", "scopes", "sequence_count")
@@ -71,7 +71,7 @@ class Evictor(ABC):
 
     Attributes:
         block_size: tokens of one position.
-        width: groups, and so blocks of one position.
+        width: number of groups, and so of blocks at one position.
     """
 
     spec: GroupSpec

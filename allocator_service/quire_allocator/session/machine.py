@@ -60,7 +60,7 @@ class SessionMachine:
         owner: the ownership of the pool, once attached.
         attaching: the pool that its owner has asked for, and the owner's incarnation; None before.
         ending: why the stream was ended from outside; None while it was not.
-        applied: the step that the last message applied to the pool; None where the message was no step, or a repeated
+        applied: the step that the last message applied to the pool; None if the message was no step, or a repeated
             one.
     """
 
@@ -81,7 +81,7 @@ class SessionMachine:
         self._directory = sessions.directory
         self._on_end = on_end
         self._permissions = permissions
-        self._restricted = None if permissions.namespaces.are_all else permissions  # asked once a stream
+        self._restricted = None if permissions.namespaces.are_all else permissions  # looked up once per stream
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
         self._report_heard = self._report_asked = 0.0
@@ -219,7 +219,7 @@ class SessionMachine:
     def _open(
         self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
     ) -> packed.SessionReply:
-        """Puts the reported pool in force. Where the report is refused, the pool that was there before stays."""
+        """Puts the reported pool in force. If the report is refused, the earlier pool stays."""
 
         def operate() -> None:
             self._directory.open(
@@ -231,7 +231,7 @@ class SessionMachine:
             )
 
         self._sessions.apply(owner, operate, now)
-        for drop in owner.untold_drops:  # the report was made before its owner could know
+        for drop in owner.untold_drops:  # the owner made the report before it could know of them
             self._sessions.apply_drop(owner, drop, now)
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)
@@ -269,7 +269,7 @@ class SessionMachine:
         return []
 
     def _step(self, owner: Ownership, step: packed.Step, now: float) -> packed.SessionReply:
-        session_id = step.session_id  # read once: an access costs
+        session_id = step.session_id  # read once, because an access costs time
         require(
             bool(session_id) and session_id == owner.session_id,
             "session_id is not that of this stream: it is in Resumed or Ready",

@@ -27,10 +27,10 @@ _PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 
 
 def pool_page(owners: Iterable[Ownership], request: pb.ListPoolsRequest, now: float) -> pb.ListPoolsResponse:
-    """Returns a page of pools, which come by name, without their quotas.
+    """Returns a page of pools, in the order of their names, without their quotas.
 
     Raises:
-        Refusal: MALFORMED, the page token is none of this allocator's.
+        Refusal: MALFORMED if the page token is not one of this allocator's.
     """
     after, response = _name_in(request.page_token), pb.ListPoolsResponse()
     count_max = min(request.page_size or limits.POOLS_PER_PAGE_MAX, limits.POOLS_PER_PAGE_MAX)
@@ -61,7 +61,7 @@ def _page_token(told: str) -> str:
 
 
 def _told_in(page_token: str) -> str:
-    """Returns what a token was made of.
+    """Returns the text from which a token was made.
 
     Raises:
         ValueError: it is no token.
@@ -131,7 +131,7 @@ def add_blocks(
     the next one.
 
     Raises:
-        Refusal: MALFORMED, the page token is none of this allocator's.
+        Refusal: MALFORMED if the page token is not one of this allocator's.
     """
     place = _place_in(request.page_token)
     first = max(place.block, pool.spec.first_block_id)

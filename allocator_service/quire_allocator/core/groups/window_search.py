@@ -18,9 +18,9 @@ class WindowHit(UnitHit):
     """Published positions that serve a prefix.
 
     Attributes:
-        first: the first of them.
-        units: the units among them.
-        places: the positions [first, end) of each stretch among them.
+        first: the first of these positions.
+        units: the units at these positions.
+        places: each stretch of the hit, with the positions [first, end) that the hit takes.
     """
 
     __slots__ = ("first", "places")
@@ -31,7 +31,7 @@ class WindowHit(UnitHit):
         self.places = places
 
     def count_blocks(self, width: int) -> None:
-        """Counts so many blocks for each position."""
+        """Sets the block counts, with `width` blocks for each position."""
         fallen = sum([end - first for _, first, end in self.places])
         self.block_count = width * (len(self.units) + fallen)
         self.cached_block_count = width * (sum([not unit.live for unit in self.units]) + fallen)

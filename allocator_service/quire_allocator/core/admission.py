@@ -210,8 +210,7 @@ class Admission:
                 self._blocks.evict_from(space, over)
 
     def _too_long(self, token_count: int, pass_token_count: int, over: int, pending: int = 0) -> GrowResult:
-        """Returns PASS_TOO_LONG with an excess of `over` blocks if the tokens fit in passes of this size, else
-        TOO_LONG."""
+        """Returns PASS_TOO_LONG, with an excess of `over` blocks, if passes of this size could fit, else TOO_LONG."""
         if self._peak(token_count, pass_token_count) > self._spec.block_count:
             return GrowResult(Result.TOO_LONG, 0, pending)
         return GrowResult(Result.PASS_TOO_LONG, 0, pending, shortfall=over)

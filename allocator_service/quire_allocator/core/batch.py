@@ -67,8 +67,7 @@ class DueRows:
         self.sequences.append(sequence)
 
     def hand_out(self) -> None:
-        """Takes all rows and hands them out. Called before a grow that may take other blocks, and at the end of a
-        batch."""
+        """Takes all rows and hands them out. Called before a grow that may take other blocks, and at the end."""
         if self.sequences:
             self._grants.add_rows(self._rows, self._coordinator.append_rows(self.sequences))
             self._rows, self.sequences = [], []

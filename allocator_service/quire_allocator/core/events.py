@@ -145,8 +145,7 @@ class EventLog:
         return found, sum(map(len, found.values())) < len(left) * DIGEST_BYTES
 
     def latest_removed(self, count: int) -> list[_Record]:
-        """Returns at most `count` of the latest removals, the latest first. Includes published ones that are still
-        kept."""
+        """Returns at most `count` of the latest removals, the latest first, published ones included if still kept."""
         found: list[_Record] = []
         for event in chain(reversed(self._recorded), reversed(self._kept)):
             if len(found) == count:

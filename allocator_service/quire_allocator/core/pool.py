@@ -181,8 +181,7 @@ class Pool:
     def grow_many(
         self, sequence_ids: array[int], token_counts: list[int]
     ) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-        """Makes room in live sequences, in order, for `token_counts` tokens. A count below the present one changes
-        nothing.
+        """Makes room in live sequences, in order, for `token_counts` tokens. Lower counts change nothing.
 
         If the block that holds the next token is shared, or published by a sequence that filled it further, it is
         replaced by a private copy. A decoding engine names the same sequences step after step, so they are
@@ -249,8 +248,7 @@ class Pool:
             sequence_id: a live sequence.
             token_count: at least the committed length.
             digests: those of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated.
-                If
-                the last ones are missing, their blocks are not published, nor later ones of full attention.
+                If the last ones are missing, their blocks are not published, nor later ones of full attention.
             keep_token_count: if not 0, gives back blocks beyond this many tokens and beyond `token_count`: those of
                 draft tokens that were not accepted.
         """

@@ -110,8 +110,7 @@ class Stretch(Scoped):
 
 
 def agreeing(own: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
-    """Counts the bytes of whole digests in which a stretch agrees with `digests[start:end]`; at least one digest
-    does."""
+    """Counts the bytes of whole digests in which a stretch agrees with `digests[start:end]`; at least one."""
     if len(own) > end - start:  # the usual case: the prompt that made the stretch, without its last block
         wanted = digests if not start and end == len(digests) else digests[start:end]
         if own.startswith(wanted):

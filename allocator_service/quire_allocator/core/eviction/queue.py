@@ -47,9 +47,8 @@ class Entry(ABC):
         is_whole: whether it was never shared, split or trimmed.
         is_successor: it replaced an entry of the same turn, so caching it does not advance the policy's clock.
         worth: SPARE, ASIDE, RANKED or LED, while it is cached.
-        burden: floor(log2((own + led) / own)) in blocks since the previous stop, at most `BURDEN_MAX`. Example: 4 own
-            and
-            60 led blocks give 4.
+        burden: floor(log2((own + led) / own)) in blocks since the previous stop, at most `BURDEN_MAX`.
+            Example: 4 own and 60 led blocks give 4.
     """
 
     __slots__ = (
@@ -101,8 +100,7 @@ class Entry(ABC):
         """Returns the digest of its first block."""
 
     def key_at(self, offset: int) -> bytes:
-        """Returns a key of the content from block `offset` on, the same wherever it is stored; empty if there is
-        none."""
+        """Returns a key of the content from block `offset` on, the same wherever it is stored; empty if none."""
         return b"" if offset else self.first_digest
 
 
@@ -123,8 +121,7 @@ class EvictionPolicy(ABC):
         """Notes that a new sequence shares `entry` and will hold it next."""
 
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """Notes that `lower` was cut off `upper` with a copy of its history. Returns whether the place of `lower`
-        changed."""
+        """Notes that `lower` was cut off `upper`, with its history. Returns whether the place of `lower` changed."""
         return False
 
     def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - optional: by default both keep all of the history
@@ -162,8 +159,7 @@ class EvictionPolicy(ABC):
         """Returns the value of a candidate. Among the ends of all lanes, the smallest value is evicted first."""
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Records that `block_count` blocks leave `entry`, which still counts them. Returns whether its place
-        changed."""
+        """Records that `block_count` blocks leave `entry`, and still count. Returns whether its place changed."""
         self.evicted_count += block_count
         return False
 

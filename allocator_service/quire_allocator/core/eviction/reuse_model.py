@@ -39,8 +39,7 @@ class Family(NamedTuple):
         kinds: consecutive numbers.
         belief: prior share of returns per doubling of the age, from an eighth of the pool to 16 pools.
         wider: all kinds, its own included, whose common estimate this family leans on; empty for none. It counts only
-            if
-            most of the cached blocks leave with others, because few are then left to learn from.
+            if most cached blocks leave with others, because few are then left to learn from.
     """
 
     kinds: range
@@ -147,8 +146,7 @@ def _hazards(
     expected: list[float],
     weight: float,
 ) -> list[float]:
-    """Returns, for each age, the share of blocks that reach it and return there, blended with `weight` times
-    `expected`."""
+    """Returns, for each age, the share of blocks that reach it and return there, plus `weight` expected ones."""
     hazards, left = [], 1.0
     for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
         old = started * share

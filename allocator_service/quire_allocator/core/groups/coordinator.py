@@ -42,8 +42,7 @@ class Coordinator:
     Attributes:
         in_place: whether some group keeps a state that forward passes overwrite.
         settles: whether some group gives blocks back while its sequences live.
-        in_step: whether all groups have one block size and none keeps state, so that they need their next block at the
-            same token.
+        in_step: whether all groups need their next block at the same token: one block size, and no states.
         group_count: number of groups, and of blocks that `append_rows` takes for each sequence.
         history: the latest prompts, in a pool where no group keeps whole prefixes; else None.
         retention: knows where hits can end, and keeps blocks cached for them.
@@ -63,8 +62,7 @@ class Coordinator:
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        # For each group, the index of its block in a row of `append_rows`; empty if rows are in the order of the
-        # groups.
+        # For each group, the index of its block in a row of `append_rows`; empty if rows have that order.
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]

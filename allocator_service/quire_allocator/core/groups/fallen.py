@@ -94,9 +94,8 @@ class WindowScope(UnitScope):
         self.starts = Depths()
 
     def file(self, stretch: Stretch) -> bool:
-        """Makes a stretch findable, and returns True. Returns False if another stretch begins with the same digest,
-        which
-        an owner must have made up."""
+        """Makes a stretch findable, and returns True. Returns False if another stretch begins with the same digest:
+        an owner must have made it up."""
         key = stretch.first_position, stretch.first_digest
         if key in self.stretches:
             return False

@@ -130,9 +130,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        """Returns the admission bound: the most blocks that a sequence of `token_count` tokens ever holds, if each
-        forward
-        pass computes at most `pass_token_count` of them."""
+        """Returns the admission bound: the most blocks that a sequence of `token_count` tokens ever holds, if each pass
+        computes at most `pass_token_count` of them."""
 
     @abstractmethod
     def room(self, part: PartT, token_count: int) -> int:
@@ -229,9 +228,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         return 0
 
     def behind(self, scope: ScopeT, hit: HitT, digests: bytes, token_count: int) -> Behind | None:
-        """Returns the continuations after `token_count` tokens of a prompt, at least those of its hit; None if they are
-        not
-        known."""
+        """Returns the continuations after `token_count` tokens of a prompt, at least its hit's; None if unknown."""
         return None
 
     def goes_on(self, hit: HitT) -> None:

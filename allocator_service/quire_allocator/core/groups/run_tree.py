@@ -62,8 +62,7 @@ class RunTree:
         """Publishes blocks as `add_child` does, but makes the first position a run of its own, which forks can borrow.
 
         Returns:
-            The run of the first position, and the run in which the sequence ends now: the same if there is one
-                position.
+            The run of the first position, and the run in which the sequence ends now; for one position the same.
         """
         self._log.stored(parent.scope, parent.last_digest, digests, position)
         first = self._attach(parent, digests[:DIGEST_BYTES], blocks[: self.width], position)
@@ -108,7 +107,7 @@ class RunTree:
             run = run.parent
 
     def split(self, run: Run, positions: int) -> Run:
-        """Cuts a run in two where a prompt diverges from it. Returns the upper part, with `positions`."""
+        """Cuts a run in two where a prompt diverges from it. Returns the upper part, of that length."""
         upper = self._halve(run, positions)
         if self._blocks.policy.split(upper, run) and run.ticket:
             self._blocks.push(run)
@@ -251,8 +250,7 @@ def behind_hit(hit: RunHit, positions: int) -> Behind:
 
 
 def _goes_on(run: Run, left: int, positions: int) -> bool:
-    """Returns whether at least `positions` positions follow on some path; the run itself has the first `left` of
-    them."""
+    """Returns whether at least `positions` positions follow on some path, the first `left` of them in the run."""
     if left >= positions:
         return True
     return any(_goes_on(child, child.size // DIGEST_BYTES, positions - left) for child in run.children.values())

@@ -168,8 +168,7 @@ class StateManager(UnitManager[StatePart]):
         return unit.first_digest if unit is not None and is_there else b""
 
     def last_end(self, part: StatePart, committed: int) -> int:
-        """Returns the token count of the sequence's last checkpoint, if it is still published and at an edge; else
-        0."""
+        """Returns the token count of the sequence's last checkpoint, if still published and at an edge; else 0."""
         unit = part.last
         count = self._token_count(unit) if unit is not None and unit.is_published else 0
         return count if count % self._edge_tokens == 0 else 0

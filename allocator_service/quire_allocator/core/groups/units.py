@@ -146,8 +146,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             self._retention.held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
-        """Counts one fewer table that contains the unit. After the last one, the unit is cached, or emptied if
-        unpublished."""
+        """Counts one fewer table that contains the unit. After the last one, the unit is cached, or empty."""
         unit.live -= 1
         if unit.live:
             return
@@ -184,7 +183,6 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         scope.remove(unit)
 
     def _digest_at(self, digests: bytes, token_count: int, first_digest: int = 0) -> bytes:
-        """Returns the digest of the prefix of `token_count` tokens; `digests` begins with digest number
-        `first_digest`."""
+        """Returns the digest of the prefix of `token_count` tokens; `digests` begins with number `first_digest`."""
         start = (token_count // self._digest_tokens - 1 - first_digest) * DIGEST_BYTES
         return digests[start : start + DIGEST_BYTES]

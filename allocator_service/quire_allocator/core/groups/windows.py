@@ -160,8 +160,7 @@ class WindowManager(UnitManager[WindowPart]):
         self._tell(scope, path, told, named)
 
     def _take_out(self, part: WindowPart, path: Path, end: int) -> None:
-        """Makes units of a path's positions before `end` that are in stretches, because they are about to be
-        published."""
+        """Makes units of a path's positions before `end` that are in stretches, before they are published."""
         begin = path.begin
         for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
             if unit.first_digest != path.at(unit.first_position):  # only if the owner made digests up
@@ -205,9 +204,8 @@ class WindowManager(UnitManager[WindowPart]):
             self._log.stored(scope, b"", path.between(first, end), first)
 
     def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
-        """Publishes a private unit with its key. Returns the unit to use from now on: the published one if the key has
-        one. In an append-only pool, a cached one takes the blocks over; beside a held one, the sequence keeps its
-        blocks."""
+        """Publishes a private unit with its key. Returns the unit to use from now on: the key's published one, if any.
+        In an append-only pool, a cached one takes the blocks over; beside a held one, the sequence keeps them."""
         other = part.scope.find(key[0], key[1]) if self._append_only else None
         if other is None:
             return self._publish(part.scope, unit, key, swaps, key[0])

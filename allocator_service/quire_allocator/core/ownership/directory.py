@@ -227,8 +227,7 @@ class Directory:
         self._sessions.pop(owner.session_id, None)
 
     def quarantine(self, owner: Ownership) -> None:
-        """Ends the session after a broken invariant. A stream must attach and report again; a unary owner must open
-        again."""
+        """Ends the session after a broken invariant. The owner must attach and report, or open, again."""
         if owner.unary:
             self.remove(owner)
             return

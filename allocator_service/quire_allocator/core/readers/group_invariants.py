@@ -65,8 +65,7 @@ def check_full(manager: FullAttentionManager, uses: Sequence[Use[RunScope, RunPa
 def _check_tree(
     manager: FullAttentionManager, scope: RunScope, parts: Sequence[tuple[SequenceState, RunPart]]
 ) -> Found:
-    """Checks the tree's shape, and that each run counts its held children and the sequences that end or borrow
-    there."""
+    """Checks the tree's shape, and that each run counts its held children and its sequences (ends and borrowers)."""
     found, width = Found(), manager.width
     ends: Counter[int] = Counter()
     for _, part in parts:

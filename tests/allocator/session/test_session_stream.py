@@ -166,7 +166,7 @@ async def test_while_a_report_is_awaited_the_server_says_by_itself_that_it_is_th
         kinds.append((await owner.receive()).WhichOneof("message"))
     assert set(kinds) <= {"heartbeat", "ready"}
     await owner.send(DETACH)
-    assert await owner.call.read() is aio.EOF  # no heartbeat any more
+    assert await owner.call.read() is aio.EOF  # no heartbeat follows
 
 
 async def test_a_newer_attach_fences_the_older_stream(allocator: RunningAllocator) -> None:
@@ -311,7 +311,7 @@ async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allo
             await asyncio.sleep(0)
     successor, begun_s = StreamOwner(allocator), time.monotonic()
     await successor.attach(epoch=2, spec=spec(**size))
-    is_soon = time.monotonic() - begun_s < SILENCE_S  # else it has lost its place already
+    is_soon = time.monotonic() - begun_s < SILENCE_S  # otherwise the old stream may have lost its place already
     assert len(allocator.service.sessions.streams) == 2 or not is_soon, "its answer is under way"
     async with asyncio.timeout(3 * SILENCE_S):
         while len(allocator.service.sessions.streams) > 1:

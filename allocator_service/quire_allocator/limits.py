@@ -51,6 +51,6 @@ LEASE_S: Final = 10.0
 LEASE_S_MIN: Final = 0.1  # three heartbeats of an owner, and the network's delays between them
 LEASE_S_MAX: Final = 86_400.0
 POOLS_PER_PAGE_MAX: Final = 256
-POOLS_PAGE_BYTES_MAX: Final = 1 << 20  # summaries, without the last one
+POOLS_PAGE_BYTES_MAX: Final = 1 << 20  # bytes of summaries, without the last one
 STATES_PER_ANSWER_MAX: Final = 1 << 20  # blocks in one GetPool answer, 1 byte each
 SEQUENCE_BYTES_PER_ANSWER_MAX: Final = 512 << 10  # bytes of sequences and tables in the same answer

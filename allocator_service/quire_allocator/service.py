@@ -73,7 +73,7 @@ def unary(
 
 
 def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
-    """Returns the error of a refusal for its caller. The log names callers without the permission."""
+    """Returns the error of a refusal for its caller. The log names callers that lack a permission."""
     error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
     if error.code is grpc.StatusCode.PERMISSION_DENIED:
         log_refused(method, error.reason, context.peer())
@@ -178,8 +178,8 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         await SessionStream(self, context, self.authorize(context)).run()
 
     def is_new_waiter(self, attaching: tuple[str, bytes] | None) -> bool:
-        """Returns whether an owner is refused for the first time because its pool has another owner: it retries every
-        second.
+        """Returns whether an owner is refused for the first time because its pool has another owner. Waiting owners
+        retry every second, and only the first refusal is logged.
 
         Args:
             attaching: the pool's name, and the owner's incarnation.

@@ -13,9 +13,9 @@ A live sequence needs room for its request alone: TOO_LONG if no pass is small e
 excess of blocks; then QUOTA, as above; then NO_SPACE with the missing blocks and the victim whose preemption costs
 least.
 
-Windowed groups hold a pass and the window before it, so the need of a prompt depends on its passes: 512 tokens in
-blocks of 16 with a window of 64 take 32 blocks of full attention, and 6 of the window in passes of 16 tokens, but 13 in
-passes of 128.
+Windowed groups hold a pass and the window before it, so the need of a prompt depends on its passes. Example:
+512 tokens, blocks of 16 and a window of 64 take 32 blocks of full attention. The window takes 6 blocks in passes of 16
+tokens, but 13 in passes of 128.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Admission:
         self._sequences = sequences
         self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since
         self.limits_cache = any(quota.cached_block_count_max is not None for quota in spec.quotas)
-        self._has_taken_over = not spec.append_only  # tried since the pool changed; others have no takeovers
+        self._has_taken_over = not spec.append_only  # takeovers were tried, or there are none
 
     @property
     def reserved_block_count(self) -> int:
@@ -193,8 +193,8 @@ class Admission:
         self._has_taken_over = not self._spec.append_only
 
     def _two_cheapest(self) -> list[tuple[int, int, int]]:
-        """Returns priority, lost tokens and negative id of the two cheapest victims: the first may be the asking
-        sequence."""
+        """Returns priority, lost tokens and negative id of the two cheapest victims, because the asking sequence may
+        be one."""
         costs = []
         for sequence_id in islice(reversed(self._sequences), VICTIMS_EXAMINED_MAX):
             sequence = self._sequences[sequence_id]
@@ -210,7 +210,7 @@ class Admission:
                 self._blocks.evict_from(space, over)
 
     def _too_long(self, token_count: int, pass_token_count: int, over: int, pending: int = 0) -> GrowResult:
-        """Returns PASS_TOO_LONG, with an excess of `over` blocks, if passes of this size could fit, else TOO_LONG."""
+        """Returns PASS_TOO_LONG, with an excess of `over` blocks, if the tokens fit in such passes; else TOO_LONG."""
         if self._peak(token_count, pass_token_count) > self._spec.block_count:
             return GrowResult(Result.TOO_LONG, 0, pending)
         return GrowResult(Result.PASS_TOO_LONG, 0, pending, shortfall=over)

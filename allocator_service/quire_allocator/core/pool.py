@@ -17,7 +17,7 @@ Owners of each part of a sequence, in tokens, with `committed <= token_count <= 
     [token_count, limit)       room that growing takes without a grant
 
 Every operation is all-or-nothing and answers with a `Result`: no space is an answer, not an exception. Operations of
-one pool are applied by one caller at a time. The managers have the differences between types of attention
+one pool are applied by one caller at a time. The managers contain the differences between types of attention
 (`manager.py`).
 """
 
@@ -300,7 +300,7 @@ class Pool:
             return Result.UNCOMMITTED
         self.admission.note_change()
         child = self.coordinator.fork(parent)
-        # The parent now shares a block that either side has yet to write.
+        # If the parent now shares a block that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1

@@ -81,7 +81,7 @@ class Evictor(ABC):
 
     @abstractmethod
     def evict(self, entry: Scoped, wanted: int) -> int:
-        """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
+        """Evicts at least `wanted` blocks of a candidate, or all that it has; returns how many."""
 
     def replaced(self, entry: Scoped) -> None:  # noqa: B027 - most managers keep what was replaced
-        """Notes that hits which would have ended with an entry end with another one."""
+        """Notes that another entry replaced this one: hits end with that one instead."""

@@ -62,7 +62,7 @@ class Quota:
     Attributes:
         namespace: its name; `OTHERS` stands for every namespace that is not named.
         held_block_count_max: blocks in the tables of its sequences; beyond that, a grow answers QUOTA.
-        cached_block_count_max: its cached blocks; beyond that, its own are evicted first.
+        cached_block_count_max: the most cached blocks; beyond that, its own are evicted first.
     """
 
     namespace: str
@@ -84,8 +84,8 @@ class PoolSpec:
         quotas: at most one per namespace.
         eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
         retention: which windows and states stay cached: `dense` or `auto`; empty for the default, auto.
-        chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 if
-            unknown.
+        chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 if not
+            announced.
         append_only: whether tables change only at their end, for engines that cannot replace an entry. A sequence keeps
             its own block if a commit finds the digest already published. No group keeps states.
         first_block_id: the lowest block id; the others follow.
@@ -162,7 +162,7 @@ class Takeover(NamedTuple):
 
 
 class Victim(NamedTuple):
-    """The live sequence that is cheapest to preempt, and the tokens that would have to be computed again."""
+    """The live sequence that is cheapest to preempt, and the tokens that would be computed again."""
 
     sequence_id: int
     token_count: int
@@ -173,7 +173,7 @@ class Grants:
 
     Attributes:
         rows: numbers of the grows that were granted blocks, rising.
-        counts: how many blocks, for each row and within it for each group.
+        counts: block counts: for each row, one number per group.
         blocks: the granted blocks, one array after the other.
     """
 
@@ -216,7 +216,7 @@ class Grants:
 
 
 class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
-    """The answer to allocate and grow. It is no tuple, because making a named one costs as much as an append.
+    """The answer to allocate and grow. It is no named tuple, because making one costs as much as an append.
 
     Attributes:
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.

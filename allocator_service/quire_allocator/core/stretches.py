@@ -1,4 +1,4 @@
-"""A stretch: consecutive published blocks of one prefix, as one object however many they are.
+"""A stretch: consecutive published blocks of one prefix as one object, however many they are.
 
 A run of full attention is a stretch that is a node of a tree (`runs.py`). Blocks that fall out of the tables of a
 windowed group together, and are cached, are a stretch of their own (`fallen.py`). Both are cut in two where a prompt
@@ -57,7 +57,7 @@ class Stretch(Scoped):
         """Drops positions from its end, until `size` bytes of digests and their blocks are left.
 
         Returns:
-            The digests as they were, in which those dropped begin at byte `size`; the blocks dropped.
+            The digests before the call, with the dropped ones from byte `size` on; and the dropped blocks.
         """
         source, kept = self._digests, len(self.blocks) * size // self.size
         blocks = self.blocks[kept:]

@@ -13,7 +13,7 @@ Lifecycle of a followed digest:
     1. asked      a prompt named it, and nobody has computed it yet
     2. published  a commit had it
     3. gone       it was evicted or dropped; a later commit brings it back to 2
-    4. forgotten  as many others were named since as a pool of four times the size has room for
+    4. forgotten  as many others were named since as fit a pool of four times the size
 
 Stages and lifetimes are those of the first group of full attention. Pools without one are not followed.
 """
@@ -39,7 +39,7 @@ _EVICTED: Final = 2  # it was published earlier, and is not any more
 _COMPUTING: Final = 3  # an earlier prompt had named it
 _NEW: Final = 4
 
-SIZES = (0.5, 1.0, 2.0, 4.0)  # of modelled pools, in times the pool's own
+SIZES = (0.5, 1.0, 2.0, 4.0)  # sizes of modelled pools, in multiples of the pool's own
 AGE_SECONDS_BOUNDS = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
 _FOLLOWED_MIN: Final = 256  # followed blocks of a pool, if it has that many
 _BYTES: Final = 256  # values of a digest's first byte
@@ -65,8 +65,7 @@ class _Slice:
 
 
 class _Followed:
-    """A followed digest, with the times of its publication and of its last use, in seconds of the clock of
-    `observe`."""
+    """A followed digest, with the times of its publication and last use, in seconds of the clock of `observe`."""
 
     __slots__ = ("published", "slice", "stage", "used")
 

@@ -37,7 +37,7 @@ class PoolCounters:
         short_blocks: blocks that refused grows were short of, by result.
         foreign_evictions: blocks by the labels of the namespace that lost and of the one that took them.
         sample: a sample of the blocks of the pool in force; None before its first step.
-        reported_block_count, recovered_block_count, recovered_sequence_count: of all reports that became pools.
+        reported_block_count, recovered_block_count, recovered_sequence_count: sums over all reports that became pools.
     """
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:

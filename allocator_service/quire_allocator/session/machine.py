@@ -59,7 +59,7 @@ class SessionMachine:
         phase: see the module's docstring.
         owner: the ownership of the pool, once attached.
         attaching: the pool that its owner has asked for, and the owner's incarnation; None before.
-        ending: why the stream was ended from outside; None while it was not.
+        ending: why the stream was ended from outside; None if it was not.
         applied: the step that the last message applied to the pool; None if the message was no step, or a repeated
             one.
     """
@@ -108,13 +108,13 @@ class SessionMachine:
             raise
 
     def end(self, reason: str, message: str) -> None:
-        """Ends the stream from outside: the next message is refused with this reason, and `on_end` is told."""
+        """Ends the stream from outside: the next message is refused with this reason, and `on_end` is called."""
         if self.ending is None:
             self.ending = Refusal(reason, message)
             self._on_end()
 
     def close(self) -> None:
-        """Takes note that the stream is gone. Unless its owner has detached, the pool stays until its lease ends."""
+        """Notes that the stream is gone. Unless its owner has detached, the pool stays until its lease ends."""
         self._sessions.streams.discard(self)
         self._sessions.staging.discard(self)
         if self.owner is not None:
@@ -141,7 +141,7 @@ class SessionMachine:
             authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
-        if attach.last_step and not resumes:  # an owner that never had a step has most likely nothing to report
+        if attach.last_step and not resumes:  # an owner without any step has most likely nothing to report
             self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,

@@ -39,8 +39,8 @@ class Observer(Protocol):
         """A session began: a stream's report is in force, or a unary owner opened its pool."""
 
     def recovered(self, owner: Ownership, reported_block_count: int, asked: float) -> None:
-        """A pool was made of a report of `reported_block_count` blocks, requested at time `asked`; `opened` came
-        before."""
+        """A pool was made of a report of `reported_block_count` blocks that was requested at time `asked`. `opened` was
+        called before."""
 
     def disagreed(self, owner: Ownership) -> None:
         """The owner gave up a session that is still there: it reports its pool anew."""
@@ -127,8 +127,8 @@ class SessionRegistry:
         return answer
 
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
-        """Drops cached blocks of a pool for a caller other than its owner. The owner hears of it with its next step.
-        Returns how many blocks.
+        """Drops cached blocks of a pool for a caller other than its owner. The owner learns of it with its next
+        step. Returns how many blocks were dropped.
 
         Raises:
             Refusal: LIMIT if many earlier drops are not reported to the owner yet; POOL_QUARANTINED.

@@ -18,7 +18,7 @@ from quire_allocator.wire.step_columns import StepColumns
 
 
 class Answered(NamedTuple):
-    """The answer to a step, and the step if it was applied to the pool now; None where it was repeated."""
+    """The answer to a step, and the step if it was applied to the pool now; None if it was repeated."""
 
     reply: packed.SessionReply
     applied: StepColumns | None
@@ -37,7 +37,7 @@ def answer_step(
         now: seconds of the registry's clock.
 
     Raises:
-        Refusal: STEP_MISMATCH, STEP_GAP, MALFORMED, TOO_LARGE, LIMIT or NAMESPACE_FORBIDDEN, and nothing was applied;
+        Refusal: STEP_MISMATCH, STEP_GAP, MALFORMED, TOO_LARGE, LIMIT or NAMESPACE_FORBIDDEN, with nothing applied;
             POOL_QUARANTINED.
     """
     number, ack = step.number, step.ack  # each read once, because an access costs time

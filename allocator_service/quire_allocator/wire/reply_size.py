@@ -17,7 +17,7 @@ from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire.step_columns import StepColumns
 
 NUMBER_BYTES = 4  # a block id, or an entry of a packed array
-COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once more among the blocks
+COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination again among the blocks
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
 # Result, matched, pending, junction, number of stops, shortfall, index, and 12 bytes for a victim.

@@ -155,7 +155,7 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
 def _grow_live(
     pool: Pool, columns: StepColumns, numbers: range, grants: Grants, others: list[tuple[int, GrowResult]]
 ) -> None:
-    """Grows the live sequences of consecutive grows, and adds what they got."""
+    """Applies consecutive grows of live sequences, and adds their grants and refusals."""
     if numbers:
         first, end = numbers.start, numbers.stop
         own, refused = pool.grow_many(columns.grow_sequences[first:end], columns.grow_token_counts[first:end])

@@ -74,7 +74,7 @@ def _in_range(field: str, value: int, least: int, most: int, where: str = "") ->
 
 def _quoted(name: str) -> str:
     """Returns a name quoted for a message. For a string that can be no name, gives only its length: it may be
-    somebody's text."""
+    private text."""
     is_one = name.isprintable() and " " not in name and len(name) <= QUOTED_CHARACTERS_MAX
     return repr(name) if is_one else f"{len(name):,} characters that are no name"
 
@@ -173,8 +173,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
 
     Raises:
         Refusal: VERSION for a feature that this allocator does not know; MALFORMED for a number out of range; LAYOUT
-            for groups
-            that it cannot manage.
+            for groups that it cannot manage.
     """
     asked = features(spec.features)
     _in_range("block_count", spec.block_count, 1, limits.BLOCKS_MAX)

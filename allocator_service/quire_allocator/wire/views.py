@@ -75,7 +75,7 @@ def _unknown_token() -> Refusal:
 
 
 def summary(owner: Ownership, now: float) -> pb.PoolSummary:
-    """Returns a pool in a few numbers; `now` is in seconds, for the rest of the lease."""
+    """Returns the summary of a pool. `now`, in seconds, gives the remaining lease."""
     blocks = owner.pool.blocks
     return pb.PoolSummary(
         pool=owner.name,
@@ -100,8 +100,8 @@ def summary(owner: Ownership, now: float) -> pb.PoolSummary:
 
 
 class _Place(NamedTuple):
-    """The beginning of a page: block states from a block on, sequences from an id on, the first one's tables from an
-    entry on."""
+    """The beginning of a page: the first block of the states, the first sequence id, and the first entry of that
+    sequence's tables."""
 
     block: int
     sequence_id: int

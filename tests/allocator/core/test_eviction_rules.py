@@ -201,7 +201,7 @@ def test_shared_entries_are_told_apart_by_how_often_and_how_long_they_waited() -
     often = [kind(hits, 8) for hits in (1, 2, 3, 7, 8)]
     assert often[2] == often[3]
     assert len(set(often)) == 4
-    long = [kind(1, gap) for gap in (1, 15, 16, 64, 255, 256)]  # limits: a quarter of the pool, the pool, four pools
+    long = [kind(1, gap) for gap in (1, 15, 16, 64, 255, 256)]  # borders: a quarter of the pool, the pool, four pools
     assert long[0] == long[1]
     assert long[3] == long[4]
     assert len(set(long)) == 4

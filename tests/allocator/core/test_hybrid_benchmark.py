@@ -22,7 +22,7 @@ from hybrid_sides.shapes import Shape, all_shapes
 from hybrid_sides.workloads import DIGEST_TOKENS, QUICK_SCALE, WORKLOADS, Request, Stretch, ask, trace
 
 SEEDS = range(12)
-Item = tuple[str, int]  # the block's number, and its kind: full attention, or the tail at its end
+Item = tuple[str, int]  # kind (a block of full attention, or the tail at its end), and the block
 
 
 def attention(layer: int, window: int = 0) -> LayerSpec:
@@ -82,7 +82,7 @@ def hits_at_most(requests: list[Request], room: int) -> int:
             held = {item for item in kept if item[1] in path}
             for choice in choices(others | new | held, room):
                 after[choice] = max(after.get(choice, 0), hits + served * DIGEST_TOKENS)
-        for choice in list(best):  # items may be dropped before a request, to make room for it
+        for choice in list(best):  # before a request, items may be dropped to make room
             del best[choice]
         for kept, hits in after.items():
             best[kept] = max(best.get(kept, 0), hits)

@@ -22,7 +22,7 @@ _before_last: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def remembering(look: Callable[[], None]) -> Iterator[None]:
-    """Calls `look` before the last request of the case inside."""
+    """Calls `look` before the last request of the case in the `with` block."""
     _before_last.append(look)
     try:
         yield

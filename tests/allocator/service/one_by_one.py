@@ -41,7 +41,7 @@ class Done:
 
 
 class OneByOne:
-    """A session with methods for single operations, which return its outcome. Methods of an asyncio session are
+    """A session with methods for single operations, which return their outcomes. Methods of an asyncio session are
     awaited."""
 
     def __init__(self, session: Any) -> None:

@@ -393,7 +393,7 @@ def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_
             next(stream)
         assert from_rpc_error(caught.value).reason is Reason.DRAINING
         assert running.process.wait(WAIT_S) == 0
-        assert time.monotonic() - began < 4  # well below the 5 s that are given to calls under way
+        assert time.monotonic() - began < 4  # well below the 5 s that calls under way may take
         messages.put(None)
 
 

@@ -295,7 +295,7 @@ async def test_draining_ends_every_stream_whatever_it_waits_for(allocator: Runni
 
 
 async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allocator: RunningAllocator) -> None:
-    size, count = {"block_count": 400_000, "block_size": 1}, 8  # answers of more than a megabyte: gRPC keeps one or two
+    size, count = {"block_count": 400_000, "block_size": 1}, 8  # answers over a megabyte: gRPC buffers one or two
     deaf = StreamOwner(allocator)
     await deaf.attach(spec=spec(**size), window=count)
     await deaf.report()
@@ -305,7 +305,7 @@ async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allo
         await deaf.send(pb.SessionRequest(step=step))
     (machine,), written, since_s = allocator.service.sessions.streams, None, 0.0
     async with asyncio.timeout(10 * SILENCE_S):
-        while written is None or time.monotonic() - since_s < 0.5:  # until gRPC keeps no more, and an answer waits
+        while written is None or time.monotonic() - since_s < 0.5:  # until gRPC buffers no more, and an answer waits
             if written is not machine.applied:
                 written, since_s = machine.applied, time.monotonic()
             await asyncio.sleep(0)

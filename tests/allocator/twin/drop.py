@@ -1,4 +1,4 @@
-"""Drops of the twin of a pool: every cached slot that is meant, the deepest first."""
+"""Drops of the twin of a pool: every cached slot that the drop names, the deepest first."""
 
 from __future__ import annotations
 

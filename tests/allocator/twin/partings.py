@@ -36,10 +36,9 @@ class TwinPartings:
         return self.late_seen + 4 >= self.again + self.inside
 
     def answer_ends(self, prompt: int) -> set[int]:
-        """Returns the ends of an answer: one edge after the prompt, at doubled distances and halfway between, while
-        prompts continue answers.
+        """Returns the stops of an answer: one edge after the prompt, at doubled distances, and halfway between them.
 
-        Only prompts whose attention takes as many blocks as a state have them.
+        Empty unless prompts continue answers and the prompt's attention takes at least as many blocks as a state.
         """
         names = {kind.name for kind in self.pool.kinds}
         if self.pool.is_dense or not names >= {"full_attention", "state"} or not self.go_on:
@@ -71,8 +70,8 @@ class TwinPartings:
         return steps if self.are_inside else set()
 
     def early_end(self, end: int, known: int) -> int:
-        """Returns the early stop: before the end of a prompt by an eighth of the new tokens. 0 if the attention of
-        these takes less than a quarter of a state."""
+        """Returns the early stop, which is before the end of a prompt by an eighth of the new tokens. 0 if their
+        attention takes less than a quarter of a state."""
         states = sum(kind.width for kind in self.pool.kinds if kind.name == "state")
         full = [kind for kind in self.pool.kinds if kind.name == "full_attention"]
         attention = sum(kind.width * ((end - known) // kind.block_size) for kind in full)

@@ -225,7 +225,7 @@ class Simulation(Comparison):
             self.free()
 
     def decode(self) -> None:
-        """Grows several sequences by one token, as a step does; often the same as the last time."""
+        """Grows several sequences by one token, as a step does; often the same sequences as the last time."""
         share = self.random.choice((0.7, 1.0, 1.0))
         ids = [i for i in self.writers if self.random.random() < share]
         counts = [self.twin.sequences[i].token_count + 1 for i in ids]
@@ -277,7 +277,7 @@ class Simulation(Comparison):
 
     def _digests(self, numbers: list[int], start: int, end: int) -> list[bytes]:
         """Returns the digests of the blocks that become full between two counts of tokens. A dishonest owner makes them
-        up: freely without windows, else those of a text in which only the last token of each block counts."""
+        up: freely without windows, otherwise those of a text in which only the last token of each block counts."""
         if self.shape.is_honest:
             return self.memory.digests(numbers, start, end)
         if any(kind.is_windowed for kind in self.twin.kinds):

@@ -62,7 +62,7 @@ class ReuseValue(EvictionPolicy):
     """The default policy evicts first the entry that is least likely to be used again soon, for its size.
 
     Every cached entry has a kind. A shared entry's kind is its number of hits and its last wait; a new entry's kind is
-    its parent and the length of its prompt. `reuse_model.py` learns when kinds come back. Each kind has a lane in the
+    its parent and the length of its prompt. `reuse_model.py` learns when kinds return. Each kind has a lane in the
     order of release. The oldest and the newest entry of each lane are compared, and the least valuable is evicted.
 
     Deep ends are a kind of their own. A deep end is the rest of an entry after a prompt diverged inside it, or as many
@@ -214,7 +214,7 @@ class ReuseValue(EvictionPolicy):
         entry.left_behind = 0
 
     def _recall(self, entry: Entry, count: int) -> None:
-        """Counts evicted stretches as returned that this new entry has computed again, from its beginning on."""
+        """Finds the evicted stretches with which this new entry begins, and counts them as returned."""
         offset = 0
         while offset < count:
             key = entry.key_at(offset)

@@ -29,7 +29,7 @@ LED: Final = 3  # useful only as long as another entry, which the policy ranks
 BURDEN_MAX: Final = 4
 _NEAR: Final = 2  # number of lanes that are compared between two full comparisons
 _NOTHING: Final = -math.inf
-SWEEP_AFTER: Final = 128  # additions before a sweep, plus the number of candidates at the last one
+SWEEP_AFTER: Final = 128  # additions before a sweep, plus as many as there were candidates
 
 
 class Entry(ABC):
@@ -45,7 +45,7 @@ class Entry(ABC):
         gap: how long it waited for its last hit.
         origin: the kind of its parent when it was stored.
         is_whole: whether it was never shared, split or trimmed.
-        is_successor: it replaced an entry of the same turn, so caching it does not advance the policy's clock.
+        is_successor: whether it replaced an entry of the same turn, so caching it does not advance the policy's clock.
         worth: SPARE, ASIDE, RANKED or LED, while it is cached.
         burden: floor(log2((own + led) / own)) in blocks since the previous stop, at most `BURDEN_MAX`.
             Example: 4 own and 60 led blocks give 4.
@@ -125,7 +125,7 @@ class EvictionPolicy(ABC):
         return False
 
     def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - optional: by default both keep all of the history
-        """Splits the history where the prompt continues along `lower` as well, after hitting `upper`."""
+        """Splits the history, because the prompt that hit `upper` continues along `lower`."""
 
     def cached(self, entry: Entry, block_count: int) -> None:
         """Notes that no sequence holds `entry` of `block_count` blocks any more. Descendants come before ancestors."""
@@ -159,7 +159,7 @@ class EvictionPolicy(ABC):
         """Returns the value of a candidate. Among the ends of all lanes, the smallest value is evicted first."""
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Records that `block_count` blocks leave `entry`, and still count. Returns whether its place changed."""
+        """Notes that `block_count` blocks leave `entry`, which still counts them. Returns whether its place changed."""
         self.evicted_count += block_count
         return False
 

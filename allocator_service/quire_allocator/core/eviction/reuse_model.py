@@ -3,7 +3,7 @@
 Kinds are numbers. Kinds of one *family* are alike, and the estimate for a kind leans on its family's while little was
 seen. The model estimates, for each age, the share of the blocks that reach it and return there. Ages are powers of two.
 A block counts at the age where its wait ended, so that waits still going on do not bias the estimate (Kaplan and Meier,
-JASA 1958). Evicted entries are remembered for a while, so that it does not depend on earlier evictions either.
+JASA 1958). Evicted entries are remembered for a while, so that the estimate does not depend on earlier evictions.
 
 The *value* of a kind at an age is the highest gain of keeping the block, over all times at which to give up:
 
@@ -146,7 +146,7 @@ def _hazards(
     expected: list[float],
     weight: float,
 ) -> list[float]:
-    """Returns, for each age, the share of blocks that reach it and return there, plus `weight` expected ones."""
+    """Returns, for each age, which share of the blocks that reach it return there; `weight` blocks do as `expected`."""
     hazards, left = [], 1.0
     for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
         old = started * share

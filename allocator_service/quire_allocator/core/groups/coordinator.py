@@ -62,13 +62,13 @@ class Coordinator:
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        # For each group, the index of its block in a row of `append_rows`; empty if rows have that order.
+        # For each group, the index of its block in a row of `append_rows`; empty if rows are in group order.
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
         self._ending = states[0] if states else 0  # the manager whose `last_end` is the last edge at which hits can end
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
-        # The nameless namespace of a pool without quotas. Forgotten ones are empty: it serves as the next new one.
+        # The nameless namespace of a pool without quotas. It is empty when forgotten, and serves as the next new one.
         self._unnamed: Namespace | None = None
 
     def new_namespace(self, name: str) -> Namespace:

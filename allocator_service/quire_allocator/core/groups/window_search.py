@@ -1,6 +1,6 @@
 """Finds the longest prefix of a prompt whose window is published; searches from the right.
 
-The search moves from one position with anything published to the one before. It looks at the first position of each
+The search moves from one published position to the one before. It looks at the first position of each
 window first: if that is missing, no window with it is complete. A prompt of 62,500 blocks without a hit thus costs one
 look for each place at which stretches begin and, with 64 blocks in a window, at most 977 looks at units.
 """

@@ -4,7 +4,7 @@ Who owns which part of a sequence's table, in positions:
 
     [0, first)         no one: fallen out of the window; null entries
     [first, tail)      `units`: published and shareable; the last one may be half-filled, and shared with forks
-    [tail, end)        `tail`: granted, this sequence's alone to write
+    [tail, end)        `tail`: granted; only this sequence writes it
 
 In an append-only pool the table has the sequence's own blocks at some published positions (`kept.py`).
 A sequence remembers the fallen units that a hit at its last edge would take.
@@ -160,7 +160,7 @@ class WindowManager(UnitManager[WindowPart]):
         self._tell(scope, path, told, named)
 
     def _take_out(self, part: WindowPart, path: Path, end: int) -> None:
-        """Makes units of a path's positions before `end` that are in stretches, before they are published."""
+        """Makes units of a path's positions before `end` that are in stretches: they are about to be published."""
         begin = path.begin
         for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
             if unit.first_digest != path.at(unit.first_position):  # only if the owner made digests up

@@ -1,7 +1,7 @@
 """Rebuilds a pool from its owner's report: the same sequences on the same blocks, with the published blocks ready to be
 hit.
 
-    1. read      published blocks, group by group, into what each manager files them under; while the report comes in
+    1. read      published blocks, group by group, as each manager files them; while the report comes in
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
     4. queue     entries without holders, in their order of release: they are evicted in that order

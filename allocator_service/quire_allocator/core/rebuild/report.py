@@ -42,7 +42,7 @@ class ReportedStretch(NamedTuple):
     """Consecutive published blocks of one prefix in one group.
 
     Attributes:
-        first_position: index of the first block in the table; for STATE, digest blocks up to and with it.
+        first_position: index of the first block in the table; for STATE, the number of digest blocks to its end.
         parent_digest: the digest of the block before the first one. Empty at the root and, except for full
             attention, if the owner no longer knows it.
         digests: 32 bytes for each block.

@@ -1,9 +1,9 @@
 """Restores the stops, at which hits can end (`core/retention`), because a report names only blocks.
 
 A stop is made wherever a stretch of windowed blocks ends, a checkpoint is, or a path ends or parts, if every group can
-serve a hit there. The lost stops may have been others. If the blocks of several stops overlap, only the last stop is
-found. Every checkpoint becomes a stop, and the last few on each path stay. In a pool without full attention, it is
-unknown which stops are on one path. Blocks that no restored stop needs are spare.
+serve a hit there. The lost stops may have been at other places. If the blocks of several stops overlap, only the last
+stop is found. Every checkpoint becomes a stop, and the last few on each path stay. In a pool without full attention, it
+is unknown which stops are on one path. Blocks that no restored stop needs are spare.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     2. link   prefixes that follow one another become one *stretch*; stretches are hung below one another
 
 A single block costs only its entries in two tables, by block and by digest. Everything else is slices. A digest names
-the whole prefix before it, so a table that ends in a position has the path to it.
+the whole prefix before it, so the last block of a table leads to its whole path.
 """
 
 from __future__ import annotations

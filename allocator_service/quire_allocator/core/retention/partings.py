@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-LATE_BELIEVED: Final = 4.0  # prompts that are assumed to have parted late before the first one
+LATE_BELIEVED: Final = 4.0  # prompts assumed to have parted late, before the first real one
 LATE_BELIEVED_OF_STATES: Final = 32.0
 REMEMBERED: Final = 256.0  # prompts; beyond that, all earlier ones count half
 EARLY_SHARE: Final = 0.4  # share of prompts from which on early ends are worth the blocks of windows
@@ -71,7 +71,7 @@ class Partings:
 
     @property
     def go_on(self) -> bool:
-        """Tells whether at least as many prompts continue from the end as part before it: answers are worth states."""
+        """Tells whether as many prompts continue from the end as part before it, or more: answers are then worth states."""
         return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
     def note(self, behind: Behind, *, is_parting: bool, is_whole: bool) -> None:

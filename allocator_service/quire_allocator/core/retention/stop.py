@@ -1,4 +1,4 @@
-"""A stop, the runs in which it stands, and the units that it needs.
+"""A stop, the runs that contain it, and the units that it needs.
 
 Full attention serves a prefix wherever a block of it ends. A windowed group serves it only where the blocks of the
 window before are still there, a state only after a checkpoint. A *stop* is a token count of a prefix at which a hit may
@@ -23,9 +23,9 @@ Lifecycle of a run, which is a stretch of published blocks of full attention and
 thousands of blocks is one run, so that sharing, forking and freeing it cost as much as for a short one:
 
     1. published   a commit made it; sequences end in it (`live` counts them, and children with holders of their own)
-    2. extended    while one sequence alone holds it, nothing hangs below and nobody has shared it yet
+    2. extended    while only one sequence holds it, no run is below it and no other sequence has shared it
     3. split       where a prompt leaves it in the middle: the deep part stays the same object, so that sequences that
-                   end in it need not be told; a sequence ends only where a run ends
+                   end in it need no change; a sequence ends only where a run ends
     4. cached      `live` is 0: hittable; a candidate for eviction once nothing hangs below it
     5. trimmed     eviction takes blocks from the deep end, until nothing is left
 
@@ -50,7 +50,7 @@ class Unit(Scoped):
 
     Attributes:
         first_position, first_digest: its key; the digest is empty while it is private.
-        is_published: whether prompts can hit it: `first_digest != b""`, without the CPU cache miss of the digest.
+        is_published: whether prompts can hit it. A flag, because reading `first_digest` misses the CPU cache.
         was_hit: whether a new sequence has begun with it.
         stops: the stops that need it; None if there never was one.
         needed_count: stops that need it, and live sequences that would make one.
@@ -138,7 +138,7 @@ class Stop:
     Attributes:
         key: the key under which it is filed.
         needed: published positions of windows and checkpoints that a hit which ends here takes; all are there.
-        runs: for each tree of full attention, the run that has it, at the end or inside.
+        runs: for each tree of full attention, the run that contains it, at its end or inside.
         parent: the stop before it on its path, when it was made; it may have gone since.
         way_count: stops that were made right after it and are not gone.
         is_parting: whether two stops were right after it at once, or another path branches off there.
@@ -184,7 +184,7 @@ class Stop:
         return self.way_count > 0 and not self.is_parting
 
     def stops_after(self) -> list[Stop]:
-        """Returns the stops of all paths that go on from this one."""
+        """Returns the stops of all paths that continue from this one."""
         found, pending = list[Stop](), [self.runs[0]]
         while pending:
             run = pending.pop()

@@ -9,7 +9,7 @@ the prompt takes at least as many. A fork has no stops of the answer, and its pa
 
     prompt of 4,096 tokens, blocks of 16, one group of full attention and 24 of states; its end is 4,080
         all is new           255 blocks of attention, 24 of a state: early at 3,568, and at 4,112, 4,128, 4,144, ...
-        4,000 were known     5 blocks of attention are new: no early stop
+        4,000 are cached     5 blocks of attention are new: no early stop
 
 Sources: decisions 19, 24, 56 and 59 in `docs/decisions`.
 """

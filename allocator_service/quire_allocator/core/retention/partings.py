@@ -71,7 +71,7 @@ class Partings:
 
     @property
     def go_on(self) -> bool:
-        """Tells whether as many prompts continue from the end as part before it, or more: answers are then worth states."""
+        """Tells whether prompts continue from the end at least as often as before it: then answers are worth states."""
         return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
     def note(self, behind: Behind, *, is_parting: bool, is_whole: bool) -> None:

@@ -90,7 +90,7 @@ class Unit(Scoped):
         return (self._position, self._digest) if self._digest else None
 
     def is_needed(self) -> bool:
-        """Tells whether a stop needs it, or a live sequence that would make one."""
+        """Tells whether a stop, or a live sequence that would make one, needs it."""
         return self.needed_count > 0 or self.aside_count > 0
 
     def now_published(self, position: int, digest: bytes) -> None:

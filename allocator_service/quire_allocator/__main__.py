@@ -5,7 +5,7 @@ from quire._extras import require_extra_or_exit
 
 
 def main() -> None:
-    """Is the entry point."""
+    """Checks the environment, and runs the allocator's process."""
     open_missing()
     require_open_files("quire-allocator")
     require_extra_or_exit("allocator")

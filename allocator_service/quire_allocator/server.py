@@ -67,7 +67,7 @@ def make_parser() -> Parser:
 
 
 def _names(text: str) -> frozenset[str]:
-    """Returns the names of a list with commas."""
+    """Returns the names in a comma-separated list."""
     names = frozenset(text.split(","))
     if "" in names or len(names) > limits.METRIC_NAMESPACES_MAX:
         raise argparse.ArgumentTypeError(

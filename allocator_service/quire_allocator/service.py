@@ -45,7 +45,7 @@ from quire_allocator.wire.translate import require
 WAITERS_MAX: Final = 1_000  # owners already logged as waiting; the oldest are forgotten
 log = structlog.get_logger()
 
-# How the core runs here, as `GetServerInfo` and the metrics have it.
+# How the core runs here, as `GetServerInfo` and the metrics report it.
 CORE: Final = "python" if str(pool.__file__).endswith(".py") else "compiled"
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 RequestT = TypeVar("RequestT", bound=Message)
@@ -73,7 +73,7 @@ def unary(
 
 
 def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
-    """Returns the error of a refusal for its caller. The log names callers that permissions stopped."""
+    """Returns the error of a refusal for its caller. The log names callers that lack a permission."""
     error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
     if error.code is grpc.StatusCode.PERMISSION_DENIED:
         log_refused(method, error.reason, context.peer())
@@ -178,7 +178,8 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         await SessionStream(self, context, self.authorize(context)).run()
 
     def is_new_waiter(self, attaching: tuple[str, bytes] | None) -> bool:
-        """Tells whether this owner is refused for the first time because its pool has another: it comes every second.
+        """Returns whether an owner is refused for the first time because its pool has another owner. Waiting owners
+        retry every second, and only the first refusal is logged.
 
         Args:
             attaching: the pool's name, and the owner's incarnation.
@@ -304,7 +305,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- shared --------------------------------------------------------------------------------------------------------
 
     def _observed(self, pool: str, permissions: Permissions) -> Ownership:
-        """Returns the open pool of that name for a caller that may look into it.
+        """Returns the open pool with this name for a caller that may look into it.
 
         Raises:
             Refusal: MALFORMED, POOL_FORBIDDEN, POOL_UNKNOWN.
@@ -328,7 +329,8 @@ def add_to_server(service: AllocatorService, server: aio.Server) -> None:
     )
     handlers = {"Session": session, "Apply": apply}
     name = pb.DESCRIPTOR.services_by_name["AllocatorService"].full_name
-    # The first generic handler of a method serves it, unless it is registered, too: then the last one registered does.
+    # The first generic handler of a method serves it. If the method is also registered, the last registered handler
+    # serves it.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
     server.add_registered_method_handlers(name, handlers)  # type: ignore[attr-defined]  # its stubs are older

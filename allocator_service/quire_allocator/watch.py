@@ -7,7 +7,7 @@ Lifecycle of a watch:
     3. following  events as they are published; a new session of the pool leads back to 2
     4. ended      by its caller, because the pool is gone, or because it fell behind the events that are kept
 
-Where nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: the watcher knows then that it has
+If nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: the watcher knows then that it has
 missed nothing.
 
 A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. The pool changes while

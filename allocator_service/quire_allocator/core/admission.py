@@ -13,9 +13,9 @@ A live sequence needs room for its request alone: TOO_LONG if no pass is small e
 excess of blocks; then QUOTA, as above; then NO_SPACE with the missing blocks and the victim whose preemption costs
 least.
 
-Windowed groups hold a pass and the window before it, so the need of a prompt depends on its passes: 512 tokens in
-blocks of 16 with a window of 64 take 32 blocks of full attention, and 6 of the window in passes of 16 tokens, but 13 in
-passes of 128.
+Windowed groups hold a pass and the window before it, so the need of a prompt depends on its passes. Example:
+512 tokens, blocks of 16 and a window of 64 take 32 blocks of full attention. The window takes 6 blocks in passes of 16
+tokens, but 13 in passes of 128.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
-TAKEOVERS_EXAMINED_MAX: Final = 1024  # oldest sequences: a step's reply names what it found
-VICTIMS_EXAMINED_MAX: Final = 1024  # newest sequences: looking at all of a large pool would hold up everybody's steps
+TAKEOVERS_EXAMINED_MAX: Final = 1024  # oldest ones: the reply to a step names each takeover
+VICTIMS_EXAMINED_MAX: Final = 1024  # newest ones: a search through all sequences would delay every step
 
 
 class Applicant(NamedTuple):
@@ -48,13 +48,13 @@ class Applicant(NamedTuple):
 
 
 class Admission:
-    """Decides who gets blocks of one pool.
+    """Decides which sequences get blocks of one pool.
 
     Attributes:
-        promised_block_count: blocks that the rests of all prompts in chunks will still take.
-        takeovers: the latest takeovers, in an append-only pool. The grows of one step take over once: they are only
-            ever refused, or hold more.
-        limits_cache: a quota limits the cache of some namespace.
+        promised_block_count: blocks that the remaining chunks of all prompts will still take.
+        takeovers: the latest takeovers, in an append-only pool. The grows of one step
+            search for takeovers once, because no grow frees a block.
+        limits_cache: whether a quota limits the cache of some namespace.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Admission:
         self._blocks = blocks
         self._managers = managers
         self._sequences = sequences
-        self._cheapest: list[tuple[int, int, int]] | None = None  # None once the pool has changed
+        self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since
         self.limits_cache = any(quota.cached_block_count_max is not None for quota in spec.quotas)
-        self._has_taken_over = not spec.append_only  # since the pool has changed; there is nothing to take in others
+        self._has_taken_over = not spec.append_only  # takeovers were tried, or there are none
 
     @property
     def reserved_block_count(self) -> int:
@@ -76,8 +76,8 @@ class Admission:
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
     def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
-        """Returns why a new sequence is refused that needs this many blocks beside the cached ones of its hits; None if
-        it is admitted."""
+        """Returns why a new sequence is refused, or None if it is admitted. It needs `needed` blocks beside the cached
+        blocks of its hits."""
         refused = self._refuse_new(applicant, needed, revived)
         if refused is not None and self._take_over(refused.result):
             return self._refuse_new(applicant, needed, revived)
@@ -96,7 +96,7 @@ class Admission:
         if 0 < applicant.defer_token_count <= applicant.pending_token_count:
             return GrowResult(Result.PENDING, 0, applicant.pending_token_count)
         hits = zip(self._managers, applicant.hits)
-        # A grow copies a state and lets go of it, so it stays in no table.
+        # A state in a hit is not counted: the grow copies it and releases the original.
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])
         over = self._over_quota(applicant.space, needed + kept)
         if over > 0:
@@ -110,7 +110,7 @@ class Admission:
     def refuse_grow(
         self, sequence_id: int, sequence: SequenceState, token_count: int, needed: int
     ) -> GrowResult | None:
-        """Says why a live sequence does not get the blocks that it needs to hold `token_count` tokens, or None."""
+        """Returns why a live sequence does not get the blocks that it needs to hold `token_count` tokens, or None."""
         refused = self._refuse_grow(sequence_id, sequence, token_count, needed)
         if refused is not None and self._take_over(refused.result):
             return self._refuse_grow(sequence_id, sequence, token_count, needed)
@@ -132,9 +132,9 @@ class Admission:
         return None
 
     def _take_over(self, result: Result) -> bool:
-        """Gives back twins that only sequences with their own copies hold, where blocks are short. Returns whether
-        there were any. So a sequence that is alone in the pool has all of it, however much it kept. Looks at the oldest
-        thousand."""
+        """Frees the twins that are held only by sequences with their own copies, if blocks are short. Returns whether
+        it found any. A sequence alone in the pool can thus use all of it, even if it kept copies. Examines the oldest
+        thousand sequences."""
         if self._has_taken_over or result not in (Result.NO_SPACE, Result.QUOTA):
             return False
         self._has_taken_over = True
@@ -149,7 +149,7 @@ class Admission:
         return bool(found)
 
     def promise(self, sequence: SequenceState) -> None:
-        """Keeps the blocks that the rest of a prompt in chunks will still take free from later admissions."""
+        """Reserves the blocks that the remaining chunks of a prompt will need: later admissions leave them free."""
         prompt, chunk = sequence.prompt_token_count, self._pass_token_count(sequence.chunk_token_count)
         count = 0
         for manager, part in zip(self._managers, sequence.parts):
@@ -164,8 +164,8 @@ class Admission:
         sequence.promised = 0
 
     def give_up_checkpoints(self, sequence: SequenceState, missing: int) -> bool:
-        """Lets a sequence go on in place where so many blocks are missing to copy a state that it alone holds:
-        nobody else uses that checkpoint. Returns whether that is enough."""
+        """Lets a sequence overwrite checkpoints that it alone holds, if that saves the `missing` blocks for their
+        copies. Returns whether it does."""
         in_place = [(m, part) for m, part in zip(self._managers, sequence.parts) if m.in_place]
         if missing > sum([m.let_go(part, sequence.token_count) for m, part in in_place]):
             return False
@@ -174,9 +174,9 @@ class Admission:
         return True
 
     def cheapest_victim(self, priority: int, *, except_id: int = 0) -> Victim | None:
-        """Finds the live sequence of at most that priority whose preemption loses least: lowest priority first, then
-        fewest tokens to recompute, then newest. Tokens in blocks that others hold are not recomputed. Looks at the
-        newest thousand."""
+        """Returns the live sequence of at most this priority whose preemption loses least: lowest priority first, then
+        fewest tokens to recompute, then newest. Tokens in blocks that others hold are not recomputed. Examines the
+        newest thousand sequences."""
         if self._cheapest is None:
             self._cheapest = self._two_cheapest()
         for of, lost, negative_id in self._cheapest:
@@ -187,14 +187,14 @@ class Admission:
     def note_change(self) -> None:
         """Forgets the cheapest victim, since a change may have made another one cheaper.
 
-        Refusals change nothing, so a step with many of them looks only once.
+        Refusals change nothing, so a step with many of them searches only once.
         """
         self._cheapest = None
         self._has_taken_over = not self._spec.append_only
 
     def _two_cheapest(self) -> list[tuple[int, int, int]]:
-        """Returns priority, lost tokens and negative id of the first two in order, because one of them may be the
-        asking sequence."""
+        """Returns priority, lost tokens and negative id of the two cheapest victims, because the asking sequence may
+        be one."""
         costs = []
         for sequence_id in islice(reversed(self._sequences), VICTIMS_EXAMINED_MAX):
             sequence = self._sequences[sequence_id]
@@ -210,7 +210,7 @@ class Admission:
                 self._blocks.evict_from(space, over)
 
     def _too_long(self, token_count: int, pass_token_count: int, over: int, pending: int = 0) -> GrowResult:
-        """Says whether so many tokens would fit, computed in passes of that size; `over` blocks are too many now."""
+        """Returns PASS_TOO_LONG, with an excess of `over` blocks, if the tokens fit in such passes; else TOO_LONG."""
         if self._peak(token_count, pass_token_count) > self._spec.block_count:
             return GrowResult(Result.TOO_LONG, 0, pending)
         return GrowResult(Result.PASS_TOO_LONG, 0, pending, shortfall=over)
@@ -219,11 +219,11 @@ class Admission:
         return sum([manager.peak(token_count, pass_token_count) for manager in self._managers])
 
     def _pass_token_count(self, chunk: int) -> int:
-        """Tokens of the largest pass of a prompt that begins with such a chunk."""
+        """Returns the tokens of the largest pass of a prompt whose first pass has `chunk` tokens."""
         return max(chunk, self._spec.chunk_token_count_max)
 
     def _let_go(self, sequence: SequenceState) -> int:
-        """Counts the blocks that its next grow copies and that are in no table then."""
+        """Counts the blocks that the sequence's next grow copies and takes out of its tables."""
         if sequence.namespace.quota is None:
             return 0
         parts = zip(self._managers, sequence.parts)

@@ -1,6 +1,6 @@
-"""A batch of grows: the sequences of the latest one, and those of it that take a block for every group.
+"""Batches of grows: the lookup of the latest batch, and its sequences that take one block for every group.
 
-An engine that decodes names the same sequences step after step, and every so many tokens each takes its next blocks.
+A decoding engine names the same sequences in step after step, and each takes its next blocks at a block edge.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire_allocator.core.spec import Grants
 
 
 class Batch:
-    """Keeps the lookup of one array of ids, until a sequence is freed."""
+    """Keeps the sequences that were looked up for one array of ids, until a sequence is freed."""
 
     __slots__ = ("_ids", "_sequences")
 
@@ -26,7 +26,7 @@ class Batch:
         return ids == self._ids
 
     def look_up(self, ids: array[int], sequences: dict[int, SequenceState]) -> list[SequenceState | None]:
-        """Returns the sequence of each id, None where it is not live, and keeps them where all are."""
+        """Returns the sequence of each id, or None if it is not live. Keeps the list if all are live."""
         if ids == self._ids:
             return self._sequences
         found = [sequences.get(sequence_id) for sequence_id in ids]
@@ -44,8 +44,8 @@ class Batch:
 
 
 class DueRows:
-    """Sequences of a batch that were granted a row, one block for every group, and get their rows together: to take
-    them one by one costs as much as all else that a grow does.
+    """Sequences of a batch that take a row (one block for every group). They get all rows in one call: taking rows one
+    by one costs as much as everything else in a grow.
 
     Attributes:
         sequences: in the order of their rows.
@@ -67,7 +67,7 @@ class DueRows:
         self.sequences.append(sequence)
 
     def hand_out(self) -> None:
-        """Takes the rows and hands them out: before a grow that may take other blocks, and at the end."""
+        """Takes all rows and hands them out. Called before a grow that may take other blocks, and at the end."""
         if self.sequences:
             self._grants.add_rows(self._rows, self._coordinator.append_rows(self.sequences))
             self._rows, self.sequences = [], []

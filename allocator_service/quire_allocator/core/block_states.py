@@ -13,12 +13,12 @@ STATE_MAX: Final = 255
 
 
 class BlockStates:
-    """Tells of each block in how many tables it is, and whether it is published.
+    """Records, for each block, how many tables contain it and whether it is published.
 
     Attributes:
         first_id: the lowest block id.
-        holders: uint32 [ids], those below the first one included.
-        published: bool [ids].
+        holders: uint32 [ids], the tables that contain each block; indexed by block id from 0 on.
+        published: bool [ids], whether each block is published; indexed alike.
     """
 
     def __init__(self, block_count: int, first_id: int = 0) -> None:
@@ -39,8 +39,8 @@ class BlockStates:
             self.published[ids] = True
 
     def to_bytes(self, first: int = 0, end: int | None = None) -> bytes:
-        """Returns a byte for each block with an id in [first, end): 0 empty, 1 cached, n >= 2 in n - 1 tables (255: 254
-        up)."""
+        """Returns a byte for each block with an id in [first, end): 0 empty, 1 cached, n >= 2 in n - 1 tables. 255
+        stands for 254 tables or more."""
         import numpy as np
 
         first = max(first, self.first_id)

@@ -7,8 +7,8 @@ Lifecycle of a block:
     3. cached free  in no table, but published: hittable until evicted
 
 Groups of equal specification share one *manager* (`full.py`, `windows.py`, `states.py`), which knows its held and
-cached blocks; here are only the empty ones, the number of cached ones, and the queue of those that may leave. Empty
-blocks are granted first, the last one given back first, then cached ones in the order of the eviction policy.
+cached blocks. This module knows the empty blocks, the number of cached blocks, and the queue of eviction candidates.
+Empty blocks are granted first, the latest returned one first. Then cached blocks are evicted in the policy's order.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES
 from quire_allocator.core.eviction.queue import Candidates, EvictionQueue
 from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
-EMPTIED_TOLD_MAX: Final = 16_384  # blocks that the answer to one step names as empty
+EMPTIED_TOLD_MAX: Final = 16_384  # the most blocks that the reply to one step names as empty
 
 
 class Blocks:
-    """Free blocks of a pool of `block_count`."""
+    """The free blocks of a pool that has `block_count` blocks."""
 
     def __init__(self, block_count: int, policy: str = "", first_id: int = 0) -> None:
         self.block_count = block_count
-        # Empty blocks from `_top` on; the lowest id is granted first.
+        # Blocks from index `_top` on are empty. In a new pool, the lowest id is granted first.
         self._stack = array("I", range(first_id, first_id + block_count))
         self._top = 0
         self.cached_count = 0
         self.evicted_count = self.dropped_count = 0
-        # Evictions by a quota, and those for another namespace, also by (victim, taker) until metrics take them.
+        # Evictions by a quota, and for another namespace; the latter also by (victim, taker) until metrics take them.
         self.quota_evicted_count = self.foreign_evicted_count = 0
         self.foreign_evictions: dict[tuple[str, str], int] = {}
         self.taker: Namespace | None = None  # the namespace that `take` grants to
@@ -52,8 +52,8 @@ class Blocks:
         return self._top
 
     def emptied(self, used_before: int) -> array[int]:
-        """Returns blocks that became empty since so many were used, or more: the empty stack is as before below the
-        lowest place that was taken from it since."""
+        """Returns the blocks that became empty, and perhaps some that were empty before. `used_before` is the most
+        blocks that were in use meanwhile: deeper in the stack, nothing was taken."""
         return self._stack[self._top : min(used_before, self._top + EMPTIED_TOLD_MAX)]
 
     @property
@@ -104,19 +104,19 @@ class Blocks:
             self.push(entry)
 
     def reranked(self, entry: Scoped) -> None:
-        """A candidate leaves earlier or later from now on."""
+        """Puts a candidate at another place in the queue, because its worth changed."""
         self.policy.revalued(entry)
         self.push(entry)
 
     def push(self, entry: Scoped) -> None:
-        """Makes a cached entry a candidate, also of its namespace's own queue."""
+        """Makes a cached entry a candidate, also in its namespace's own queue if it has one."""
         self.queue.push(entry)
         own = entry.scope.namespace.queue
         if own is not None:
             own.add(entry)
 
     def dropped(self, scope: Scope, count: int) -> None:
-        """Counts evicted blocks as cached no more, and forgets a namespace that has nothing left."""
+        """Subtracts evicted blocks from the cached ones, and forgets a namespace that has nothing left."""
         scope.cached -= count
         self.cached_count -= count
         if not scope.cached:
@@ -132,20 +132,20 @@ class Blocks:
         self.namespaces.pop(namespace.name, None)
 
     def evict_from(self, namespace: Namespace, count: int) -> None:
-        """Evicts so many cached blocks of one namespace, or somewhat more."""
+        """Evicts at least `count` cached blocks of one namespace."""
         assert namespace.queue is not None, "only namespaces with a limit have their own queue"
         before = self.evicted_count
         self._evict(count, namespace.queue)
         self.quota_evicted_count += self.evicted_count - before
 
     def drop(self, namespace: Namespace | None) -> int:
-        """Empties all cached blocks, of one namespace or of all; returns how many."""
+        """Empties all cached blocks, of one namespace or (None) of all; returns how many."""
         before, evicted = self.cached_count, self.evicted_count
         if namespace is None:
             self._evict(self.cached_count, self.queue)
         elif namespace.queue is not None:
             self._evict(namespace.cached_count, namespace.queue)
-        else:  # it has a queue of its own for as long as this takes
+        else:  # the namespace gets a queue of its own until this is done
             namespace.queue = queue = Candidates(self.policy)
             for _, ticket, entry in self.queue.items():
                 if isinstance(entry, Scoped) and entry.scope.namespace is namespace and ticket == entry.ticket:
@@ -155,7 +155,7 @@ class Blocks:
         return self.note_dropped(before, evicted)
 
     def note_dropped(self, cached_before: int, evicted_before: int) -> int:
-        """Counts the blocks evicted since as dropped, because their room was not needed; returns how many."""
+        """Counts the blocks that left the cache since `cached_before` as dropped, not as evicted; returns how many."""
         dropped = cached_before - self.cached_count
         self.dropped_count += dropped
         self.evicted_count = evicted_before
@@ -168,7 +168,7 @@ class Blocks:
             self.dropped(entry.scope, evicted)
 
     def _evict(self, count: int, queue: Candidates | None = None) -> None:
-        """Evicts so many blocks, or somewhat more: of one queue, or of all for the room that `taker` needs."""
+        """Evicts at least `count` blocks: from `queue`, or from the pool's queue to make room for `taker`."""
         taker = self.taker if queue is None else None
         queue = queue or self.queue
         while count > 0:
@@ -182,11 +182,11 @@ class Blocks:
                 key = victim.name, taker.name
                 self.foreign_evicted_count += evicted
                 self.foreign_evictions[key] = self.foreign_evictions.get(key, 0) + evicted
-            count -= cached - self.cached_count  # also blocks useful only with these
+            count -= cached - self.cached_count  # includes blocks that were useful only with these
 
     def check_counts(self) -> None:
         """Raises AssertionError unless every block counts as exactly one of empty, cached and held. The cost does not
-        depend on the number of blocks, because servers read it often."""
+        depend on the number of blocks, because servers call this often."""
         held = cached = 0
         for space in self.namespaces.values():
             for scope in space.scopes:

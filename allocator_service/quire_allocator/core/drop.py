@@ -16,10 +16,10 @@ class CacheDrop(NamedTuple):
 
 
 def drop_cached(pool: Pool, namespace: str | None = None, digests: bytes = b"", kept_digest_count: int = 0) -> int:
-    """Empties cached blocks. Blocks held by sequences stay, and can be hit. Returns how many blocks.
+    """Empties cached blocks, and returns how many. Blocks held by sequences stay, and can still be hit.
 
     Args:
-        pool: the pool.
+        pool: the pool that has the blocks.
         namespace: drops only the cache of this namespace; None for all.
         digests: drops only blocks on this path from the root, and for full attention also all blocks below its end.
         kept_digest_count: leading digests of the path that keep their blocks.

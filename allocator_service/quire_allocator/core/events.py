@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final, NamedTuple
 
-# `Event` names this class: with an import for type checkers only, its compiled module could not be the first to load.
+# Imported at run time, because `Event` names it: otherwise this compiled module could not be the first to load.
 from quire_allocator.core.scopes import Evictor, Scope
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -40,10 +40,10 @@ class Event(NamedTuple):
     """Consecutive digests of one prefix, in the groups of one manager.
 
     Attributes:
-        parent_digest: of the block before the first one; empty at the root, and for REMOVED.
-        first_position: blocks before the first one.
-        source: contains the digests from byte `start` to byte `end`, and at most as many other bytes, so evicting a
-            long stretch copies nothing.
+        parent_digest: the digest of the block before the first one; empty at the root, and for REMOVED.
+        first_position: the number of blocks before the first one.
+        source: bytes that contain the digests at [start, end), and at most as many other bytes. Evicting a long stretch
+            therefore copies nothing.
     """
 
     step: int
@@ -81,7 +81,7 @@ class EventLog:
         self.digest_bytes_max = DIGEST_BYTES_KEPT_MAX
         self.step = 0
         self.last_cursor = 0
-        self.removed_count = 0  # records of `removed`
+        self.removed_count = 0  # calls of `removed`
         self._recorded: list[_Record] = []
         self._recorded_bytes = 0
         self._kept: deque[_Record] = deque()
@@ -95,7 +95,7 @@ class EventLog:
     def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:
         """Records that the digests `source[start:end]` can be hit no more.
 
-        `source` never changes after this; it is copied only where the digests are less than half of it.
+        The caller never changes `source` afterwards. It is copied only if the digests are less than half of it.
         """
         if len(source) > 2 * (end - start):
             source, start, end = source[start:end], 0, end - start
@@ -108,13 +108,13 @@ class EventLog:
         self._recorded, self._recorded_bytes = [], 0
 
     def publish(self, acknowledged_step: int) -> bool:
-        """Makes the events of steps up to this one visible; returns whether there were any."""
+        """Publishes the events of all steps up to `acknowledged_step`; returns whether there were any."""
         recorded = self._recorded
         if not recorded or recorded[0][0] > acknowledged_step:
             return False
         told, left, told_bytes = recorded, list[_Record](), self._recorded_bytes
         if recorded[-1][0] > acknowledged_step:
-            count = sum([event[0] <= acknowledged_step for event in recorded])  # steps only rise
+            count = sum([event[0] <= acknowledged_step for event in recorded])  # records are in order of their steps
             told, left = recorded[:count], recorded[count:]
             told_bytes = sum([end - start for *_, start, end in told])
         self._kept.extend(told)
@@ -122,12 +122,12 @@ class EventLog:
         self.last_cursor += len(told)
         self._recorded, self._recorded_bytes = left, self._recorded_bytes - told_bytes
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
-            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would make a list, in each step of a full log
+            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would build a list in each step of a full log
             self._kept_bytes -= end - start
         return True
 
     def removed_in(self, step: int, digest_count_max: int, scope_count_max: int) -> tuple[dict[Scope, bytearray], bool]:
-        """Returns the digests that left the index with a step and were not stored again by it, and whether the list is
+        """Returns the digests that one step removed from the index and did not store again, and whether the list is
         incomplete."""
         left: dict[tuple[str, Evictor, bytes], Scope] = {}
         for at, change, scope, _, _, source, start, end in self._recorded:
@@ -145,7 +145,7 @@ class EventLog:
         return found, sum(map(len, found.values())) < len(left) * DIGEST_BYTES
 
     def latest_removed(self, count: int) -> list[_Record]:
-        """Returns the latest removals, the latest first, at most so many: published ones too, if they are kept."""
+        """Returns at most `count` of the latest removals, the latest first, published ones included if still kept."""
         found: list[_Record] = []
         for event in chain(reversed(self._recorded), reversed(self._kept)):
             if len(found) == count:

@@ -1,4 +1,4 @@
-"""Prefixes that a live sequence is computing right now, so that the next prompt that begins with one may wait for it.
+"""Prefixes that live sequences are computing, so that a new prompt that begins with one may wait for it.
 
 Lifecycle of an announcement:
 
@@ -6,8 +6,8 @@ Lifecycle of an announcement:
     2. advanced    a commit has published the first of them; what is left is pending
     3. gone        all of it is published, or the sequence was dropped
 
-An announcement is filed where it was announced and where it advanced to. A prompt whose published prefix ends there,
-and whose next digest is the announcement's, learns how far both agree.
+An announcement is filed at the place where it was announced, and at each place to which it advanced. If a prompt's
+published prefix ends there and its next digest is the announced one, the prompt learns how far both agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Announcement:
         self.digests = digests
         self.next_digest = next_digest
         self.digest_count = digest_count
-        self.places: list[int] = []  # how many digests came before each point at which it was announced or advanced to
+        self.places: list[int] = []  # digest counts at which it was announced, or to which it advanced
 
     def key(self, place: int) -> bytes:
         """Returns the digest at `place`, under which others find this announcement."""
@@ -42,7 +42,7 @@ class PendingPrefixes:
     def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Announcement | None:
         """Notes that a new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on.
 
-        Returns None where nothing is left of them.
+        Returns None if none of them is left to compute.
         """
         if next_digest >= digest_count:
             return None
@@ -51,7 +51,7 @@ class PendingPrefixes:
         return announcement
 
     def advance(self, announcement: Announcement, next_digest: int) -> bool:
-        """Notes that it is published up to there; returns whether anything is still pending."""
+        """Notes that the digests before `next_digest` are published; returns whether any is still pending."""
         if next_digest >= announcement.digest_count:
             self.drop(announcement)
             return False

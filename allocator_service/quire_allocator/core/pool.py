@@ -17,7 +17,7 @@ Owners of each part of a sequence, in tokens, with `committed <= token_count <= 
     [token_count, limit)       room that growing takes without a grant
 
 Every operation is all-or-nothing and answers with a `Result`: no space is an answer, not an exception. Operations of
-one pool are applied by one caller at a time. The managers have the differences between types of attention
+one pool are applied by one caller at a time. The managers contain the differences between types of attention
 (`manager.py`).
 """
 
@@ -89,12 +89,12 @@ class Pool:
         self,
         sequence_id: int,  # higher than every earlier one
         token_count: int,  # tokens to hold; the sequence holds more if more of a longer prompt is matched
-        digests: bytes = b"",  # of the full blocks of `digest_tokens` tokens that may be shared, concatenated
-        namespace: str = "",  # prefixes are shared inside it
+        digests: bytes = b"",  # digests of the full blocks of `digest_tokens` tokens that may be shared, concatenated
+        namespace: str = "",  # prefixes are shared only inside a namespace
         *,
         prompt_token_count: int = 0,  # given if `token_count` is only the first chunk of a prompt
         priority: int = 0,  # sequences of a higher priority are never named to be preempted for this one
-        defer_token_count: int = 0,  # PENDING if others are computing at least so many tokens of its prefix
+        defer_token_count: int = 0,  # refuses with PENDING if others compute at least this many tokens of its prefix
         is_return: bool = False,  # a preempted request returns: its tokens count as returned, not as queried
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
@@ -116,13 +116,13 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # With enough blocks free behind the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
+        # With enough free blocks beyond the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(space, hits, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
-                # Idle pool, but the hit does not fit: a state needs one more block for its copy, and no other sequence
-                # will free one. So the prompt is computed without the hit.
+                # The pool is idle, but the hit does not fit: a state needs one more block for its copy, and no other
+                # sequence will free one. The prompt is therefore computed without the hit.
                 return self.allocate(
                     sequence_id,
                     chunk,
@@ -137,7 +137,7 @@ class Pool:
                 )
 
         self.admission.note_change()
-        # Hits are held before anything is taken: taking evicts.
+        # Hits are held before any block is taken, because taking evicts.
         self.blocks.namespaces[namespace] = space
         sequence = self.coordinator.open(space, found, digests, prompt, priority)
         copies: list[Copy] = []
@@ -162,8 +162,8 @@ class Pool:
             self.matched_token_count += matched
 
     def _takes_next_blocks(self, sequence: SequenceState, token_count: int, due_count: int = 0) -> bool:
-        """Tells whether this grow takes one free block for every group, at a block edge, as decoding does, while so
-        many others are due the same."""
+        """Returns whether this grow takes one free block for every group, at a block edge, as decoding does.
+        `due_count` other grows of the batch do the same."""
         size = self.digest_tokens
         return (
             self.coordinator.in_step
@@ -181,14 +181,14 @@ class Pool:
     def grow_many(
         self, sequence_ids: array[int], token_counts: list[int]
     ) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-        """Makes room in live sequences, in order, for so many tokens each; fewer than there are change nothing.
+        """Makes room in live sequences, in order, for `token_counts` tokens. Lower counts change nothing.
 
         If the block that holds the next token is shared, or published by a sequence that filled it further, it is
-        replaced by a private copy. An engine that decodes names the same sequences step after step: they are looked up
-        when that changes.
+        replaced by a private copy. A decoding engine names the same sequences step after step, so they are
+        looked up only when the ids change.
 
         Returns:
-            What was granted; number and result of those that need more than room there is or the next block: OK,
+            The grants; number and result of each grow that needs more than the room at hand or its next block: OK,
             NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)
@@ -214,7 +214,7 @@ class Pool:
         return grants, others
 
     def _admit_grow(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
-        """Grows a sequence beyond its limit, where it needs more than one free block for each group."""
+        """Grows a sequence beyond its limit, if it needs more than one free block for each group."""
         before = sequence.token_count
         needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
         needed = sum(needs)
@@ -231,7 +231,7 @@ class Pool:
         self.copy_count += len(copies)
         if sequence.promised:
             self.admission.promise(sequence)
-        if copies:  # what was copied may be cached now
+        if copies:  # the originals of the copies may be cached now
             self.admission.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.coordinator.added(granted) if needed else (), copies)
 
@@ -247,10 +247,10 @@ class Pool:
         Args:
             sequence_id: a live sequence.
             token_count: at least the committed length.
-            digests: of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated. Where
-                the last ones lack, these blocks are not published, nor later ones of full attention.
-            keep_token_count: if not 0, blocks that are not needed to hold so many tokens, nor `token_count`, are given
-                back: draft tokens that were not accepted.
+            digests: those of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated.
+                If the last ones are missing, their blocks are not published, nor later ones of full attention.
+            keep_token_count: if not 0, gives back blocks beyond this many tokens and beyond `token_count`: those of
+                draft tokens that were not accepted.
         """
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
@@ -279,9 +279,9 @@ class Pool:
         """Creates a sequence that shares its parent's committed tokens. Answers OK, NOT_FOUND, EXISTS, ID_TOO_LOW or
         UNCOMMITTED.
 
-        Blocks that the parent was granted beyond that stay the parent's alone. In the half-filled block the parent may
-        write after the child's last token, where the child never reads. A recurrent state has no such place: where a
-        group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. A sequence that
+        Blocks granted beyond the committed tokens stay the parent's alone. In the half-filled block the parent may
+        write after the child's last token, where the child never reads. A recurrent state has no such place: if a
+        group keeps one, a parent with granted but uncommitted tokens answers UNCOMMITTED. A sequence that
         committed blocks without their digests cannot be forked either. In an append-only pool, neither can one whose
         last block is half full: its copy would replace an entry of a table.
 
@@ -300,7 +300,7 @@ class Pool:
             return Result.UNCOMMITTED
         self.admission.note_change()
         child = self.coordinator.fork(parent)
-        # Where a block is shared that either side has yet to write:
+        # If the parent now shares a block that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1
@@ -329,5 +329,5 @@ class Pool:
     # -- what readers see ----------------------------------------------------------------------------------------------
 
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
-        """Returns one table for each group; `NULL_BLOCK` stands where a block was given back."""
+        """Returns one table for each group; `NULL_BLOCK` where a block was given back."""
         return self.coordinator.tables(sequence)

@@ -6,8 +6,8 @@ from __future__ import annotations
 class Refusal(Exception):
     """A request that the protocol refuses; `reason` is a name of `quire.v1.Reason`. Nothing has changed.
 
-    `retry_after_s` is set where more is known about when to come back than the reason alone says, and `field` where one
-    field of the request is to blame, by its name on the wire.
+    `retry_after_s` is set if the time for a retry is known better than from the reason alone. `field` is the wire
+    name of the request's invalid field, if there is one.
     """
 
     def __init__(self, reason: str, message: str, retry_after_s: float | None = None, field: str | None = None) -> None:

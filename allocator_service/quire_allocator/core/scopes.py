@@ -14,7 +14,7 @@ class Scope:
     Attributes:
         held: blocks in tables of its sequences, each counted once.
         cached: published blocks in no table.
-        spare: those of them that leave before all others, of windows and states.
+        spare: cached blocks of windows and states that are evicted before all others.
     """
 
     __slots__ = ("cached", "held", "manager", "namespace", "spare")
@@ -32,8 +32,8 @@ class Namespace:
 
     Attributes:
         scopes: one per manager of the pool.
-        quota: None without limits.
-        queue: its own candidates for eviction, where what it may cache is limited; else None.
+        quota: its limits; None without any.
+        queue: its own candidates for eviction, if its cache is limited; else None.
     """
 
     __slots__ = ("name", "queue", "quota", "scopes", "sequence_count")
@@ -71,7 +71,7 @@ class Evictor(ABC):
 
     Attributes:
         block_size: tokens of one position.
-        width: groups, and so blocks of one position.
+        width: number of groups, and so of blocks at one position.
     """
 
     spec: GroupSpec
@@ -81,7 +81,7 @@ class Evictor(ABC):
 
     @abstractmethod
     def evict(self, entry: Scoped, wanted: int) -> int:
-        """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
+        """Evicts at least `wanted` blocks of a candidate, or all that it has; returns how many."""
 
     def replaced(self, entry: Scoped) -> None:  # noqa: B027 - most managers keep what was replaced
-        """Notes that hits which would have ended with an entry end with another one."""
+        """Notes that another entry replaced this one: hits end with that one instead."""

@@ -19,13 +19,13 @@ class SequenceState:
     Attributes:
         token_count: tokens that it was granted.
         committed_token_count: tokens that have been computed.
-        limit: tokens that it can hold without anything being granted or copied.
+        limit: tokens that it can hold without a grant or a copy.
         quiet_until: commits below this count have nothing to publish and nothing to give back.
-        prompt_token_count: tokens of a prompt that is computed in chunks of `chunk_token_count`; 0 where it is not.
+        prompt_token_count: tokens of a prompt that is computed in chunks of `chunk_token_count`; 0 if it is not.
         promised: blocks that the rest of that prompt will take; admission leaves them free.
         announcement: the part of its prompt that it announced and has still to compute, or None.
-        is_named: each full block of what it committed came with its digest, and is published.
-        parts: what it has in each manager.
+        is_named: whether each full committed block came with its digest and is published.
+        parts: its state in each manager.
         turn: the places at which later hits should be able to end.
     """
 
@@ -48,7 +48,7 @@ class SequenceState:
     def __init__(
         self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Part, ...], turn: Turn
     ) -> None:
-        """Everything up to `token_count` is committed."""
+        """Makes a sequence whose first `token_count` tokens are committed."""
         self.namespace = namespace
         self.token_count = token_count
         self.committed_token_count = token_count

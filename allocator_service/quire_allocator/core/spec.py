@@ -17,7 +17,7 @@ NO_BLOCKS: Final = array("I")  # an empty array to copy, at half the cost of mak
 
 
 class Result(enum.IntEnum):
-    """The result of an operation. All but OK mean that nothing changed. Numbers of `quire.v1.Result`."""
+    """The result of an operation. All but OK mean that nothing changed. The numbers are those of `quire.v1.Result`."""
 
     OK = 0
     NO_SPACE = 1
@@ -27,9 +27,9 @@ class Result(enum.IntEnum):
     PENDING = 5
     QUOTA = 6
     UNCOMMITTED = 7
-    FORBIDDEN = 8  # by the step's caller; the core itself permits everything
+    FORBIDDEN = 8  # the step's caller may not do it; the core itself permits everything
     PASS_TOO_LONG = 9  # it would fit if it were computed in smaller passes
-    ID_TOO_LOW = 10  # of a new sequence: an earlier one had it or a higher one
+    ID_TOO_LOW = 10  # an earlier sequence had this id or a higher one
 
 
 class GroupKind(enum.Enum):
@@ -46,8 +46,8 @@ class GroupSpec:
     """One KV cache group.
 
     Attributes:
-        block_size: tokens per block; of STATE, tokens between two checkpoints.
-        window: tokens, of SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
+        block_size: tokens per block; for STATE, tokens between two checkpoints.
+        window: tokens of a window or chunk, for SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
     """
 
     kind: GroupKind
@@ -61,8 +61,8 @@ class Quota:
 
     Attributes:
         namespace: its name; `OTHERS` stands for every namespace that is not named.
-        held_block_count_max: blocks in the tables of its sequences; beyond, growing answers QUOTA.
-        cached_block_count_max: blocks that it may leave behind; beyond, its own leave first.
+        held_block_count_max: blocks in the tables of its sequences; beyond that, a grow answers QUOTA.
+        cached_block_count_max: the most cached blocks; beyond that, its own are evicted first.
     """
 
     namespace: str
@@ -84,13 +84,13 @@ class PoolSpec:
         quotas: at most one per namespace.
         eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
         retention: which windows and states stay cached: `dense` or `auto`; empty for the default, auto.
-        chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 where it does not
-            say.
-        append_only: tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its
-            own block where a commit finds the digest published already. No group keeps states.
+        chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 if not
+            announced.
+        append_only: whether tables change only at their end, for engines that cannot replace an entry. A sequence keeps
+            its own block if a commit finds the digest already published. No group keeps states.
         first_block_id: the lowest block id; the others follow.
-        tells_removed: the answer to each step says which digests left the index.
-        block_bytes: of one block, for metrics alone; 0 where the owner does not say.
+        tells_removed: whether the answer to each step says which digests left the index.
+        block_bytes: bytes of one block, only for metrics; 0 if unknown.
     """
 
     block_count: int
@@ -129,8 +129,8 @@ class Match(NamedTuple):
 
     Attributes:
         matched_token_count: tokens that every group can serve.
-        attended_token_count: up to where full attention alone would, if that is more; else 0. A checkpoint of the
-            states there, and the window before it, would have made it a hit.
+        attended_token_count: tokens that full attention alone would serve, if more; else 0. A checkpoint of the
+            states there, and the window before it, would have made them a hit.
     """
 
     matched_token_count: int
@@ -154,7 +154,7 @@ class Swap(NamedTuple):
 
 
 class Takeover(NamedTuple):
-    """From a position on, the blocks that a sequence keeps in one group are published in the place of their twins."""
+    """Says that, from a position on, the kept blocks of a sequence in one group replace their published twins."""
 
     sequence_id: int
     group: int
@@ -162,19 +162,19 @@ class Takeover(NamedTuple):
 
 
 class Victim(NamedTuple):
-    """The live sequence that is cheapest to preempt, and the tokens that would have to be computed again."""
+    """The live sequence that is cheapest to preempt, and the tokens that would be computed again."""
 
     sequence_id: int
     token_count: int
 
 
 class Grants:
-    """Blocks that a batch of grows was granted, by columns.
+    """The blocks granted to a batch of grows, in columns.
 
     Attributes:
-        rows: the grows that were granted any, rising.
-        counts: for each of them, per group (group fastest), how many.
-        blocks: all of them, one array after the other.
+        rows: numbers of the grows that were granted blocks, rising.
+        counts: block counts: for each row, one number per group.
+        blocks: the granted blocks, one array after the other.
     """
 
     __slots__ = ("blocks", "counts", "rows")
@@ -192,7 +192,7 @@ class Grants:
             self.blocks.append(table)
 
     def tables(self) -> tuple[array[int], ...]:
-        """Returns what the only grow of a batch was granted, one array for each group."""
+        """Returns the blocks granted to the only grow of a batch, one array for each group."""
         blocks, first = NO_BLOCKS[:], 0
         tables: list[array[int]] = []
         for granted in self.blocks:
@@ -203,20 +203,20 @@ class Grants:
         return tuple(tables)
 
     def extend(self, other: Grants, first: int) -> None:
-        """Adds what a part of the batch was granted, whose first grow has this number."""
+        """Adds the grants of a part of the batch. The part's first grow has number `first`."""
         self.rows += [first + row for row in other.rows]
         self.counts += other.counts
         self.blocks += other.blocks
 
     def add_rows(self, rows: list[int], blocks: array[int]) -> None:
-        """Adds one block of each group for each of these grows, group fastest, as most of a decoding batch take."""
+        """Adds one block of each group for each of these grows, row by row, as most of a decoding batch take."""
         self.rows += rows
         self.counts += [1] * len(blocks)
         self.blocks.append(blocks)
 
 
 class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
-    """Answer to allocate and grow. No tuple: making one of those costs as much as an append.
+    """The answer to allocate and grow. It is no named tuple, because making one costs as much as an append.
 
     Attributes:
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
@@ -225,8 +225,8 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         stops: token counts at which hits are to end, rising (`retention/stops.py`; allocate only, OK).
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing the previous ones; after allocate the whole table.
-            Empty where nothing changed in any group.
-        copies: to run before any write of this step.
+            Empty if nothing changed in any group.
+        copies: copies to run before any write of this step.
         shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or too many for the pool at once
             (PASS_TOO_LONG).
         victim: the sequence to preempt (NO_SPACE only), if preempting any helps.
@@ -266,7 +266,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         self.victim = victim
 
     def of_new(self, matched_token_count: int, attended_token_count: int, stops: tuple[int, ...] = ()) -> GrowResult:
-        """Adds what only a new sequence is told, and returns this answer."""
+        """Adds the fields that only a new sequence gets, and returns this answer."""
         self.matched_token_count = matched_token_count
         self.attended_token_count = attended_token_count
         self.stops = stops

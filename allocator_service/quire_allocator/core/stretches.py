@@ -1,8 +1,8 @@
-"""A stretch: consecutive published blocks of one prefix, as one object however many they are.
+"""A stretch: consecutive published blocks of one prefix as one object, however many they are.
 
-A run of full attention is one that is a node of a tree (`runs.py`); what falls out of the tables of windowed groups at
-once, and is cached, is one by itself (`fallen.py`). Both are cut in two where a prompt takes only a part of them, and
-lose blocks at their deep end when they are evicted.
+A run of full attention is a stretch that is a node of a tree (`runs.py`). Blocks that fall out of the tables of a
+windowed group together, and are cached, are a stretch of their own (`fallen.py`). Both are cut in two where a prompt
+takes only a part of them, and lose blocks at their deep end when they are evicted.
 
 Blocks are counted per *position*: `width` blocks, one for each group of the specification.
 """
@@ -16,10 +16,10 @@ from quire_allocator.core.spec import DIGEST_BYTES
 
 
 class Stretch(Scoped):
-    """Concatenated digests, and block ids.
+    """The concatenated digests and the block ids of consecutive positions.
 
     Attributes:
-        blocks: `width` for each position.
+        blocks: block ids, `width` for each position.
         size: bytes of its digests.
     """
 
@@ -36,8 +36,8 @@ class Stretch(Scoped):
     def digests(self) -> bytes | bytearray:
         """Returns its digests, concatenated.
 
-        `trim` leaves them too long, and they are cut off here: most trimmed stretches are gone before anybody looks
-        again, and copying the digests of a long one costs as much as evicting it.
+        `trim` leaves them too long, and this property cuts them off: most trimmed stretches are gone before the next
+        access, and copying the digests of a long one costs as much as evicting it.
         """
         digests = self._digests
         if len(digests) != self.size:
@@ -57,7 +57,7 @@ class Stretch(Scoped):
         """Drops positions from its end, until `size` bytes of digests and their blocks are left.
 
         Returns:
-            The digests as they were, in which those dropped begin at byte `size`; the blocks dropped.
+            The digests before the call, with the dropped ones from byte `size` on; and the dropped blocks.
         """
         source, kept = self._digests, len(self.blocks) * size // self.size
         blocks = self.blocks[kept:]
@@ -95,7 +95,7 @@ class Stretch(Scoped):
 
     @property
     def last_digest(self) -> bytes:
-        """Returns the digest of its last position; empty where it has none."""
+        """Returns the digest of its last position; empty if it has none."""
         return bytes(self._digests[self.size - DIGEST_BYTES : self.size]) if self.size else b""
 
     def digest_at(self, position: int) -> bytes:
@@ -110,8 +110,8 @@ class Stretch(Scoped):
 
 
 def agreeing(own: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
-    """Counts the bytes in which a stretch agrees with `digests[start:end]`, whole digests; at least one does."""
-    if len(own) > end - start:  # most often the prompt that made the stretch, all but its last block
+    """Counts the bytes of whole digests in which a stretch agrees with `digests[start:end]`; at least one."""
+    if len(own) > end - start:  # the usual case: the prompt that made the stretch, without its last block
         wanted = digests if not start and end == len(digests) else digests[start:end]
         if own.startswith(wanted):
             return end - start
@@ -121,7 +121,7 @@ def agreeing(own: bytes | bytearray, digests: bytes, start: int, end: int) -> in
 def common_positions(own: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
     """Counts the positions in which a stretch agrees with `digests[start:end]`; at least one does."""
     low, high = 1, min(len(own), end - start) // DIGEST_BYTES
-    while low < high:  # by halves, of which the first is known to agree up to `low`
+    while low < high:  # a binary search; the first `low` positions are known to agree
         middle = (low + high + 1) // 2
         known, size = low * DIGEST_BYTES, middle * DIGEST_BYTES
         if own[known:size] == digests[start + known : start + size]:
@@ -139,7 +139,7 @@ def every(digests: bytes, stride: int, first: int | None = None) -> bytes:
 
 
 def filled(digests: bytes, stride: int, committed: int, block_size: int) -> bytes:
-    """Returns those of the digests of a commit behind `committed` tokens at which blocks of `stride` digests end.
+    """Returns the digests of a commit after `committed` tokens at which blocks of `stride` digests end.
 
     Blocks of 16 tokens and digests of 4: from 24 committed tokens on, the digests begin with number 6, and the first
     block to publish ends with digest 7: the one at index 1.

@@ -1,18 +1,19 @@
-"""Blocks of a pool that are followed by their digests, for metrics that counting alone cannot give.
+"""Follows a sample of a pool's blocks by their digests, for metrics that counting alone cannot give.
 
 Digests are hashes: those with a small first byte are a random sample of all prefixes, the same in every pool and on
-every day (SHARDS). They are filed in slices by when they were named last. A block with fewer others in newer slices
-than a pool has room for would have been a hit there, if that pool evicts the least recently used one.
+every day (SHARDS). They are filed in slices, in the order in which they were last named. If the newer slices have fewer
+digests than a pool has room for, the block would have been a hit in that pool, with eviction of the least recently
+used.
 
-A slice is an eighth of the pool, and the model no finer than that. Lists in exact order, one for each size, cost far
-more for each name.
+A slice is an eighth of the pool, and the model is no finer than that. Lists in exact order, one for each size, would
+cost far more for each named digest.
 
 Lifecycle of a followed digest:
 
     1. asked      a prompt named it, and nobody has computed it yet
     2. published  a commit had it
     3. gone       it was evicted or dropped; a later commit brings it back to 2
-    4. forgotten  as many others were named since as a pool of four times the size has room for
+    4. forgotten  as many others were named since as fit a pool of four times the size
 
 Stages and lifetimes are those of the first group of full attention. Pools without one are not followed.
 """
@@ -34,17 +35,17 @@ from quire_allocator.wire.step_columns import StepColumns
 OUTCOMES: Final = ("hit", "group", "evicted", "computing", "new")
 _HIT: Final = 0
 _GROUP: Final = 1  # full attention had it, another group not
-_EVICTED: Final = 2  # it was published, and is no more
-_COMPUTING: Final = 3  # a prompt before had named it
+_EVICTED: Final = 2  # it was published earlier, and is not any more
+_COMPUTING: Final = 3  # an earlier prompt had named it
 _NEW: Final = 4
 
-SIZES = (0.5, 1.0, 2.0, 4.0)  # of modelled pools, in times the pool's own
+SIZES = (0.5, 1.0, 2.0, 4.0)  # sizes of modelled pools, in multiples of the pool's own
 AGE_SECONDS_BOUNDS = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
-_FOLLOWED_MIN: Final = 256  # blocks of the pool, where it has so many
+_FOLLOWED_MIN: Final = 256  # followed blocks of a pool, if it has that many
 _BYTES: Final = 256  # values of a digest's first byte
-_FIRST_MIN: Final = 4  # of these are followed in large pools: one block in 64
+_FIRST_MIN: Final = 4  # values that are followed in large pools: one block in 64
 
-_SLICES: Final = 8  # for as many digests as the pool itself has room for
+_SLICES: Final = 8  # slices for as many digests as the pool itself has room for
 _SLICES_MAX: Final = 64
 
 _ASKED: Final = 0
@@ -54,7 +55,7 @@ _UNKNOWN: Final = -1.0  # published before it was followed
 
 
 class _Slice:
-    """Digests that were named in a row, and how many of them were not named since."""
+    """Digests that were named in a row, and the count of those that were not named since."""
 
     __slots__ = ("count", "digests")
 
@@ -64,7 +65,7 @@ class _Slice:
 
 
 class _Followed:
-    """A digest, in seconds of the clock of `observe`: when it was published, and when it was last of use."""
+    """A followed digest, with the times of its publication and last use, in seconds of the clock of `observe`."""
 
     __slots__ = ("published", "slice", "stage", "used")
 
@@ -79,10 +80,10 @@ class BlockSample:
     """Follows a share of the blocks of one pool.
 
     Attributes:
-        log: the pool's; a pool that was rebuilt has another one, and needs another sample.
-        tokens: prompt tokens that a followed block stands for; 0 where the pool is not followed.
+        log: the pool's log; a rebuilt pool has another one, and needs another sample.
+        tokens: prompt tokens that a followed block stands for; 0 if the pool is not followed.
         outcomes: followed blocks of new prompts, by `OUTCOMES`.
-        would_hit: those of them that pools of `SIZES` would have hit.
+        would_hit: followed blocks of new prompts that pools of `SIZES` would have hit.
         lifetimes: seconds from publication to eviction or drop.
         idles: seconds from the last use to eviction or drop.
         gaps: seconds from one use to the next.
@@ -104,7 +105,7 @@ class BlockSample:
         self._rooms = [max(1, int(size * room * first_count / _BYTES)) for size in SIZES]
         self._slice_room = max(1, room * first_count // _BYTES // _SLICES)
         self._slices = [_Slice()]  # the newest last
-        self._followed: dict[bytes, _Followed] = {}  # what the largest pool would have
+        self._followed: dict[bytes, _Followed] = {}  # digests that the largest modelled pool would have
 
     def observe(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
         """Takes in a step that was applied at `now`, in seconds of a clock that never goes back."""
@@ -123,7 +124,7 @@ class BlockSample:
         for offset in self._places(digests[::DIGEST_BYTES]):
             digest = digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
             followed = self._followed.get(digest)
-            if followed is None:  # computed by no prompt: an answer
+            if followed is None:  # no prompt named it: it belongs to an answer
                 followed = self._file(digest, None, now)
             if followed.stage != _PUBLISHED:
                 followed.stage = _PUBLISHED
@@ -146,7 +147,7 @@ class BlockSample:
                     self.lifetimes.observe(now - followed.published)
 
     def _ask_all(self, step: StepColumns, reply: packed.StepReply, now: float) -> None:
-        """Takes in the prompts of new sequences, which alone come with digests."""
+        """Takes in the prompts of new sequences. Other grows come without digests."""
         results = reply.grow_results if step.has_refused else ()
         matched = unpack_uint32(reply.matched_token_counts)
         attended = unpack_uint32(reply.unmatched.attended_token_counts)
@@ -174,7 +175,7 @@ class BlockSample:
             self._make_room()
 
     def _count(self, followed: _Followed | None, outcome: int, now: float) -> None:
-        """Counts a block of a new prompt; the outcome is `_HIT`, `_GROUP`, or `_NEW` where it was not cached."""
+        """Counts a block of a new prompt; the outcome is `_HIT`, `_GROUP`, or `_NEW` if it was not cached."""
         if followed is None:
             self.outcomes[outcome] += 1
             return
@@ -209,15 +210,15 @@ class BlockSample:
         return followed
 
     def _make_room(self) -> None:
-        """Begins a slice where the newest is full, and forgets what no modelled pool has room for. Comes after a whole
-        prompt, because its hits are held."""
+        """Begins a slice if the newest one is full, and forgets digests that no modelled pool has room for. Called only
+        after a whole prompt, because its hits are held."""
         if len(self._slices[-1].digests) < self._slice_room:
             return
         slices = self._slices
         while len(self._followed) > self._rooms[-1]:
             for digest in self._held(slices.pop(0)):
                 del self._followed[digest]
-        if len(slices) == _SLICES_MAX:  # others were named again: two neighbors with few left become one
+        if len(slices) == _SLICES_MAX:  # digests were named again: the two neighbors with the fewest left become one
             sizes = [slices[number].count + slices[number + 1].count for number in range(len(slices) - 1)]
             number = sizes.index(min(sizes))
             older, newer = slices[number], slices.pop(number + 1)
@@ -249,5 +250,5 @@ class BlockSample:
 def _room(spec: PoolSpec) -> int:
     """Returns how many digests a pool has blocks for, counted as if it had only its groups of full attention."""
     sizes = [group.block_size for group in spec.groups if group.kind is GroupKind.FULL_ATTENTION]
-    blocks = sum([spec.block_size / size for size in sizes])  # of one digest
+    blocks = sum([spec.block_size / size for size in sizes])  # blocks per digest
     return int(spec.block_count / blocks) if blocks else 0

@@ -33,11 +33,11 @@ class PoolCounters:
     """Counts what happened in one pool.
 
     Attributes:
-        operations: by operation and result.
+        operations: counts by operation and result.
         short_blocks: blocks that refused grows were short of, by result.
         foreign_evictions: blocks by the labels of the namespace that lost and of the one that took them.
-        sample: of the blocks of the pool that is in force; None before its first step.
-        reported_block_count, recovered_block_count, recovered_sequence_count: of all reports that became pools.
+        sample: a sample of the blocks of the pool in force; None before its first step.
+        reported_block_count, recovered_block_count, recovered_sequence_count: sums over all reports that became pools.
     """
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:
@@ -57,7 +57,7 @@ class PoolCounters:
         self._add((operation, result), number)
 
     def observe_step(self, pool: Pool, step: StepColumns, reply: packed.StepReply, seconds: float, now: float) -> None:
-        """Counts a step that was applied at `now` and took `seconds`: one update per phase where all results are OK."""
+        """Counts a step that was applied at `now` and took `seconds`: one update per phase if all results are OK."""
         self.step_count += 1
         self.step_seconds.observe(seconds)
         if self.sample is None or self.sample.log is not pool.log:
@@ -116,10 +116,10 @@ class Counters:
     """Counts what happened in the whole process. The counters of a pool are dropped with the pool.
 
     Args:
-        namespaces: those that labels may name.
+        namespaces: the namespaces that labels may name.
 
     Attributes:
-        namespaces: the same in order, without the label of all others.
+        namespaces: the same in order, without `OTHER`.
     """
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:
@@ -138,8 +138,8 @@ class Counters:
         return self._pools[pool]
 
     def seen(self, pool: str) -> PoolCounters:
-        """Returns the counters of one pool, to be read. Another thread calls this, when the pool may be gone already:
-        then the counters returned are new and not kept."""
+        """Returns the counters of one pool, to be read. Another thread calls this, and the pool may be gone by then. In
+        that case the returned counters are new, and are not kept."""
         return self._pools.get(pool) or PoolCounters()
 
     def forget(self, pool: str) -> None:

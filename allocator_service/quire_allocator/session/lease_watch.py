@@ -1,4 +1,4 @@
-"""Decides when leases end: after every message that came in time has been read, and never by this process's own stalls.
+"""Ends leases only after reading every message that came in time, and never because this process itself stalled.
 
 Pure: time comes with every call; `server.py` makes one check after the other.
 """

@@ -59,8 +59,8 @@ class SessionMachine:
         phase: see the module's docstring.
         owner: the ownership of the pool, once attached.
         attaching: the pool that its owner has asked for, and the owner's incarnation; None before.
-        ending: why the stream was ended from outside; None while it was not.
-        applied: the step that the last message applied to the pool; None where the message was no step, or a repeated
+        ending: why the stream was ended from outside; None if it was not.
+        applied: the step that the last message applied to the pool; None if the message was no step, or a repeated
             one.
     """
 
@@ -81,7 +81,7 @@ class SessionMachine:
         self._directory = sessions.directory
         self._on_end = on_end
         self._permissions = permissions
-        self._restricted = None if permissions.namespaces.are_all else permissions  # asked once a stream
+        self._restricted = None if permissions.namespaces.are_all else permissions  # looked up once per stream
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
         self._report_heard = self._report_asked = 0.0
@@ -108,13 +108,13 @@ class SessionMachine:
             raise
 
     def end(self, reason: str, message: str) -> None:
-        """Ends the stream from outside: the next message is refused with this reason, and `on_end` is told."""
+        """Ends the stream from outside: the next message is refused with this reason, and `on_end` is called."""
         if self.ending is None:
             self.ending = Refusal(reason, message)
             self._on_end()
 
     def close(self) -> None:
-        """Takes note that the stream is gone. Unless its owner has detached, the pool stays until its lease ends."""
+        """Notes that the stream is gone. Unless its owner has detached, the pool stays until its lease ends."""
         self._sessions.streams.discard(self)
         self._sessions.staging.discard(self)
         if self.owner is not None:
@@ -141,7 +141,7 @@ class SessionMachine:
             authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
-        if attach.last_step and not resumes:  # an owner that never had a step has most likely nothing to report
+        if attach.last_step and not resumes:  # an owner without any step has most likely nothing to report
             self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,
@@ -219,7 +219,7 @@ class SessionMachine:
     def _open(
         self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
     ) -> packed.SessionReply:
-        """Puts the reported pool in force. Where the report is refused, the pool that was there before stays."""
+        """Puts the reported pool in force. If the report is refused, the earlier pool stays."""
 
         def operate() -> None:
             self._directory.open(
@@ -231,7 +231,7 @@ class SessionMachine:
             )
 
         self._sessions.apply(owner, operate, now)
-        for drop in owner.untold_drops:  # the report was made before its owner could know
+        for drop in owner.untold_drops:  # the owner made the report before it could know of them
             self._sessions.apply_drop(owner, drop, now)
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)
@@ -269,7 +269,7 @@ class SessionMachine:
         return []
 
     def _step(self, owner: Ownership, step: packed.Step, now: float) -> packed.SessionReply:
-        session_id = step.session_id  # read once: an access costs
+        session_id = step.session_id  # read once, because an access costs time
         require(
             bool(session_id) and session_id == owner.session_id,
             "session_id is not that of this stream: it is in Resumed or Ready",

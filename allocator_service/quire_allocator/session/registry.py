@@ -39,7 +39,8 @@ class Observer(Protocol):
         """A session began: a stream's report is in force, or a unary owner opened its pool."""
 
     def recovered(self, owner: Ownership, reported_block_count: int, asked: float) -> None:
-        """A pool was made of a report with so many blocks, which was asked for at that time; `opened` came before."""
+        """A pool was made of a report of `reported_block_count` blocks that was requested at time `asked`. `opened` was
+        called before."""
 
     def disagreed(self, owner: Ownership) -> None:
         """The owner gave up a session that is still there: it reports its pool anew."""
@@ -90,7 +91,7 @@ class SessionRegistry:
         self.draining = False
         self.streams: set[Stream] = set()
         self.staging: set[Stream] = set()
-        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # by pool, when each happened
+        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # by pool, the time of each quarantine
 
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
@@ -104,7 +105,7 @@ class SessionRegistry:
         An exception that is no refusal is a defect of the allocator: it stops this pool, and other pools continue.
 
         Raises:
-            Refusal: POOL_QUARANTINED; any that `operate` raises, which must be before it has changed anything.
+            Refusal: POOL_QUARANTINED, and those of `operate`, which may raise one only before it changes anything.
         """
         try:
             answer = operate()
@@ -126,11 +127,11 @@ class SessionRegistry:
         return answer
 
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
-        """Drops cached blocks of a pool for a caller other than its owner. The owner hears of it with its next step.
-        Returns how many blocks.
+        """Drops cached blocks of a pool for a caller other than its owner. The owner learns of it with its next
+        step. Returns how many blocks were dropped.
 
         Raises:
-            Refusal: LIMIT, many earlier drops are not reported to the owner yet; POOL_QUARANTINED.
+            Refusal: LIMIT if many earlier drops are not reported to the owner yet; POOL_QUARANTINED.
         """
         if drop not in owner.untold_drops:
             drops = [*owner.untold_drops, drop]
@@ -175,8 +176,8 @@ class SessionRegistry:
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int) -> None:
-        """Shows watchers the changes of steps up to number `acknowledged`; of a unary session those of every step,
-        because no later report can lack them: its pool is lost with the allocator."""
+        """Shows watchers the changes of steps up to number `acknowledged`. For a unary session, shows those of every
+        step: its pool is lost with the allocator, so no later report can lack them."""
         if owner.pool.log.publish(owner.steps.next_step if owner.unary else acknowledged):
             self.observer.published(owner)
 

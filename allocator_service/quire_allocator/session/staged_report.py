@@ -65,7 +65,7 @@ class StagedReport:
 
     @property
     def block_count(self) -> int:
-        """Counts the blocks that were reported so far; once finished, those of sequences' own included."""
+        """Counts the blocks that were reported so far; once finished, including the sequences' own blocks."""
         return self._rebuild.use.block_count if self._rebuild is not None else 0
 
     def add(self, chunk: pb.ReportChunk) -> None:
@@ -124,7 +124,7 @@ class StagedReport:
         """Returns the pool that was reported.
 
         Raises:
-            Refusal: MALFORMED, the end does not fit the chunks, or the report contradicts itself.
+            Refusal: MALFORMED if the end does not fit the chunks, or the report contradicts itself.
         """
         require(
             end.chunk_count == self._chunk_count,
@@ -183,7 +183,7 @@ class StagedReport:
 
 
 def _repeated(blocks: array[int]) -> int:
-    """Returns a block that is there twice."""
+    """Returns a block that occurs twice."""
     ordered = sorted(blocks)
     return next(block for block, following in pairwise(ordered) if block == following)
 

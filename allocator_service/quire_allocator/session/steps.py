@@ -1,4 +1,4 @@
-"""One step of an owner, over a stream or by a call: checked whole, applied once, answered again where repeated."""
+"""One step of an owner, over a stream or by a call: checked whole, applied once, answered again if repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire_allocator.wire.step_columns import StepColumns
 
 
 class Answered(NamedTuple):
-    """The answer to a step, and the step if it was applied to the pool now; None where it was repeated."""
+    """The answer to a step, and the step if it was applied to the pool now; None if it was repeated."""
 
     reply: packed.SessionReply
     applied: StepColumns | None
@@ -31,16 +31,16 @@ def answer_step(
 
     Args:
         sessions: all sessions of this allocator.
-        owner: of the session that the step names.
-        step: with the session's id checked by the caller.
-        restricted: the caller's permissions, where they are not for every namespace.
+        owner: the owner of the session that the step names.
+        step: the step; the caller has checked its session id.
+        restricted: the caller's permissions; None if they are for every namespace.
         now: seconds of the registry's clock.
 
     Raises:
-        Refusal: STEP_MISMATCH, STEP_GAP, MALFORMED, TOO_LARGE, LIMIT or NAMESPACE_FORBIDDEN, and nothing was applied;
+        Refusal: STEP_MISMATCH, STEP_GAP, MALFORMED, TOO_LARGE, LIMIT or NAMESPACE_FORBIDDEN, with nothing applied;
             POOL_QUARANTINED.
     """
-    number, ack = step.number, step.ack  # each read once: an access costs
+    number, ack = step.number, step.ack  # each read once, because an access costs time
     if ack >= number:
         raise Refusal("MALFORMED", f"ack must be below the number of its step, {number}, not {ack}", field="ack")
     kept = owner.steps.replay(number, step)

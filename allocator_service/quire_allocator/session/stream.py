@@ -117,7 +117,7 @@ class SessionStream:
         try:
             for reply in replies:
                 await self._write(reply)
-        finally:  # counted after the write, for which the owner waits, and even where the write fails
+        finally:  # counted after the write, because the owner waits for that, and even if the write fails
             if applied is not None and counted is not None:
                 numbers, pool = counted
                 numbers.observe_step(pool, applied, replies[0].step_reply, seconds, now)
@@ -160,7 +160,7 @@ class SessionStream:
     def _interrupt(self) -> None:
         """Ends the stream after its machine was ended from outside.
 
-        A stream that waits for a message ends at once. One that writes an answer ends when the answer is out, or, where
+        A stream that waits for a message ends at once. One that writes an answer ends when the answer is out, or, if
         the owner does not take it, after `SILENCE_S` seconds.
         """
         if self._reading:

@@ -2,11 +2,11 @@
 
 Lifecycle of a unary session:
 
-    1. open   `open` has taken a pool, which starts empty; a repeated request id takes nothing anew
+    1. open   `open` has taken a pool, which starts empty; a repeated request id takes no other pool
     2. gone   `close` gave the pool back, or its lease ended
 
-While it is open, `apply` takes its steps one by one: the last one, repeated, gets its kept reply. Both renew the lease,
-and a refused call does not. Times are seconds of a monotonic clock.
+While it is open, `apply` takes its steps one by one. A repeat of the last step gets the kept reply. Both renew the
+lease, but a refused call does not. Times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class UnarySessions:
         """Returns the session that a call names.
 
         Raises:
-            Refusal: SESSION_UNKNOWN; POOL_FORBIDDEN; FENCED, the pool's owner streams.
+            Refusal: SESSION_UNKNOWN; POOL_FORBIDDEN; FENCED if the pool's owner streams.
         """
         owner = self._directory.session(session_id)
         authorization.require_owning(permissions, owner.name)
@@ -75,11 +75,11 @@ class UnarySessions:
         """Applies a step to the session that it names. A repeat of the last step gets the kept reply.
 
         Raises:
-            Refusal: those of `find` and of `answer_step`; NAMESPACE_FORBIDDEN, also where a live sequence, of another
-                caller, is in a namespace that this one may not use.
+            Refusal: those of `find` and of `answer_step`; NAMESPACE_FORBIDDEN, also if a live sequence of another
+                caller is in a namespace that this caller may not use.
         """
         owner = self.find(step.session_id, permissions)
-        authorization.require_sequences(permissions, owner.pool)  # a call of anybody who may own the pool
+        authorization.require_sequences(permissions, owner.pool)  # any caller that may own the pool can make this call
         if not step.number:
             reply = _renewal(owner, step)
         else:
@@ -113,7 +113,7 @@ def _renewal(owner: Ownership, step: packed.Step) -> packed.StepReply:
     """Returns the answer to a step that only renews the lease.
 
     Raises:
-        Refusal: MALFORMED, it has operations.
+        Refusal: MALFORMED if it has operations.
     """
     are_none = not StepColumns(step).operation_count
     require(are_none, f"number must be {owner.steps.next_step}, that of the next step, not 0", field="number")

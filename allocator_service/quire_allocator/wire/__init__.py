@@ -1,3 +1,3 @@
-"""A step's way through the allocator, in order: `step_columns` reads it, `step_checks` may refuse it, also for its
-`reply_size`, `authorization` marks what its caller may not create, and `step_apply` changes the pool. `translate` and
+"""A step's way through the allocator, in order: `step_columns` reads it, `step_checks` may refuse it (also for its
+`reply_size`), `authorization` marks what its caller may not create, and `step_apply` changes the pool. `translate` and
 `views` turn the core's values into messages."""

@@ -17,7 +17,7 @@ from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire.step_columns import StepColumns
 
 NUMBER_BYTES = 4  # a block id, or an entry of a packed array
-COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once more among the blocks
+COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination again among the blocks
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
 # Result, matched, pending, junction, number of stops, shortfall, index, and 12 bytes for a victim.
@@ -41,8 +41,8 @@ def check(answer_bytes: int) -> None:
 
 
 def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = False) -> int:
-    """Bounds the reply to a step whose columns agree in length. Unless `exact`, the bound is cheaper and coarser where
-    even that fits."""
+    """Bounds the reply to a step whose columns agree in length. Unless `exact` is set, returns a cheaper, coarser bound
+    if even that one fits."""
     groups = pool.coordinator.group_count
     grows = len(columns.grow_sequences)
     fixed = columns.operation_count  # 1 byte for each result
@@ -84,7 +84,7 @@ def _entries_added(pool: Pool, columns: StepColumns) -> int:
 
 
 def _forked(pool: Pool, columns: StepColumns) -> dict[int, int]:
-    """Returns the tokens that each child of a step's forks holds at least, for the forks that will be done."""
+    """Returns the least tokens that each child of a step's forks will hold, for the forks that will succeed."""
     freed, held, last = set(columns.frees), dict[int, int](), pool.last_sequence_id
     for parent_id, child_id in zip(columns.parents, columns.children):
         parent = pool.sequences.get(parent_id) if parent_id not in freed else None
@@ -100,7 +100,7 @@ def _held_token_count(pool: Pool, sequence_id: int) -> int:
 
 
 def _entries(pool: Pool, token_count: int, held: int) -> int:
-    """Counts the table entries of `token_count` tokens beyond those of `held` tokens, null ones included; 0 where the
+    """Counts the table entries of `token_count` tokens beyond those of `held` tokens, null ones included; 0 if the
     result will be TOO_LONG."""
     if not _fits(pool, token_count):
         return 0
@@ -109,5 +109,6 @@ def _entries(pool: Pool, token_count: int, held: int) -> int:
 
 
 def _fits(pool: Pool, token_count: int) -> bool:
-    """Tells whether the pool could hold a sequence of so many tokens; a windowed group holds only a part of them."""
+    """Tells whether the pool could hold a sequence of `token_count` tokens; a windowed group holds only a part of
+    them."""
     return sum(manager.peak(token_count, 1) for manager in pool.managers) <= pool.spec.block_count

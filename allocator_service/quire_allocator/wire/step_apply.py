@@ -97,7 +97,7 @@ def _fork(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
 
 
 def _grow(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
-    """Most grows are of live sequences that have room already: these leave nothing in the reply."""
+    """Applies the grows. Most are of live sequences that have room already, and leave nothing in the reply."""
     if columns.has_new:
         grants, others = _grow_each(pool, columns)
     else:
@@ -120,7 +120,7 @@ def _grow(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
 
 
 def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-    """Grows in order where new sequences are among the live ones; live ones in a row are grown together."""
+    """Applies the grows in order, with new sequences among the live ones. Consecutive live ones are grown together."""
     grants, others = Grants(), list[tuple[int, GrowResult]]()
     sequences, token_counts = columns.grow_sequences, columns.grow_token_counts
     unborn = {child for child in columns.children if child > pool.last_sequence_id}  # children whose forks were refused
@@ -155,7 +155,7 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
 def _grow_live(
     pool: Pool, columns: StepColumns, numbers: range, grants: Grants, others: list[tuple[int, GrowResult]]
 ) -> None:
-    """Grows the live sequences of some grows in a row, and adds what they got."""
+    """Applies consecutive grows of live sequences, and adds their grants and refusals."""
     if numbers:
         first, end = numbers.start, numbers.stop
         own, refused = pool.grow_many(columns.grow_sequences[first:end], columns.grow_token_counts[first:end])

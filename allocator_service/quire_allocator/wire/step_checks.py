@@ -16,7 +16,7 @@ from quire_allocator.wire.step_columns import StepColumns
 
 
 def check_step(pool: Pool, step: packed.Step) -> StepColumns:
-    """Reads a step, and refuses it where anything is wrong with it as a whole. Changes nothing.
+    """Reads a step, and refuses it if anything is wrong with it as a whole. Changes nothing.
 
     Raises:
         Refusal: MALFORMED, TOO_LARGE or LIMIT.
@@ -138,7 +138,7 @@ def _check_optional(values: Sequence[int], count: int, phase: str, name: str) ->
 
 
 def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Sequence[bytes]:
-    """Returns for each operation its part of the concatenated digests; empty where no operation has any."""
+    """Returns for each operation its part of the concatenated digests; empty if no operation has any."""
     if not counts and not data:
         return ()
     if counts and len(counts) != operations:

@@ -15,7 +15,7 @@ from quire_allocator.core.refusal import Refusal
 _NONE: Final = array("Q")
 _ID_BYTES: Final = 8  # an entry of a column of sequence ids
 _NUMBER_BYTES: Final = 4  # an entry of any other column
-_FRAME_BYTES: Final = 256  # at most, everything in a step but its columns
+_FRAME_BYTES: Final = 256  # most bytes of everything in a step but its columns
 _NAME_FRAME_BYTES: Final = 8  # a namespace without its characters, each of which takes up to 4 bytes
 
 
@@ -25,7 +25,7 @@ class StepColumns:
     Attributes:
         commit_*, keep_token_counts: columns of the commits.
         frees: column of the frees.
-        drop_count: how much is to be forgotten of the cache.
+        drop_count: number of the drops.
         parents, children: columns of the forks.
         grow_*, namespace_indices, prompt_token_counts, priorities, defer_token_counts, returns: columns of
             the grows.
@@ -77,7 +77,7 @@ class StepColumns:
         """Reads the columns of `step`.
 
         Raises:
-            Refusal: MALFORMED, a column ends within an entry, or sequences and token counts differ in number.
+            Refusal: MALFORMED if a column ends within an entry, or sequences and token counts differ in number.
         """
         self.size_max = _FRAME_BYTES
         self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE

@@ -34,7 +34,7 @@ from quire_allocator.core.spec import (
     Quota,
 )
 
-QUOTED_CHARACTERS_MAX: Final = 64  # of a name that a caller sent, in a message
+QUOTED_CHARACTERS_MAX: Final = 64  # characters of a caller's name that a message quotes
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
 KINDS: dict[int, GroupKind] = {
@@ -73,7 +73,8 @@ def _in_range(field: str, value: int, least: int, most: int, where: str = "") ->
 
 
 def _quoted(name: str) -> str:
-    """Returns a name for a message; of what can be none, its length alone, since it may be somebody's text."""
+    """Returns a name quoted for a message. For a string that can be no name, gives only its length: it may be
+    private text."""
     is_one = name.isprintable() and " " not in name and len(name) <= QUOTED_CHARACTERS_MAX
     return repr(name) if is_one else f"{len(name):,} characters that are no name"
 
@@ -100,7 +101,7 @@ def features(names: Sequence[str]) -> frozenset[str]:
     """Returns the features that an owner relies on.
 
     Raises:
-        Refusal: VERSION, one is not known; MALFORMED, they are too many.
+        Refusal: VERSION if one is not known; MALFORMED if they are too many.
     """
     require(
         len(names) <= limits.FEATURES_MAX,
@@ -171,8 +172,8 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     """Returns a pool's specification, checked.
 
     Raises:
-        Refusal: VERSION, a feature that this allocator does not know; MALFORMED, a number out of range; LAYOUT, groups
-            that it cannot manage.
+        Refusal: VERSION for a feature that this allocator does not know; MALFORMED for a number out of range; LAYOUT
+            for groups that it cannot manage.
     """
     asked = features(spec.features)
     _in_range("block_count", spec.block_count, 1, limits.BLOCKS_MAX)

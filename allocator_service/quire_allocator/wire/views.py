@@ -27,10 +27,10 @@ _PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 
 
 def pool_page(owners: Iterable[Ownership], request: pb.ListPoolsRequest, now: float) -> pb.ListPoolsResponse:
-    """Returns a page of pools, which come by name, without their quotas.
+    """Returns a page of pools, in the order of their names, without their quotas.
 
     Raises:
-        Refusal: MALFORMED, the page token is none of this allocator's.
+        Refusal: MALFORMED if the page token is not one of this allocator's.
     """
     after, response = _name_in(request.page_token), pb.ListPoolsResponse()
     count_max = min(request.page_size or limits.POOLS_PER_PAGE_MAX, limits.POOLS_PER_PAGE_MAX)
@@ -61,7 +61,7 @@ def _page_token(told: str) -> str:
 
 
 def _told_in(page_token: str) -> str:
-    """Returns what a token was made of.
+    """Returns the text from which a token was made.
 
     Raises:
         ValueError: it is no token.
@@ -75,7 +75,7 @@ def _unknown_token() -> Refusal:
 
 
 def summary(owner: Ownership, now: float) -> pb.PoolSummary:
-    """Returns a pool in a few numbers; `now` is in seconds, for the rest of the lease."""
+    """Returns the summary of a pool. `now`, in seconds, gives the remaining lease."""
     blocks = owner.pool.blocks
     return pb.PoolSummary(
         pool=owner.name,
@@ -100,8 +100,8 @@ def summary(owner: Ownership, now: float) -> pb.PoolSummary:
 
 
 class _Place(NamedTuple):
-    """The beginning of a page: block states from a block on, sequences from an id on, the first one's tables from an
-    entry on."""
+    """The beginning of a page: the first block of the states, the first sequence id, and the first entry of that
+    sequence's tables."""
 
     block: int
     sequence_id: int
@@ -131,7 +131,7 @@ def add_blocks(
     the next one.
 
     Raises:
-        Refusal: MALFORMED, the page token is none of this allocator's.
+        Refusal: MALFORMED if the page token is not one of this allocator's.
     """
     place = _place_in(request.page_token)
     first = max(place.block, pool.spec.first_block_id)

@@ -35,8 +35,8 @@ def state(block_size: int) -> GroupSpec:
     return GroupSpec(GroupKind.STATE, block_size)
 
 
-# Groups and retention of pools without early stops and stops of answers: no states, only states, or no attention to
-# compare with.
+# Groups and retention of pools that have neither early stops nor stops of answers: no states, only states, or no
+# attention to compare with.
 WITHOUT_TOLD_ENDS = [
     ((full(4),), ""),
     ((full(4), sliding(4, 8)), ""),
@@ -46,7 +46,7 @@ WITHOUT_TOLD_ENDS = [
 
 
 def make_pool(block_count: int = 8, *groups: GroupSpec, block_size: int = 4, group_count: int = 1, **spec: Any) -> Pool:
-    """A pool of these groups; without any, of `group_count` groups of full attention. Evicts by LRU."""
+    """Returns a pool of these groups, by default of `group_count` groups of full attention. Evicts by LRU."""
     spec.setdefault("eviction_policy", "lru")
     return Pool(PoolSpec(block_count, groups or (full(block_size),) * group_count, **spec))
 
@@ -58,7 +58,7 @@ def grow(pool: Pool, sequence_id: int, token_count: int) -> GrowResult:
 
 
 def stops_of(pool: Pool, namespace: str = "") -> dict[tuple[int, bytes], Stop]:
-    """The stops of a namespace, by their token counts and digests."""
+    """Returns the stops of a namespace, by their token counts and digests."""
     return {
         (count, digest): stop
         for (name, count, digest), stop in pool.coordinator.retention.stops.items()
@@ -67,17 +67,17 @@ def stops_of(pool: Pool, namespace: str = "") -> dict[tuple[int, bytes], Stop]:
 
 
 def d(letters: str) -> bytes:
-    """One digest per letter: that of a block behind all letters before it."""
+    """Returns one digest per letter, each for a block that follows all letters before it."""
     return b"".join(letters[: i + 1].encode().ljust(32, b".") for i in range(len(letters)))
 
 
 def d_from(letters: str, first: int) -> bytes:
-    """The digests of `d(letters)` from number `first` on."""
+    """Returns the digests of `d(letters)` from number `first` on."""
     return d(letters)[32 * first :]
 
 
 def tables(pool: Pool, sequence_id: int) -> list[list[int]]:
-    """Per group the whole table."""
+    """Returns the whole table of each group."""
     return [list(table) for table in pool.tables(pool.sequences[sequence_id])]
 
 
@@ -86,12 +86,12 @@ def blocks_of(pool: Pool, sequence_id: int, group: int = 0) -> list[int]:
 
 
 def states(pool: Pool) -> list[int]:
-    """Per block: 0 empty, 1 cached, n + 1 in n tables."""
+    """Returns the state of each block: 0 empty, 1 cached, n + 1 in n tables."""
     return list(block_states(pool).to_bytes())
 
 
 def counts(pool: Pool) -> tuple[int, int, int]:
-    """Blocks empty, cached, held."""
+    """Counts the empty, the cached and the held blocks."""
     blocks = pool.blocks
     return (blocks.empty_count, blocks.cached_count, blocks.block_count - blocks.free_count)
 
@@ -137,7 +137,7 @@ def commit(pool: Pool, sequence_id: int, letters: str, token_count: int, keep: i
 
 
 def filled(pool: Pool, sequence_id: int, token_count: int) -> int:
-    """Digest blocks that a commit up to `token_count` fills; negative where it goes back."""
+    """Counts the digest blocks that a commit up to `token_count` fills; negative if it goes back."""
     return token_count // pool.digest_tokens - pool.sequences[sequence_id].committed_token_count // pool.digest_tokens
 
 
@@ -154,7 +154,7 @@ def published(scope: Any) -> dict[tuple[int, bytes], tuple[list[int], int]]:
 
 
 def positions_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Positions at which scopes are asked for a unit from now on, in order; only where the core is not compiled."""
+    """Returns a list that gets every position at which scopes look for a unit from now on; empty if compiled."""
     asked, find = list[int](), UnitScope.find
 
     def count(self: UnitScope, position: int, digest: bytes) -> Unit | None:

@@ -1,5 +1,5 @@
-"""The ends of an answer: where it leaves states, which one remains, and which answers have none. Numbers worked out by
-hand."""
+"""Stops of answers: where an answer leaves states, which state stays, and which answers have none. Numbers worked out
+by hand."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, grow, make_pool, state, stops_of
 from tests.allocator.core.test_retention import text
 
-STATES = (full(4), state(1024), state(1024))  # so few that prompts of four blocks have ends of answers
+STATES = (full(4), state(1024), state(1024))  # few enough states that the answer to a prompt of four blocks has stops
 
 STATES_OF_16 = (full(16), state(1024), state(1024))
 
 
 def answer(pool: Pool, sequence_id: int, digests: bytes, first: int, last: int) -> None:
-    """Computes tokens one by one, with nothing granted beyond; at each edge a state could be left."""
+    """Computes tokens one by one and grants none ahead, so that every edge could get a state."""
     for end in range(first + 1, last + 1):
         assert grow(pool, sequence_id, end).result is Result.OK
         filled = digests[(end - 1) // 4 * DIGEST_BYTES : end // 4 * DIGEST_BYTES]
@@ -43,12 +43,12 @@ def asked(pool: Pool, sequence_id: int, digests: bytes, prompt: int) -> int:
 
 
 def ends(pool: Pool) -> list[int]:
-    """The token counts of all stops."""
+    """Returns the token counts of all stops."""
     return sorted(count for count, _ in stops_of(pool))
 
 
 def states(pool: Pool) -> list[int]:
-    """After how many tokens there are checkpoints."""
+    """Returns the token counts at which there are checkpoints."""
     units = pool.blocks.namespaces[""].scopes[-1].units()  # type: ignore[attr-defined]
     return sorted(unit.key[0] * 4 for unit in units)
 
@@ -63,16 +63,16 @@ def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_grow_with_i
 
 
 def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_can_say() -> None:
-    assert answer_stops(STATES_OF_16, 16, 96)[:2] == (112, 128)  # its last stop is 80
+    assert answer_stops(STATES_OF_16, 16, 96)[:2] == (112, 128)  # the last stop of the prompt is 80
     assert answer_stops(STATES_OF_16, 16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
 
 
 def test_prompts_whose_attention_takes_fewer_blocks_than_a_state_have_none() -> None:
-    assert answer_stops(STATES_OF_16, 16, 32) == ()  # one block of attention, and two of a state
+    assert answer_stops(STATES_OF_16, 16, 32) == ()  # one block of attention, and two of states
     assert answer_stops(STATES_OF_16, 16, 33)
     groups = (full(16), full(32), *[state(1024)] * 4)
-    assert answer_stops(groups, 32, 65)  # four and two, and four of a state
-    assert not answer_stops(groups, 32, 64)  # two and one
+    assert answer_stops(groups, 32, 65)  # 4 + 2 blocks of attention, and 4 of states
+    assert not answer_stops(groups, 32, 64)  # 2 + 1 blocks of attention
 
 
 @pytest.mark.parametrize(("groups", "retention"), WITHOUT_TOLD_ENDS)
@@ -96,7 +96,7 @@ def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of
     asked(pool, 1, chat, 22)
     assert (ends(pool), states(pool)) == ([20], [20])
     answer(pool, 1, chat, 22, 24)
-    assert (ends(pool), states(pool)) == ([24], [20, 24])  # that of the prompt may still be hit, but leaves first
+    assert (ends(pool), states(pool)) == ([24], [20, 24])  # the prompt's state may still be hit, but is evicted first
     answer(pool, 1, chat, 24, 28)
     assert (ends(pool), states(pool)) == ([28], [20, 28])
     answer(pool, 1, chat, 28, 47)
@@ -110,8 +110,8 @@ def test_the_state_of_the_prompt_leaves_before_all_that_is_kept() -> None:
     asked(pool, 1, chat, 22)
     answer(pool, 1, chat, 22, 37)
     pool.free(1)
-    assert states(pool) == [20, 36]  # and nine blocks of attention: nine are empty
-    asked(pool, 2, text(2, 20), 22)  # takes six, a state, and another one
+    assert states(pool) == [20, 36]  # nine blocks of attention are cached too, and nine blocks are empty
+    asked(pool, 2, text(2, 20), 22)  # takes six blocks, a state, and another one
     assert (ends(pool), states(pool)) == ([20, 36], [20, 36])
     assert pool.match("", chat[: 9 * DIGEST_BYTES]) == 36
     assert pool.match("", chat[: 8 * DIGEST_BYTES]) == 0
@@ -125,7 +125,7 @@ def test_where_paths_part_the_end_of_the_prompt_stays() -> None:
     asked(pool, 2, other, 42)
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, other, 42, 43)
-    assert ends(pool) == [20, 36, 40]  # of the other one the answer is too short
+    assert ends(pool) == [20, 36, 40]  # the other answer is too short for a stop
 
 
 def test_a_state_of_an_answer_that_somebody_goes_on_from_is_not_dropped() -> None:
@@ -173,7 +173,7 @@ def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
         retention = pool.coordinator.retention
         stop = max(stops_of(pool).values(), key=lambda each: each.token_count)
         burdens.append((stop.token_count, retention.worth.burden(stop.runs[0])))
-    assert burdens == [(24, 1), (40, 1)]  # one block, and two of a state
+    assert burdens == [(24, 1), (40, 1)]  # one own block leads two blocks of states
 
 
 def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:
@@ -192,7 +192,7 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
     asked(pool, 1, chat, 22)
     assert pool.fork(1, 2) is Result.OK
     stops = [pool.sequences[number].turn.token_counts for number in (1, 2)]
-    assert stops == [(16, 20)] * 2  # the early one is one of them
+    assert stops == [(16, 20)] * 2  # the early stop is one of them
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, chat[: 5 * DIGEST_BYTES] + text(3, 15), 22, 36)
     assert ends(pool) == [20]
@@ -201,7 +201,7 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
 def test_while_more_prompts_part_before_the_end_than_go_on_there_are_none() -> None:
     pool = make_pool(900, full(4), state(1024))
     retention = pool.coordinator.retention
-    retention.partings.inside = 5.0  # four are believed to have gone on
+    retention.partings.inside = 5.0  # four prompts are assumed to have continued
     assert pool.allocate(1, 22).stops == (16, 20)
     retention.partings.late_seen = 1.0
     assert pool.allocate(2, 22).stops[-1] > 20

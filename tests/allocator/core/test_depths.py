@@ -1,4 +1,4 @@
-"""Positions that count, near the beginning and far from it, are those of a plain counter."""
+"""`Depths` has the same positions as a plain counter, near the beginning and far from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The early end of a prompt: which prompts have one and where, and which prompts hit there. Numbers worked out by
-hand."""
+"""Early stops: which prompts have one, where it is, and which prompts hit there. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ STATES = (full(16), *(state(1024),) * 24)
 @pytest.mark.parametrize(
     ("prompt", "known", "expected"),
     [
-        (4096, 0, 3568),  # ends at 4,080; 510 before is 3,570
+        (4096, 0, 3568),  # the end is 4,080; 510 tokens before it is 3,570
         (4097, 0, 3584),
-        (4096, 2048, 3824),  # 2,032 are new, 254 before the end is 3,826
+        (4096, 2048, 3824),  # 2,032 tokens are new; 254 before the end is 3,826
         (4096, 4000, 0),  # five blocks of attention are new
-        (4096, 3984, 4064),  # six are: a quarter of those of a state
+        (4096, 3984, 4064),  # six are new: a quarter of the blocks of a state
         (96, 0, 0),
-        (97, 0, 80),  # ends at 96; twelve before is 84
+        (97, 0, 80),  # the end is 96; twelve tokens before it is 84
         (1, 0, 0),
     ],
 )
@@ -38,12 +37,12 @@ def test_it_is_an_eighth_of_what_is_new_before_the_end_if_that_is_worth_a_quarte
 
 def test_it_is_at_an_edge_of_all_groups_but_those_of_states() -> None:
     groups = (full(16), sliding(64, 128), state(1024))
-    assert early_stop(groups, 64, 1000, 0) == 832  # ends at 960; 120 before is 840
+    assert early_stop(groups, 64, 1000, 0) == 832  # the end is 960; 120 tokens before it is 840
 
 
 def test_there_is_none_so_near_to_the_end_that_no_edge_is_between() -> None:
-    assert early_stop((full(16), state(1024)), 16, 49, 0) == 32  # ends at 48; six before is 42
-    assert early_stop((full(2), state(1024)), 2, 7, 0) == 0  # ends at 6, and less than one before is no other edge
+    assert early_stop((full(16), state(1024)), 16, 49, 0) == 32  # the end is 48; six tokens before it is 42
+    assert early_stop((full(2), state(1024)), 2, 7, 0) == 0  # the end is 6; the edge before it is too far away
 
 
 @pytest.mark.parametrize(("groups", "retention"), WITHOUT_TOLD_ENDS)
@@ -87,9 +86,9 @@ def test_of_a_path_the_last_three_stay_however_many_turns_come_behind_it() -> No
     assert len(stop_counts(pool)) == CONTINUED_MAX
 
 
-# -- whose place a junction takes --------------------------------------------------------------------------------------
+# -- a junction replaces it ----- --------------------------------------------------------------------------------------
 
-HEAVY = (full(4), *(state(1024),) * 20)  # the new part is at least five blocks where there is an early end
+HEAVY = (full(4), *(state(1024),) * 20)  # an early stop needs a new part of at least five blocks
 
 
 def test_the_junction_takes_the_place_of_the_early_end_before_it() -> None:

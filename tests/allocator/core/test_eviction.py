@@ -29,7 +29,7 @@ ROOT = Stretch(-1, 0)
 
 
 def serve(pool: Pool, request: Sequence[int]) -> int:
-    """Allocates, computes and frees a prompt of these blocks and one token more; returns how many hit."""
+    """Allocates, computes and frees a prompt of these blocks and one token more; returns how many blocks hit."""
     number = pool.last_sequence_id + 1
     digests = b"".join(block.to_bytes(32) for block in request)
     answer = pool.allocate(number, len(request) * BLOCK_TOKENS + 1, digests)
@@ -49,7 +49,7 @@ def hit_ratio(pool: Pool, requests: Iterable[Sequence[int]]) -> float:
 
 
 def pool_of(block_count: int, policy: str) -> Pool:
-    """Room for so many full blocks, and one for a prompt's last token."""
+    """Returns a pool with room for this many full blocks, and one for a prompt's last token."""
     return make_pool(block_count + 1, block_size=BLOCK_TOKENS, eviction_policy=policy)
 
 
@@ -67,7 +67,7 @@ def test_a_queue_gives_the_least_valuable_end_of_all_lanes_like_a_naive_one(name
     print("seed", seed)
     rng = random.Random(seed)
     policy = POLICIES[name](64)
-    policy.patience = 0  # every look compares everything
+    policy.patience = 0  # every peek compares all lanes
     queue = EvictionQueue(policy)
     entries = [Stretch(number, rng.randint(1, 6), rng.randint(0, 9)) for number in range(40)]
     pushed: dict[Stretch, int] = {}
@@ -89,8 +89,8 @@ def test_a_queue_gives_the_least_valuable_end_of_all_lanes_like_a_naive_one(name
 
 
 def naive_candidates(policy: object, pushed: dict[Stretch, int]) -> list[Stretch]:
-    """Returns the entries that may leave first: of the oldest and the last pushed of each lane, those of the least
-    value."""
+    """Returns the entries that may be evicted first: the least valuable among the oldest and the last pushed of each
+    lane."""
     ends: list[Stretch] = []
     for lane in {policy.lane(entry) for entry in pushed}:  # type: ignore[attr-defined]
         same = [entry for entry in pushed if policy.lane(entry) == lane]  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def test_descendants_leave_before_their_ancestors(policy: str) -> None:
         trunk = rng.choice(trunks)
         request = trunk[: rng.randint(1, len(trunk))] + [10_000 + 20 * number + i for i in range(rng.randint(0, 10))]
         serve(pool, request)
-        invariants.check(pool)  # a run's parent is in the tree
+        invariants.check(pool)  # the parent of each run must be in the tree
     assert pool.blocks.evicted_count > 500
 
 
@@ -203,7 +203,7 @@ def test_what_is_used_often_outlives_a_scan() -> None:
     requests = [request for number, new in enumerate(scan) for request in (new, popular[number * 7 % 8])]
     lru, default = (hit_ratio(pool_of(120, policy), requests) for policy in ("lru", DEFAULT_POLICY))
     assert lru == 0
-    assert default > 0.45  # of at most 0.5
+    assert default > 0.45  # 0.5 is the most that is possible
 
 
 def test_where_recency_is_best_the_default_keeps_up_with_lru() -> None:

@@ -1,4 +1,4 @@
-"""Eviction's conclusions from a prompt that full attention has further than the other groups serve it."""
+"""Eviction learns from prompts of which full attention has more than the other groups can serve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire_allocator.core.spec import Result
 
 from tests.allocator.core.pools import d, full, grow, make_pool, state
 
-TEXT, OTHER = d("abcdefghijklmn"), d("abcdefghijwxyz")  # which part behind ten blocks
+TEXT, OTHER = d("abcdefghijklmn"), d("abcdefghijwxyz")  # two texts with ten common blocks
 PROMPT_TOKENS = 14 * 4 + 1
 LEFT = ReuseValue(1).lane_count // 5 - 1  # the kind of left-behind ends
 
@@ -26,7 +26,7 @@ def policy_of(pool: Pool) -> ReuseValue:
 
 
 def compute(pool: Pool, sequence_id: int, digests: bytes, ends: list[int], *, keeps: bool) -> None:
-    """Commits a sequence pass by pass; those `ends` are in blocks. A pass that keeps nothing beyond it may make a
+    """Commits a sequence in passes with these `ends`, in blocks. A pass that keeps nothing ahead may make a
     checkpoint."""
     for end in ends:
         first = pool.sequences[sequence_id].committed_token_count // 4
@@ -37,7 +37,7 @@ def compute(pool: Pool, sequence_id: int, digests: bytes, ends: list[int], *, ke
 
 
 def runs_on(pool: Pool, digests: bytes) -> list[Run]:
-    """The runs on the path of a prompt, from the root down."""
+    """Returns the runs on the path of a prompt, from the root down."""
     scope = pool.blocks.namespaces[""].scopes[0]
     assert isinstance(scope, RunScope)
     return pool.managers[0].find(scope, digests, 4 * len(digests) // 32).runs  # type: ignore[attr-defined, no-any-return]
@@ -50,7 +50,7 @@ def test_what_other_groups_do_not_serve_is_shared_by_who_computes_it_again() -> 
     pool.free(1)
     answer = pool.allocate(2, PROMPT_TOKENS, OTHER)
     assert (answer.matched_token_count, answer.attended_token_count) == (0, 40)
-    compute(pool, 2, OTHER, [6, 14], keeps=True)  # a pass ends before both texts part
+    compute(pool, 2, OTHER, [6, 14], keeps=True)  # a pass ends before the two texts part
     assert [(run.hits, run.size // 32) for run in runs_on(pool, TEXT)] == [(1, 6), (1, 4), (0, 4)]
     assert policy_of(pool)._medians[1] == 0.2, "how much the prompt left behind is learned once, where both part"
 

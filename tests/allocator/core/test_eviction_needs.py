@@ -14,7 +14,7 @@ from tests.allocator.core.pools import d, full, make_pool, sliding
 
 
 def leave(pool: Pool, letters: str, namespace: str) -> None:
-    """A sequence computes these blocks of 4 tokens, and ends."""
+    """Computes these blocks of 4 tokens in a new sequence, and frees it."""
     sequence_id, count = pool.last_sequence_id + 1, 4 * len(letters)
     assert pool.allocate(sequence_id, count, d(letters), namespace).result is Result.OK
     pool.commit(sequence_id, count, d(letters))
@@ -22,7 +22,7 @@ def leave(pool: Pool, letters: str, namespace: str) -> None:
 
 
 def needs(pool: Pool) -> tuple[int, int, dict[tuple[str, str], int]]:
-    """All evicted blocks, those beyond quotas, and those of other namespaces."""
+    """Returns the evicted blocks: all, those beyond quotas, and those of other namespaces."""
     blocks = pool.blocks
     invariants.check(pool)
     assert blocks.foreign_evicted_count == sum(blocks.foreign_evictions.values())

@@ -45,7 +45,7 @@ def serve(pool: Pool, request: Sequence[int]) -> None:
 
 
 def evict(pool: Pool, position_count: int) -> None:
-    """Evicts this many positions more than are empty."""
+    """Takes all empty positions, and evicts this many more."""
     width = len(pool.spec.groups)
     positions = pool.blocks.empty_count // width + position_count
     assert pool.allocate(pool.last_sequence_id + 1, positions * BLOCK_TOKENS).result is Result.OK
@@ -53,19 +53,19 @@ def evict(pool: Pool, position_count: int) -> None:
 
 
 def cached_count(pool: Pool, request: Sequence[int]) -> int:
-    """Blocks of its beginning that are cached."""
+    """Counts the cached blocks at the beginning of a request."""
     return pool.match("", digests_of(request)) // BLOCK_TOKENS
 
 
 def runs_of(pool: Pool, request: Sequence[int]) -> list[Run]:
-    """The runs on the path of a prompt, from the root down."""
+    """Returns the runs on the path of a prompt, from the root down."""
     scope = pool.blocks.namespaces[""].scopes[0]
     assert isinstance(scope, RunScope)
     return pool.managers[0].find(scope, digests_of(request), len(request) * BLOCK_TOKENS).runs  # type: ignore[attr-defined]
 
 
 def entry_of(policy: ReuseValue, parent: Stretch | None = ROOT, blocks: int = 4, name: int = 1) -> Stretch:
-    """An entry that one sequence has published, and holds."""
+    """Returns an entry that one sequence has published and holds."""
     entry = Stretch(name, blocks)
     policy.stored(entry, parent)
     entry.live = 1
@@ -73,7 +73,7 @@ def entry_of(policy: ReuseValue, parent: Stretch | None = ROOT, blocks: int = 4,
 
 
 def release(policy: ReuseValue, entry: Stretch) -> Stretch:
-    """Releases the entry, which has no holders then."""
+    """Releases an entry's last holder."""
     entry.live = 0
     policy.released(entry)
     return entry
@@ -87,7 +87,7 @@ def hit_after(policy: ReuseValue, entry: Stretch, block_count: int) -> None:
 
 
 def cut(policy: ReuseValue, entry: Stretch, upper_blocks: int) -> tuple[Stretch, bool]:
-    """Splits an entry, whose lower part stays; returns the upper one, and whether the lower has moved."""
+    """Splits an entry, which stays as the lower part. Returns the upper part, and whether the lower one has moved."""
     upper = Stretch(77, upper_blocks)
     upper.copy_history(entry)
     upper.live = min(entry.live, 1)
@@ -103,7 +103,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     chat, digests = range(4), digests_of(range(4))
     pool.allocate(1, 17, digests)
     pool.commit(1, 8, digests[:64])
-    for other in (2, 3):  # two share its computed blocks so far
+    for other in (2, 3):  # two sequences share the blocks computed so far
         pool.allocate(other, 9, digests[:64])
         pool.free(other)
     pool.commit(1, 16, digests[64:])
@@ -111,7 +111,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     serve(pool, range(10, 14))
     serve(pool, range(10, 15))  # the first four are shared once
     assert [run.hits for run in runs_of(pool, chat)] == [2, 0]
-    evict(pool, 3)  # released first, its end before the rest
+    evict(pool, 3)  # the chat was released first, and loses its end first
     assert (cached_count(pool, chat), cached_count(pool, range(10, 15))) == (1, 5)
 
 
@@ -121,7 +121,7 @@ def test_no_more_than_its_spare_end_leaves_an_entry_while_others_have_one() -> N
         pool = make_pool(43 * width, block_size=BLOCK_TOKENS, group_count=width, eviction_policy="reuse")
         policy = pool.blocks.policy
         assert isinstance(policy, ReuseValue)
-        policy._left_behind = [4 * width] * 4  # as if it had been learned
+        policy._left_behind = [4 * width] * 4  # as if the policy had learned it
         for text in texts:
             serve(pool, text)
         evict(pool, 6)
@@ -164,7 +164,7 @@ def test_what_prompts_leave_behind_is_learned_once_of_each_entry() -> None:
     policy = ReuseValue(POOL_BLOCKS)
     policy._medians = [4.0] * 4
     entry = release(policy, entry_of(policy))
-    hit_after(policy, entry, 10)  # it left nothing behind: a fifth less
+    hit_after(policy, entry, 10)  # the prompt left nothing behind, so the median falls by a fifth
     hit_after(policy, entry, 10)
     assert policy._medians == pytest.approx([4.0, 3.2, 4.0, 4.0])
 
@@ -201,7 +201,7 @@ def test_shared_entries_are_told_apart_by_how_often_and_how_long_they_waited() -
     often = [kind(hits, 8) for hits in (1, 2, 3, 7, 8)]
     assert often[2] == often[3]
     assert len(set(often)) == 4
-    long = [kind(1, gap) for gap in (1, 15, 16, 64, 255, 256)]  # a quarter of the pool, the pool, four pools
+    long = [kind(1, gap) for gap in (1, 15, 16, 64, 255, 256)]  # borders: a quarter of the pool, the pool, four pools
     assert long[0] == long[1]
     assert long[3] == long[4]
     assert len(set(long)) == 4
@@ -235,7 +235,7 @@ def test_a_cut_through_the_spare_end_leaves_the_rest_of_it_to_the_upper_part() -
     policy = ReuseValue(POOL_BLOCKS)
     policy._left_behind = [6] * 4
     entry = release(policy, entry_of(policy, blocks=10))
-    entry.live = 1  # by a sequence that computed the same once more: not shared
+    entry.live = 1  # held by a sequence that computed the same text again: not shared
     upper, _ = cut(policy, entry, 7)
     assert (upper.left_behind, entry.left_behind) == (3, 3)
 
@@ -272,7 +272,7 @@ def test_hits_of_what_was_evicted_are_remembered() -> None:
         hit_after(policy, entry, 10)
     policy.evicted(entry, 4)
     again = release(policy, entry_of(policy))
-    assert again.hits == 3  # the two, and that it came back
+    assert again.hits == 3  # the two hits, and one for its return
 
 
 def test_what_is_forgotten_without_having_come_back_lowers_the_value_of_its_kind() -> None:
@@ -311,7 +311,7 @@ def test_forgetting_changes_no_value_by_itself() -> None:
     for _ in range(100):
         model.start(0, 0, 0)
     model.learn(128 * 64 + 1)
-    assert sum(model._returned[0]) == 4_500  # it has forgotten
+    assert sum(model._returned[0]) == 4_500  # the model has halved its counts
     assert model.values[0][0] == pytest.approx(before, rel=0.05)
 
 

@@ -19,8 +19,8 @@ AT_ONCE = min(4, os.cpu_count() or 1)
 
 
 def failure_of(module: str) -> str:
-    """Returns the error of a fresh interpreter that imported this module first, with this one's path; empty without
-    one."""
+    """Returns the error of a fresh interpreter that imports this module first, on the path of this one; empty if there
+    is none."""
     script = f"import sys\nsys.path[:] = {sys.path!r}\nimport {module}\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     return f"status {done.returncode} {done.stderr[-500:]}" if done.returncode else ""

@@ -22,11 +22,11 @@ from hybrid_sides.shapes import Shape, all_shapes
 from hybrid_sides.workloads import DIGEST_TOKENS, QUICK_SCALE, WORKLOADS, Request, Stretch, ask, trace
 
 SEEDS = range(12)
-Item = tuple[str, int]  # a block of full attention, or the tail at the end of that block; and the block
+Item = tuple[str, int]  # kind (a block of full attention, or the tail at its end), and the block
 
 
 def attention(layer: int, window: int = 0) -> LayerSpec:
-    """A layer of 4 bytes a token."""
+    """Returns a layer of 4 bytes per token."""
     kind = GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION
     return LayerSpec(layer, kind, kv_head_count=1, head_dim=1, window=window)
 
@@ -39,7 +39,7 @@ SHAPES = {
 
 
 def few_requests(rng: random.Random) -> list[Request]:
-    """Prompts of whole blocks and one token more, over a tree of at most five blocks."""
+    """Returns prompts of whole blocks and one token more, over a tree of at most five blocks."""
     texts = [Stretch(None, DIGEST_TOKENS)]
     while len(texts) < 5:
         texts.append(rng.choice(texts).then(DIGEST_TOKENS) if rng.random() < 0.7 else Stretch(None, DIGEST_TOKENS))
@@ -51,7 +51,7 @@ def bytes_of(items: frozenset[Item]) -> int:
 
 
 def choices(items: frozenset[Item], room: int) -> Iterator[frozenset[Item]]:
-    """Every part of it that fits."""
+    """Yields every part of the items that fits."""
     for count in range(len(items) + 1):
         for kept in itertools.combinations(sorted(items), count):
             if bytes_of(frozenset(kept)) <= room:
@@ -61,7 +61,7 @@ def choices(items: frozenset[Item], room: int) -> Iterator[frozenset[Item]]:
 def hits_at_most(requests: list[Request], room: int) -> int:
     """Returns the hit tokens of the best cache: every choice of kept blocks is tried.
 
-    A tail is one item for each end of a block, though windows overlap there by nothing: each is a block long.
+    A tail is one item for each end of a block. Windows do not overlap, because each is one block long.
     """
     best: dict[frozenset[Item], int] = {frozenset(): 0}
     for request in requests:
@@ -82,7 +82,7 @@ def hits_at_most(requests: list[Request], room: int) -> int:
             held = {item for item in kept if item[1] in path}
             for choice in choices(others | new | held, room):
                 after[choice] = max(after.get(choice, 0), hits + served * DIGEST_TOKENS)
-        for choice in list(best):  # dropped before a request, which makes room for it
+        for choice in list(best):  # before a request, items may be dropped to make room
             del best[choice]
         for kept, hits in after.items():
             best[kept] = max(best.get(kept, 0), hits)

@@ -18,14 +18,14 @@ def partings_of(pool: Pool) -> Partings:
 
 
 def seen(pool: Pool) -> tuple[float, float]:
-    """Prompts that parted late and inside of others."""
+    """Counts the prompts that parted late, and those that parted inside others."""
     partings = partings_of(pool)
     assert partings.again == 0
     return partings.late - LATE_BELIEVED, partings.inside
 
 
 def parted(number: int, block_count: int, kept: int) -> bytes:
-    """A prompt that agrees with `text(0, ...)` in its first blocks."""
+    """Returns a prompt that agrees with `text(0, ...)` in its first `kept` blocks."""
     return text(0, block_count)[: 32 * kept] + text(number, block_count)[32 * kept :]
 
 
@@ -33,11 +33,11 @@ def test_a_chat_that_goes_on_parts_late_and_an_edited_one_early() -> None:
     pool = make_pool(200, full(4), sliding(4, 4))
     serve(pool, text(0, 8), 32)
     assert seen(pool) == (0, 0)  # the first prompt parts from nothing
-    serve(pool, text(0, 10), 41)  # all eight blocks, and nothing follows
+    serve(pool, text(0, 10), 41)  # the prompt has all eight cached blocks, and nothing follows them
     assert seen(pool) == (1, 0)
-    serve(pool, parted(1, 10, 5), 41)  # inside of the ten
+    serve(pool, parted(1, 10, 5), 41)  # parts inside the ten cached blocks
     assert seen(pool) == (1, 1)
-    serve(pool, parted(2, 10, 5), 41)  # where two ways part already
+    serve(pool, parted(2, 10, 5), 41)  # parts where other prompts parted before, which does not count
     assert seen(pool) == (1, 1)
 
 
@@ -54,7 +54,7 @@ def test_prompts_that_are_asked_again_make_no_steps() -> None:
     pool = make_pool(200, full(4), sliding(4, 4))
     for chat in range(4):
         for _ in range(2):
-            serve(pool, text(chat, 10), 40)  # hits end at 36, and a block follows
+            serve(pool, text(chat, 10), 40)  # the hit ends at 36, and one cached block follows
     partings = partings_of(pool)
     assert (partings.again, partings.inside) == (4, 0)
     assert partings.are_early
@@ -79,7 +79,7 @@ def test_steps_double_their_distance_and_stand_at_edges() -> None:
 
 def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts() -> None:
     pool = make_pool(2_000, full(4), sliding(4, 8))
-    for number in range(1, 4):  # three edited prompts and four assumed to continue: 3 of 7 are 0.4 and more
+    for number in range(1, 4):  # 3 edited prompts and 4 that are assumed late: 3 of 7 are more than 0.4
         serve(pool, text(10 * number, 8), 32)
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     assert partings_of(pool).are_inside
@@ -88,12 +88,12 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
     own = text(0, 20)
     stops = stops_of(pool)
     ends = [count for count, digest in stops if digest == own[8 * count - 32 : 8 * count]]
-    assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the end of the prompt, and that
+    assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the prompt's end, and the end
     assert not any(stop.is_aside for stop in stops.values() if stop.token_count > 32)
 
 
 def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
-    """Returns the share of hits in the common tokens of chats whose last quarter is written anew each time."""
+    """Returns the hit share of the common tokens of chats. The last quarter of each chat is rewritten each time."""
     hits = 0
     for number in range(round_count):
         for chat in range(chat_count):
@@ -126,7 +126,7 @@ def test_steps_of_states_stand_where_checkpoints_are_and_wait_for_more_prompts_t
         3_072,
         2_560,
         1_536,
-    ]  # 3,968, 3,936 and so on, moved back to checkpoints
+    ]  # 3,968, 3,936 and so on, rounded down to checkpoints
     assert partings.steps_before(500) == []
     partings.inside, partings.late = 2.0, 1.0
     assert not partings.are_inside
@@ -160,6 +160,6 @@ def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     serve(pool, text(0, 64), 257)
     spare = pool.blocks.namespaces[""].scopes[1].spare
-    pool.blocks.take(pool.blocks.empty_count + spare)  # all that no stop needs has left
+    pool.blocks.take(pool.blocks.empty_count + spare)  # evicts everything that no stop needs
     matched = [pool.match("", parted(5, 64, kept)) for kept in (63, 62, 60, 56, 50, 40, 20)]
     assert matched == [252, 248, 240, 224, 192, 128, 0]

@@ -40,9 +40,9 @@ def refusal(answer: GrowResult) -> tuple[Result, int]:
 def test_a_new_sequence_leaves_the_watermark_to_those_that_run() -> None:
     pool = make_pool(8, watermark_block_count=2)
     pool.allocate(1, 16)
-    assert refusal(pool.allocate(2, 9)) == (Result.NO_SPACE, 1)  # 3 of the 4 free ones, and 2 must stay
+    assert refusal(pool.allocate(2, 9)) == (Result.NO_SPACE, 1)  # needs 3 of the 4 free blocks, and 2 must stay free
     assert pool.allocate(2, 8).result is Result.OK
-    assert grow(pool, 1, 24).result is Result.OK  # growing may take them
+    assert grow(pool, 1, 24).result is Result.OK  # a grow may take the watermark
     assert counts(pool) == (0, 0, 8)
 
 
@@ -59,7 +59,7 @@ def test_an_idle_pool_waives_the_watermark() -> None:
 def test_a_first_chunk_is_let_in_only_if_the_whole_prompt_fits() -> None:
     pool = make_pool(8)
     pool.allocate(1, 12)
-    assert refusal(pool.allocate(2, 4, prompt_token_count=24)) == (Result.NO_SPACE, 1)  # 6 blocks, 5 are free
+    assert refusal(pool.allocate(2, 4, prompt_token_count=24)) == (Result.NO_SPACE, 1)  # needs 6 blocks, and 5 are free
     assert refusal(pool.allocate(2, 4, prompt_token_count=33)) == (Result.TOO_LONG, 0)
     assert pool.allocate(2, 4, prompt_token_count=20).result is Result.OK
 
@@ -70,9 +70,10 @@ def test_what_is_cached_of_a_prompt_counts_towards_its_fit() -> None:
     assert refusal(pool.allocate(2, 4, d("wxyz"), prompt_token_count=20)) == (Result.NO_SPACE, 1)
     answer = pool.allocate(2, 4, d("abcd"), prompt_token_count=20)
     assert (answer.result, answer.matched_token_count) == (Result.OK, 16)
-    assert len(answer.blocks[0]) == 4  # more was found than the chunk asked for
+    assert len(answer.blocks[0]) == 4  # the hit is longer than the chunk
     assert pool.sequences[2].promised == 1
-    # All of a prompt is asked for, whatever its first chunk is: 16 tokens of the first sequence, 20 of the second.
+    # The whole prompt counts as queried, whatever its first chunk is: 16 tokens of the first sequence, 20 of the
+    # second.
     assert (pool.queried_token_count, pool.matched_token_count) == (36, 16)
 
 
@@ -112,7 +113,7 @@ def test_what_windows_give_back_is_promised_again_and_nothing_once_the_prompt_is
     assert pool.admission.promised_block_count == 9 + 2
     for block in range(1, 11):
         assert grow(pool, 1, 4 * block).result is Result.OK
-        # Of 8 tokens on, the token at `4 * block` reads 4 tokens before it: one block.
+        # From 8 tokens on, the token at `4 * block` reads 4 tokens before it: one block.
         window = 2 if block > 1 else 1
         assert pool.admission.promised_block_count == (10 - block) + min(10 - block, 3 - window)
         if block < 10:
@@ -129,7 +130,7 @@ def test_a_hit_is_no_part_of_a_pass() -> None:
     computed(pool, 1, LETTERS[:9])
     answer = pool.allocate(2, 4, d(LETTERS[:9]), prompt_token_count=40)
     assert answer.matched_token_count == 36
-    assert pool.sequences[2].promised == 1 + 1  # there is but one block of each left to fill
+    assert pool.sequences[2].promised == 1 + 1  # one block of each group is left to fill
 
 
 @pytest.mark.parametrize("block_count", [38, 42, 44, 45])
@@ -154,7 +155,7 @@ def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None
     assert refusal(pool.allocate(1, 29)) == (Result.TOO_LONG, 0)
     assert refusal(pool.allocate(1, 20, prompt_token_count=28)) == (Result.PASS_TOO_LONG, 4)
     assert pool.allocate(1, 12).result is Result.OK
-    commit(pool, 1, "abc", 12)  # the window has 2 blocks of them, full attention 3
+    commit(pool, 1, "abc", 12)  # the window holds 2 blocks, full attention 3
     before = everything(pool)
     assert refusal(grow(pool, 1, 28)) == (Result.PASS_TOO_LONG, 3)
     assert refusal(grow(pool, 1, 29)) == (Result.TOO_LONG, 0)
@@ -165,7 +166,8 @@ def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None
 
 
 def test_a_chunk_begins_at_the_edge_of_a_block_where_a_window_may_begin_inside() -> None:
-    # In passes of one token 8 tokens of a chunk take 2 blocks of 4, of a window 3; in passes of 4, 11 tokens take 3.
+    # In passes of one token, 8 tokens of a chunk take 2 blocks of 4, and a window takes 3. In passes of 4, 11 tokens
+    # take 3 blocks.
     assert refusal(make_pool(8, full(4), chunked(4, 8)).allocate(1, 28)) == (Result.TOO_LONG, 0)
     pool = make_pool(9, full(4), chunked(4, 8))
     assert refusal(pool.allocate(1, 28)) == (Result.PASS_TOO_LONG, 5)
@@ -191,7 +193,7 @@ def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed:
     )
     announced = rng.choice((0, 9))
     pool = make_pool(40, *groups, chunk_token_count_max=announced)
-    prompts: dict[int, tuple[int, int]] = {}  # tokens, tokens of a pass
+    prompts: dict[int, tuple[int, int]] = {}  # sequence -> its tokens, tokens of a pass
     for sequence_id in range(1, 400):
         length, chunk = rng.randint(1, 40), rng.randint(1, 9)
         own = bytes([sequence_id % 256, sequence_id // 256]) * 16
@@ -214,7 +216,7 @@ def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed:
 
 
 def quota_pool(block_count: int = 8, *groups: object, **limits: int | None) -> Pool:
-    """A pool with limits for the namespace "blue"."""
+    """Returns a pool with limits for the namespace "blue"."""
     return make_pool(block_count, *groups, quotas=(Quota("blue", **limits),))  # type: ignore[arg-type]
 
 
@@ -234,11 +236,11 @@ def test_a_namespace_holds_no_more_than_its_quota_and_others_do() -> None:
 def test_shared_blocks_count_once_and_cached_ones_when_they_are_taken_again() -> None:
     pool = quota_pool(held_block_count_max=4)
     computed(pool, 1, "abc", namespace="blue")
-    assert pool.allocate(2, 13, d("abc"), "blue").result is Result.OK  # three shared, one of its own
+    assert pool.allocate(2, 13, d("abc"), "blue").result is Result.OK  # three shared blocks, and one of its own
     assert pool.allocate(3, 13, d("abc"), "blue").result is Result.QUOTA
     pool.free(1)
     pool.free(2)
-    assert pool.allocate(3, 17, d("abc"), "blue").result is Result.QUOTA  # three revived and two new
+    assert pool.allocate(3, 17, d("abc"), "blue").result is Result.QUOTA  # three revived blocks and two new ones
     assert pool.allocate(3, 13, d("abc"), "blue").matched_token_count == 12
 
 
@@ -263,7 +265,7 @@ def test_every_namespace_that_is_not_named_has_the_quota_of_the_others_to_itself
 def test_of_what_it_leaves_behind_a_namespace_loses_its_own_first() -> None:
     pool = quota_pool(cached_block_count_max=2)
     computed(pool, 1, "xy")
-    pool.free(1)  # the oldest of the pool, of another namespace
+    pool.free(1)  # the oldest cached block of the pool, of another namespace
     computed(pool, 2, "abcd", namespace="blue")
     pool.free(2)
     assert (pool.match("", d("xy")), pool.match("blue", d("abcd"))) == (8, 8)
@@ -280,7 +282,7 @@ def test_a_namespace_still_knows_its_oldest_after_its_blocks_came_and_went_many_
     computed(pool, 2, "x", namespace="blue")
     pool.free(1)
     pool.free(2)
-    for sequence_id in range(3, 300):  # each leaves an outdated place in the queue
+    for sequence_id in range(3, 300):  # each leaves an outdated item in the queue
         pool.allocate(sequence_id, 5, d("x"), "blue")
         pool.free(sequence_id)
     invariants.check(pool)
@@ -302,7 +304,7 @@ def test_a_namespace_that_may_leave_nothing_is_forgotten_with_its_last_sequence(
 
 def test_what_falls_out_of_a_window_counts_as_left_behind() -> None:
     pool = quota_pool(8, sliding(4, 4), cached_block_count_max=1)
-    computed(pool, 1, "abcd", namespace="blue")  # three of four fell out; the same prompt again would hit the third
+    computed(pool, 1, "abcd", namespace="blue")  # three of four blocks fell out; the same prompt would hit the third
     assert counts(pool) == (6, 1, 1)
     assert [pool.match("blue", d("abc")[: 32 * count]) for count in (1, 2, 3)] == [0, 0, 12]
 
@@ -310,7 +312,7 @@ def test_what_falls_out_of_a_window_counts_as_left_behind() -> None:
 def test_a_block_that_growing_leaves_behind_counts_too() -> None:
     pool = quota_pool(8, state(4), cached_block_count_max=0)
     computed(pool, 1, "a", namespace="blue")
-    answer = grow(pool, 1, 5)  # goes on in a copy; the checkpoint would be cached
+    answer = grow(pool, 1, 5)  # continues in a copy; the checkpoint would be cached, which the quota forbids
     assert [tuple(copy) for copy in answer.copies] == [(0, 1)]
     assert counts(pool) == (7, 0, 1)
     invariants.check(pool)
@@ -336,7 +338,7 @@ def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> No
     computed(pool, 1, "a", namespace="blue")
     assert grow(pool, 1, 5).copies == [(0, 1)]
     pool.free(1)
-    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # as above, for a hit
+    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # a hit is no growth either
     invariants.check(pool)
 
 

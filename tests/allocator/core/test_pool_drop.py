@@ -1,4 +1,4 @@
-"""Drops of a pool's, a namespace's or a prefix's cache; removals from the index; and ids that begin higher."""
+"""Drops of a pool's, a namespace's or a prefix's cache; removals from the index; and block ids that begin above 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.allocator.core.pools import blocks_of, chunked, counts, d, full, gran
 
 
 def leave(pool: Pool, letters: str, namespace: str = "") -> None:
-    """A sequence computes these blocks of 4 tokens, and ends."""
+    """Computes these blocks of 4 tokens in a new sequence, and frees it."""
     sequence_id, count = pool.last_sequence_id + 1, 4 * len(letters)
     matched = pool.allocate(sequence_id, count, d(letters), namespace).matched_token_count
     pool.commit(sequence_id, count, d(letters)[matched * 8 :])

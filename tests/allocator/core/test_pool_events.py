@@ -1,4 +1,4 @@
-"""The log of a pool's index: in order, once acknowledged, once for all copies. Blocks of 4 tokens."""
+"""The log of a pool's index: in order, after the acknowledgment, once for all copies. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Told = list[tuple[str, str, int, str, int]]  # change, digests, first position, 
 
 
 def letters_of(digests: bytes) -> str:
-    """The last letter of each digest."""
+    """Returns the last letter of each digest."""
     names = [digests[i : i + 32].rstrip(b".").decode() for i in range(0, len(digests), 32)]
     return "".join(name[-1] for name in names)
 
 
 def told(pool: Pool, after: int = 0) -> Told:
-    """Everything that the log has published."""
+    """Returns everything that the log has published."""
     return [
         (
             event.change.name,
@@ -36,7 +36,7 @@ def told(pool: Pool, after: int = 0) -> Told:
 
 
 def all_told(pool: Pool) -> Told:
-    """Returns the log with everything acknowledged."""
+    """Acknowledges everything, and returns the log."""
     pool.log.publish(pool.log.step)
     return told(pool)
 
@@ -90,7 +90,7 @@ def test_a_copy_that_meets_the_first_block_is_no_event_and_its_end_neither() -> 
     commit(pool, 1, "ab", 8)
     commit(pool, 2, "ab", 8)
     pool.free(1)
-    pool.allocate(3, 8)  # the blocks that the second one gave back
+    pool.allocate(3, 8)  # takes the blocks that sequence 2 gave back
     assert all_told(pool) == [("STORED", "ab", 0, "", 0)]
     assert pool.match("", d("ab")) == 8
     pool.free(2)
@@ -123,7 +123,7 @@ def test_falling_out_of_a_window_is_no_event_and_eviction_is() -> None:
     pool = make_pool(4, sliding(4, 4))
     computed(pool, 1, "abc")
     assert [event[:3] for event in all_told(pool)] == [("STORED", "abc", 0)]
-    pool.allocate(2, 8)  # one is empty, and of the two that fell out the deeper is the end of the prompt
+    pool.allocate(2, 8)  # takes the empty block, and one of the two that fell out; the deeper is the prompt's end
     assert [event[:3] for event in all_told(pool)[1:]] == [("REMOVED", "a", 0)]
 
 
@@ -140,8 +140,8 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     pool.allocate(1, 6)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    grow(pool, 1, 13)  # writes on in a copy
-    grow(pool, 2, 13)  # the only one left in the block
+    grow(pool, 1, 13)  # continues in a copy
+    grow(pool, 2, 13)  # sequence 2 alone is left in the block
     pool.fork(2, 3)
     commit(pool, 1, "abc", 13)
     assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
@@ -149,10 +149,10 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     pool.allocate(1, 12)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    commit(pool, 1, "abc", 12)  # the block that it shares with its fork, and the one behind
+    commit(pool, 1, "abc", 12)  # publishes the block that it shares with its fork, and the next one
     assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
     grow(pool, 2, 8)
-    commit(pool, 2, "abc", 8)  # its copy of what is published already
+    commit(pool, 2, "abc", 8)  # commits its copy of a block that is already published
     pool.free(1)
     pool.free(2)
     assert pool.match("", d("abc")) == 12
@@ -185,7 +185,7 @@ def test_what_was_stored_by_others_parts_what_a_commit_of_a_window_tells() -> No
     pool.allocate(2, 24)
     pool.free(1)
     forget(pool, 0, [0, 1, 4])
-    commit(pool, 2, "abcdef", 24)  # its own copies of evicted blocks, and the published rest
+    commit(pool, 2, "abcdef", 24)  # has its own copies of the evicted blocks; the rest is still published
     assert [event for event in all_told(pool) if event[0] == "STORED"] == [
         ("STORED", "abcdef", 0, "", 0),
         ("STORED", "ab", 0, "", 0),
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_is_evicted_or_given_up_is_removed() -> None:
         grow(pool, 1, token_count)
         commit(pool, 1, "ab", token_count)
     grow(pool, 1, 12)
-    # Positions of states count the digests before and with them.
+    # The position of a state counts the digests up to and including its own.
     assert [event[:3] for event in all_told(pool)] == [("STORED", "a", 1), ("STORED", "b", 2), ("REMOVED", "a", 1)]
     pool = make_pool(3, full(4), state(4))
     computed(pool, 1, "a")
@@ -254,7 +254,7 @@ def test_the_log_keeps_no_more_than_twice_the_digests_that_it_counts() -> None:
     pool.free(1)
     for sequence_id in range(
         2, 802, 200
-    ):  # each takes a few blocks from the end of the long run, which is hit and cut anew
+    ):  # each takes a few blocks from the end of the long run, and the next hit cuts it anew
         pool.allocate(sequence_id, 4 * 4)
         pool.free(sequence_id)
         pool.allocate(sequence_id + 100, 4 * 20, d(letters))

@@ -1,5 +1,4 @@
-"""Blocks that fell out of windows cost by the stretch, not by the block: finding, committing, freeing and evicting
-them."""
+"""Finding, committing, freeing and evicting fallen blocks of windows costs time per stretch, not per block."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def window_pool(*groups: GroupSpec, retention: str = "") -> Pool:
 
 
 def computed(pool: Pool, sequence_id: int, digests: bytes, chunk: int = 1 << 40) -> None:
-    """A prompt, in passes of so many blocks."""
+    """Computes a prompt in passes of `chunk` blocks."""
     count = len(digests) // 32
     done = min(chunk, count)
     assert pool.allocate(sequence_id, 4 * done, digests, prompt_token_count=4 * count).result is Result.OK
@@ -88,7 +87,7 @@ def test_a_lookup_looks_only_where_something_begins(kind: Any, monkeypatch: pyte
             return super().get(key)
 
     scope.stretches = Counted(scope.stretches)
-    assert pool.match("", text(9, LONG)) == (0 if kind is sliding else 4 * LONG)  # between two chunks nothing is needed
+    assert pool.match("", text(9, LONG)) == (0 if kind is sliding else 4 * LONG)  # between chunks, a hit needs no block
     assert len(looks) <= 8
     looks.clear()
     assert pool.match("", text(0, LONG)) == 4 * LONG
@@ -105,7 +104,7 @@ def test_a_prompt_in_passes_leaves_a_stretch_for_each_pass() -> None:
     invariants.check(pool)
 
 
-# -- and what it is ----------------------------------------------------------------------------------------------------
+# -- results ------ ----------------------------------------------------------------------------------------------------
 
 
 def test_a_hit_inside_of_a_stretch_makes_units_of_a_window_and_leaves_the_rest() -> None:
@@ -133,7 +132,7 @@ def test_a_stretch_leaves_from_its_deep_end_in_one_event() -> None:
     pool.free(1)
     pool.log.publish(0)
     cursor = pool.log.last_cursor
-    assert pool.allocate(2, 4 * 600).result is Result.OK  # 500 of the cached blocks
+    assert pool.allocate(2, 4 * 600).result is Result.OK  # takes 500 of the cached blocks
     pool.log.publish(0)
     ((_, event),) = pool.log.after(cursor, 99)
     assert len(event.digests) == 32 * 500

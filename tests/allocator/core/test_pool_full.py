@@ -92,7 +92,7 @@ def test_a_hit_may_end_in_the_middle_of_what_another_sequence_computed_in_one_go
     assert pool.allocate(2, 12, d("abxy")).blocks[0].tolist() == [0, 1, 4]
     assert states(pool)[:5] == [3, 3, 2, 2, 2]
     pool.free(1)
-    assert counts(pool) == (3, 2, 3)  # c and d are cached, a and b held by the second
+    assert counts(pool) == (3, 2, 3)  # c and d are cached, a and b are held by sequence 2
     assert granted_next(pool) == [5, 6, 7, 3, 2]
     assert pool.match("", d("abcd")) == 16
 
@@ -144,7 +144,7 @@ def test_the_eviction_order_outlives_many_hits() -> None:
         computed(pool, sequence_id, letter)
     for sequence_id in (1, 2, 3):
         pool.free(sequence_id)
-    for sequence_id in range(4, 304):  # each leaves an outdated place in the queue
+    for sequence_id in range(4, 304):  # each leaves an outdated item in the queue
         pool.allocate(sequence_id, 5, d("a" if sequence_id % 2 else "p"))
         pool.free(sequence_id)
     invariants.check(pool)
@@ -186,7 +186,7 @@ def test_the_hits_of_a_new_sequence_are_not_evicted_to_make_room_for_its_own_tai
     pool = make_pool(4)
     computed(pool, 1, "ab")
     computed(pool, 2, "xy")
-    pool.free(1)  # the first to be evicted
+    pool.free(1)  # its blocks are evicted first
     pool.free(2)
     grown = pool.allocate(3, 16, d("ab"))
     assert [list(table) for table in grown.blocks] == [[0, 1, 2, 3]]
@@ -198,7 +198,7 @@ def test_of_a_cached_run_only_what_is_hit_is_kept_from_being_granted() -> None:
     computed(pool, 1, "abcd")
     pool.free(1)
     pool.allocate(2, 1)  # block 4
-    answer = pool.allocate(3, 20, d("abxyz"))  # a and b are kept; c and d may go, and a third is missing
+    answer = pool.allocate(3, 20, d("abxyz"))  # a and b are kept; c and d can be evicted; one more block is missing
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 1)
     assert pool.allocate(3, 16, d("abx")).blocks[0].tolist() == [0, 1, 2, 3]
     invariants.check(pool)
@@ -227,9 +227,9 @@ def test_a_swap_brings_a_cached_block_back_into_use() -> None:
 def test_a_commit_may_adopt_blocks_of_several_earlier_sequences_and_stop_in_the_middle_of_the_last() -> None:
     pool = make_pool(16)
     computed(pool, 1, "ab")  # blocks 0 1
-    computed(pool, 2, "abcd", tokens=1)  # shares them; 2 3, and 4 for the token
-    computed(pool, 3, "abcdxy")  # shares 0 1 2 3; 5 6: three runs by now
-    pool.allocate(4, 24)  # without digests nothing is hit: 7 8 9 10 11 12
+    computed(pool, 2, "abcd", tokens=1)  # shares them; has 2 3, and 4 for the token
+    computed(pool, 3, "abcdxy")  # shares 0 1 2 3; has 5 6: three runs by now
+    pool.allocate(4, 24)  # without digests nothing is hit: it has 7 8 9 10 11 12
     answer = commit(pool, 4, "abcdxz", 24)
     assert answer.swaps == [Swap(0, 0, 0), Swap(0, 1, 1), Swap(0, 2, 2), Swap(0, 3, 3), Swap(0, 4, 5)]
     assert blocks_of(pool, 4) == [0, 1, 2, 3, 5, 12]
@@ -349,7 +349,7 @@ def test_a_block_that_only_the_larger_group_has_half_filled_is_copied_by_whoever
     grow(pool, 1, 6)
     pool.fork(1, 2)
     assert tables(pool, 2) == [[0], [1]]
-    assert pool.sequences[1].limit == 6  # else it would write on behind the fork's back
+    assert pool.sequences[1].limit == 6  # otherwise it would write into the block that the fork shares
     grown = grow(pool, 1, 7)
     assert grown.copies == [(1, 3)]
     invariants.check(pool)
@@ -384,7 +384,7 @@ def test_a_sequence_that_evicts_the_last_blocks_of_its_own_namespace_keeps_the_n
     pool = make_pool(2)
     computed(pool, 1, "ab")
     pool.free(1)
-    pool.allocate(2, 8, d("xy"))  # no hit: everything that the namespace has left goes to make room
+    pool.allocate(2, 8, d("xy"))  # no hit: everything that the namespace had left is evicted for room
     pool.commit(2, 8, d("xy"))
     invariants.check(pool)
     assert pool.match("", d("xy")) == 8

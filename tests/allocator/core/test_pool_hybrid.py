@@ -28,7 +28,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def matches(pool: Pool, letters: str) -> list[int]:
-    """Tokens hit by each prefix of a text, in digest blocks."""
+    """Returns the hit tokens of each prefix of a text, one digest block after another."""
     return [pool.match("", d(letters[:count])) for count in range(len(letters) + 1)]
 
 
@@ -64,9 +64,9 @@ def test_full_and_sliding_agree_on_the_longest_prefix_that_both_have() -> None:
 
 
 def test_three_kinds_are_asked_again_until_none_of_them_gives_way() -> None:
-    # Blocks of one token. Full has all 12. A window of 3 needs the last two and has 2, 3, 8, 9: prefixes of 4 and 10.
-    # Chunks of 4 need the tokens since the last multiple of 4, and 8 is missing: of 10 only 8 is left, which the window
-    # cannot serve; so 4.
+    # Blocks of one token. Full attention has all 12. A window of 3 needs the last two and has 2, 3, 8, 9: prefixes of 4
+    # and 10. Chunks of 4 need the tokens since the last multiple of 4, and 8 is missing, so the prefix of 10 shrinks to
+    # 8. The window cannot serve 8, so 4 is left.
     pool = make_pool(60, full(1), sliding(1, 3), chunked(1, 4))
     computed(pool, 1, LETTERS[:12])
     pool.free(1)
@@ -88,7 +88,7 @@ def test_a_pool_without_full_attention_is_hit_by_the_same_rule() -> None:
 
 def test_a_long_prompt_is_hit_at_its_end_but_no_longer_where_its_windows_were_evicted() -> None:
     pool = make_pool(12, full(4), sliding(4, 5))
-    computed(pool, 1, "abcd")  # full 0 to 3; of the window's 4 to 7 only 7 is needed by the token at 16
+    computed(pool, 1, "abcd")  # full attention has 0 to 3; of the window's 4 to 7, the token at 16 needs only 7
     assert tables(pool, 1) == [[0, 1, 2, 3], [NULL, NULL, NULL, 7]]
     assert matches(pool, "abcd") == [0, 4, 8, 12, 16]
     forget(pool, 1, [0, 1, 2])
@@ -119,7 +119,7 @@ def test_no_group_grows_if_one_of_them_cannot() -> None:
     pool = make_pool(5, full(4), sliding(4, 8))
     pool.allocate(1, 8)
     answer = grow(pool, 1, 9)
-    assert (answer.result, answer.shortfall) == (Result.TOO_LONG, 0)  # 3 + 3 of 5
+    assert (answer.result, answer.shortfall) == (Result.TOO_LONG, 0)  # 3 + 3 blocks do not fit into 5
     pool = make_pool(7, full(4), sliding(4, 8))
     pool.allocate(1, 8)
     pool.allocate(2, 1)
@@ -149,5 +149,6 @@ def test_blocks_of_one_token_work_with_every_kind(group_count: int) -> None:
     pool = make_pool(30 * group_count, *groups)
     computed(pool, 1, "abcde")
     assert matches(pool, "abcde") == [0, 1, 2, 3, 4, 5]
-    # Of 5 tokens: full 5; the token at 5 reads 3 to 5 of a window of 3; of chunks of 2 only 4 and 5.
+    # With 5 tokens, full attention holds 5 blocks. The token at 5 reads 3 to 5 of a window of 3, and 4 and 5 of chunks
+    # of 2.
     assert counts(pool)[2] == (5 + 2 + 1) * group_count

@@ -73,7 +73,7 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
             sequence = pool.sequences[sequence_id]
             until = min(token_count, sequence.token_count)
             count = filled(pool, sequence_id, until)
-            if until >= sequence.committed_token_count:  # going back is refused before the pool is asked
+            if until >= sequence.committed_token_count:  # a commit that goes back is refused before it reaches the pool
                 pool.commit(sequence_id, until, b"".join((digests * 24 or [bytes(32)] * 24)[:count]), choice)
         elif name == "fork":
             pool.fork(sequence_id, new_id)
@@ -86,7 +86,7 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
 
 
 def busy_pool() -> Pool:
-    """A borrower, a fork, a prompt in chunks, sharers of a half-filled block, something cached.
+    """Returns a pool with a borrower, a fork, a prompt in chunks, sharers of a half-filled block, and cached blocks.
 
     Sequence 3 borrows a block that 1 published; 4 is a fork of 1; 5 is a prompt in chunks; 7 and 8 share.
     """
@@ -107,7 +107,7 @@ def busy_pool() -> Pool:
 
 
 def state_pool() -> Pool:
-    """Sequence 1 stands at a checkpoint that 2 shares, and has left another one."""
+    """Returns a pool in which sequence 1 is at a checkpoint that 2 shares, and has left another one."""
     pool = make_pool(8, state(4))
     pool.allocate(1, 4)
     commit(pool, 1, "ab", 4)
@@ -190,7 +190,7 @@ def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
 
 
 def last_stop(pool: Pool) -> Any:
-    """One behind which there is none."""
+    """Returns a stop that no other stop follows."""
     return next(b for b in stops_of(pool).values() if not b.way_count)
 
 
@@ -238,7 +238,7 @@ def lose_the_state(pool: Pool) -> None:
 
 
 def add(target: Callable[[Pool], Any], name: str, by: int) -> Callable[[Pool], None]:
-    """A defect: one number is wrong."""
+    """Returns a defect that makes one number wrong."""
 
     def corrupt(pool: Pool) -> None:
         setattr(target(pool), name, getattr(target(pool), name) + by)

@@ -70,7 +70,7 @@ def test_the_second_of_three_prompts_is_told_of_what_they_share_and_the_third_hi
 
 
 def test_a_junction_lies_at_an_edge_of_all_groups_but_those_of_states() -> None:
-    # Digests cover 4 tokens and the other full attention has blocks of 16: of 40 tokens in common it has 32.
+    # Digests cover 4 tokens, and one group of full attention has blocks of 16: of 40 common tokens, it has 32.
     pool = make_pool(64, full(4), full(16), state(4))
     computed(pool, 1, "abcdefghijklm")
     assert told(pool.allocate(2, 52, d("abcdefghijxyz"))) == (Result.OK, 0, 32)
@@ -81,7 +81,7 @@ def test_a_junction_leaves_a_token_to_compute() -> None:
     pool.allocate(1, 12)
     commit(pool, 1, "abc", 12)
     assert told(pool.allocate(2, 12, d("abc"))) == (Result.OK, 0, 8)
-    assert pool.sequences[2].turn.token_counts[:2] == (8, 16)  # which is the end of its prompt as well
+    assert pool.sequences[2].turn.token_counts[:2] == (8, 16)  # 8 is also the end of the prompt
     assert pool.sequences[2].turn.prompt_end == 8
 
 
@@ -103,7 +103,7 @@ def test_a_match_and_a_pending_answer_tell_the_junction_too() -> None:
 
 
 def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
-    pool = make_pool(32, full(4), state(64), state(64))  # answers without ends
+    pool = make_pool(32, full(4), state(64), state(64))  # so few blocks of attention that answers have no stops
     pool.log.step = 1
     computed(pool, 1, "ab")
     pool.log.step = 2
@@ -182,7 +182,7 @@ def test_the_history_of_prompts_is_what_the_latest_of_them_begin_with(seed: int)
     rng = random.Random(seed)
     digests_max = rng.randint(1, 40)
     history = PromptHistory(digests_max)
-    latest: list[tuple[str, list[int]]] = []  # prefixes, the one that is forgotten next first
+    latest: list[tuple[str, list[int]]] = []  # prefixes, the one that is forgotten next at the front
 
     for _ in range(400):
         name, length = rng.choice(("", "blue")), rng.randint(0, 9)

@@ -1,4 +1,4 @@
-"""Prefixes under way in another sequence: a request for one learns of it, and may wait. Blocks of 4 tokens."""
+"""Prefixes that another sequence is computing: a request for one learns of it, and may wait. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def asked(pool: Pool, letters: str, token_count: int, namespace: str = "") -> tuple[int, int]:
-    """Tokens matched and pending for a prompt that would wait for a single token."""
+    """Returns the matched and pending tokens of a prompt that would wait for a single token."""
     answer = pool.allocate(1000, token_count, d(letters), namespace, defer_token_count=1)
     if answer.result is Result.OK:
         pool.free(1000)
@@ -60,7 +60,7 @@ def test_prompts_are_pending_as_far_as_they_agree() -> None:
     pool.allocate(1, 17, d("abcd"))
     assert asked(pool, "abxy", 17) == (0, 8)
     assert asked(pool, "xabc", 17) == (0, 0)
-    assert asked(pool, "abcd", 12) == (0, 8)  # of 12 tokens one is computed in any case
+    assert asked(pool, "abcd", 12) == (0, 8)  # of 12 tokens, one is computed in any case
     commit(pool, 1, "abcd", 8)
     assert asked(pool, "abxy", 17) == (8, 0)
     assert asked(pool, "abcx", 17) == (8, 4)
@@ -117,7 +117,7 @@ def test_a_fork_announces_nothing() -> None:
 
 
 def eight_at_once(pool: Pool, letters: str, prompt: int, chunk: int) -> list[int]:
-    """Runs eight identical prompts, where waiting ones ask again every step; returns the tokens that each computed."""
+    """Runs eight identical prompts; waiting ones ask again every step. Returns the tokens that each one computed."""
     waiting, running, computed_by = list(range(1, 9)), [], []
     for _ in range(60):
         for _ in list(waiting):

@@ -25,7 +25,7 @@ from tests.allocator.core.pools import (
 
 
 def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[int], list[Copy]]:
-    """The grants and copies of a grow."""
+    """Returns the grants and copies of a grow."""
     answer = grow(pool, sequence_id, token_count)
     assert answer.result is Result.OK
     invariants.check(pool)
@@ -77,7 +77,7 @@ def test_a_fork_shares_what_is_committed_and_not_what_is_merely_granted() -> Non
     pool.fork(1, 2)
     assert blocks_of(pool, 2) == [0, 1]
     assert pool.sequences[2].token_count == 6
-    # The parent was granted the rest of block 1 before the fork: it writes on there, and the child copies.
+    # The parent was granted the rest of block 1 before the fork: it continues there, and the child copies.
     assert grown(pool, 1, 16) == ([], [])
     assert grown(pool, 2, 7) == ([4], [Copy(1, 4)])
 
@@ -101,7 +101,8 @@ def test_freeing_one_side_of_a_fork_leaves_the_other_whole() -> None:
 
 
 def half_borrowed() -> Pool:
-    """Sequence 2 has 6 tokens in blocks 0 and 1; block 1 was then filled and published by sequence 1."""
+    """Returns a pool in which sequence 2 has 6 tokens in blocks 0 and 1. Sequence 1 then filled and published block
+    1."""
     pool = make_pool()
     pool.allocate(1, 8)
     commit(pool, 1, "a", 6)
@@ -122,7 +123,7 @@ def test_a_published_block_that_a_fork_still_reads_is_not_evicted() -> None:
     pool = half_borrowed()
     pool.free(1)
     assert counts(pool) == (6, 0, 2)
-    pool.allocate(3, 24)  # everything that is free
+    pool.allocate(3, 24)  # takes all free blocks
     assert pool.allocate(4, 1).result is Result.NO_SPACE
     assert pool.match("", d("ab")) == 8
     assert blocks_of(pool, 2) == [0, 1]
@@ -169,13 +170,13 @@ def test_the_borrowers_own_text_is_published_beside_the_one_it_left() -> None:
 def test_a_shared_half_filled_block_whose_text_is_published_already_stays_with_the_fork() -> None:
     pool = make_pool()
     computed(pool, 1, "ab")  # blocks 0 1
-    pool.allocate(2, 8)  # 2 3
+    pool.allocate(2, 8)  # blocks 2 3
     commit(pool, 2, "a", 6)
     assert blocks_of(pool, 2) == [0, 3]
     pool.fork(2, 3)
     assert commit(pool, 2, "ab", 8).swaps == [Swap(0, 1, 1)]
     assert (blocks_of(pool, 2), blocks_of(pool, 3)) == ([0, 1], [0, 3])
-    assert grown(pool, 3, 7) == ([], [])  # its own now
+    assert grown(pool, 3, 7) == ([], [])  # the block is its own now
 
 
 def test_of_two_forks_that_grow_alike_the_second_takes_over_what_the_first_published() -> None:
@@ -199,7 +200,7 @@ def test_the_source_of_a_copy_is_never_granted_by_the_same_operation() -> None:
     pool.commit(1, 4, d("a"))
     pool.free(1)  # block 0: published, held by the child alone
     before = everything(pool)
-    # Two blocks would do in the end, but while one is copied there must be three: no space, yet not too long.
+    # Two blocks are enough in the end, but the copy needs a third meanwhile: NO_SPACE, not TOO_LONG.
     assert grow(pool, 2, 8) == GrowResult(Result.NO_SPACE, shortfall=1)
     assert everything(pool) == before
     assert grown(pool, 2, 4) == ([1], [Copy(0, 1)])

@@ -23,7 +23,7 @@ from tests.allocator.core.pools import (
 
 
 def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[list[int]], list[Copy]]:
-    """The grants and copies of a grow."""
+    """Returns the grants and copies of a grow."""
     answer = grow(pool, sequence_id, token_count)
     assert answer.result is Result.OK
     invariants.check(pool)
@@ -38,7 +38,7 @@ def checkpoints(pool: Pool, letters: str) -> list[int]:
 
 
 def in_passes(pool: Pool, sequence_id: int, letters: str, ends: list[int]) -> None:
-    """A sequence that is granted, computed and committed pass by pass."""
+    """Grants, computes and commits a sequence pass by pass."""
     pool.allocate(sequence_id, ends[0])
     for end in ends:
         assert grow(pool, sequence_id, end).result is Result.OK
@@ -116,7 +116,7 @@ def test_a_hit_is_the_deepest_checkpoint_copied_into_a_block_of_its_own() -> Non
     in_passes(pool, 1, "abc", [4, 8, 12, 14])
     pool.free(1)
     assert checkpoints(pool, "abc") == [1, 2, 3]
-    grown_by = pool.allocate(2, 11, d("abc"))  # 12 tokens would leave none to compute
+    grown_by = pool.allocate(2, 11, d("abc"))  # a hit of 12 tokens would leave none to compute
     assert grown_by.matched_token_count == 8
     ((copy,), (table,)) = grown_by.copies, grown_by.blocks
     assert list(table) == [copy.destination]
@@ -227,7 +227,7 @@ def test_a_checkpoint_is_not_given_up_where_that_would_not_be_enough() -> None:
     computed(pool, 1, "a")
     pool.allocate(2, 1)
     before = everything(pool)
-    answer = grow(pool, 1, 12)  # two blocks and a copy, and one is free
+    answer = grow(pool, 1, 12)  # needs two blocks and a copy, and one block is free
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 2)
     assert everything(pool) == before
 
@@ -237,7 +237,7 @@ def test_an_idle_pool_lets_a_prompt_in_without_its_hit_where_there_is_no_room_to
     computed(pool, 1, "a")
     pool.free(1)
     assert pool.match("", d("a")) == 4
-    # 8 tokens take two blocks and a state. Beside the checkpoint to copy from they would take a fourth.
+    # 8 tokens take two blocks and a state. The checkpoint to copy from would be a fourth block.
     answer = pool.allocate(2, 8, d("a"))
     assert (answer.result, answer.matched_token_count) == (Result.OK, 0)
     invariants.check(pool)
@@ -248,7 +248,7 @@ def test_with_others_in_the_pool_the_same_prompt_waits_for_them() -> None:
     pool = make_pool(5, full(4), state(4))
     computed(pool, 1, "a")
     pool.allocate(2, 1)
-    pool.free(1)  # one empty, "a" and its state cached
+    pool.free(1)  # one block is empty; "a" and its state are cached
     answer = pool.allocate(3, 8, d("a"))
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 1)
     pool.free(2)

@@ -1,5 +1,5 @@
-"""The victim named by NO_SPACE: the sequence that loses least; and its return. By hand; blocks of 4 tokens, one
-group."""
+"""The victim that NO_SPACE names, the sequence that loses least; and its return. Worked out by hand; blocks of 4
+tokens, one group."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_no_space_names_the_sequence_that_has_least_to_compute_again() -> None:
     computed(pool, 3, "pq")
     assert pool.allocate(4, 8).victim == Victim(2, 6)
     assert pool.allocate(4, 8).shortfall == 1
-    assert grow(pool, 2, 13).victim == Victim(3, 8)  # never itself
+    assert grow(pool, 2, 13).victim == Victim(3, 8)  # never the asking sequence itself
 
 
 def test_tokens_that_others_hold_too_need_not_be_computed_again() -> None:
     pool = make_pool(8)
     computed(pool, 1, "abc")
-    computed(pool, 2, "abx", tokens=1)  # 8 of its 13 tokens are the first one's
+    computed(pool, 2, "abx", tokens=1)  # 8 of its 13 tokens are in blocks of sequence 1
     pool.allocate(3, 8)
     assert pool.allocate(4, 8).victim == Victim(3, 0)
     pool.free(3)
@@ -46,7 +46,7 @@ def test_a_sequence_of_a_higher_priority_is_never_named() -> None:
     pool.allocate(2, 4, priority=1)
     assert pool.allocate(3, 4, priority=0).victim is None
     assert pool.allocate(3, 4, priority=1).victim == Victim(2, 0)
-    assert pool.allocate(3, 4, priority=2).victim == Victim(2, 0)  # the lowest first
+    assert pool.allocate(3, 4, priority=2).victim == Victim(2, 0)  # the lowest priority first
     assert grow(pool, 2, 5).victim is None
     assert grow(pool, 1, 5).victim == Victim(2, 0)
 
@@ -64,18 +64,18 @@ def test_what_a_sequence_alone_borrows_does_not_count_as_held_by_others() -> Non
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
     commit(pool, 1, "ab", 8)
-    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)  # "a" is the first one's too
-    assert pool.allocate(3, 28).victim == Victim(1, 0)  # both blocks are the second one's too
+    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)  # sequence 1 holds "a" as well
+    assert pool.allocate(3, 28).victim == Victim(1, 0)  # sequence 2 holds both blocks as well
     pool.free(1)
     assert pool.allocate(3, 28).victim == Victim(2, 6)
 
 
 def test_where_windows_or_states_are_not_shared_as_well_everything_is_computed_again() -> None:
     pool = make_pool(8, full(4), sliding(4, 4))
-    computed(pool, 1, "ab")  # 0, 1; the window keeps 3
+    computed(pool, 1, "ab")  # blocks 0, 1; the window keeps 3
     pool.allocate(2, 9, d("ab"))
-    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # all it has is the other's too
-    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 8)  # of its window one block is its own
+    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # sequence 2 holds all of its blocks as well
+    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 8)  # one block of its window is its own
 
 
 def test_a_state_that_a_fork_shares_need_not_be_computed_again() -> None:
@@ -115,7 +115,7 @@ def test_many_refusals_look_for_their_victim_once_and_again_after_each_change(mo
     for sequence_id in range(1, 9):
         computed(pool, sequence_id, "abcdefgh"[sequence_id - 1])
     _, refused = pool.grow_many(array("Q", range(1, 9)) * 100, [5] * 800)
-    assert {grown.victim for _, grown in refused} == {Victim(8, 4), Victim(7, 4)}  # the eighth is not its own
+    assert {grown.victim for _, grown in refused} == {Victim(8, 4), Victim(7, 4)}  # sequence 8 is not its own victim
     assert searches == 1
     pool.free(8)
     assert grow(pool, 1, 9).victim == Victim(7, 4)

@@ -1,7 +1,7 @@
 """Sliding-window and chunked-local groups: kept blocks, fallen blocks, and hits. Numbers worked out by hand.
 
 A token at position `t` of a sliding window of `w` reads `t - w + 1` to `t`; of chunks of `w` it reads its own chunk up
-to itself. A block falls out when no token to come reads anything in it.
+to itself. A block falls out when no later token reads anything in it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_112_tokens_of_10_full_and_20_sliding_layers_take_11_blocks() -> None:
 def test_the_same_prompt_in_chunks_of_16_is_let_in_where_15_blocks_are(block_count: int, result: Result) -> None:
     # A pass of 16 tokens reads 31 before it: 47 tokens touch at most 4 blocks of 16. 7 + 4 + 4 = 15.
     pool = make_pool(block_count, full(16), sliding(16, 32), sliding(16, 32))
-    at_once = pool.allocate(1, 112, d("abcdefg"))  # 7 + 7 + 7; in passes of 1 token 7 + 3 + 3
+    at_once = pool.allocate(1, 112, d("abcdefg"))  # needs 7 + 7 + 7 blocks; in passes of 1 token 7 + 3 + 3
     assert (at_once.result, at_once.shortfall) == (Result.PASS_TOO_LONG, 21 - block_count)
     assert pool.allocate(1, 16, d("abcdefg"), prompt_token_count=112).result is result
     for token_count in range(16, 113, 16) if result is Result.OK else ():
@@ -104,7 +104,7 @@ def test_a_chunk_is_given_back_whole_at_its_edge_and_what_reaches_beyond_it_is_k
 
 def test_of_what_falls_out_together_the_deepest_is_evicted_first() -> None:
     pool = make_pool(8, sliding(4, 4), retention="dense")
-    computed(pool, 1, "abcde")  # the token at 20 reads 17 to 20: blocks 0 to 3 are gone
+    computed(pool, 1, "abcde")  # the token at 20 reads 17 to 20: blocks 0 to 3 have fallen out
     assert blocks_of(pool, 1) == [NULL, NULL, NULL, NULL, 4]
     assert granted_next(pool) == [5, 6, 7, 3, 2, 1, 0]
 
@@ -174,7 +174,7 @@ def test_a_chunk_is_hit_from_its_own_beginning_on() -> None:
     # 20 tokens: chunk 16 to 23 needs block 4. 16 and 8: a chunk's edge needs nothing. 12: block 2, which is gone.
     assert [pool.match("", d("abcde")[: 32 * count]) for count in range(6)] == [0, 0, 8, 8, 16, 20]
     grown = pool.allocate(2, 21, d("abcde"))
-    assert [list(table) for table in grown.blocks] == [[NULL, NULL, NULL, NULL, 4, 2]]  # 2 was emptied last
+    assert [list(table) for table in grown.blocks] == [[NULL, NULL, NULL, NULL, 4, 2]]  # block 2 was emptied last
 
 
 def test_where_all_layers_are_chunked_a_prompt_begins_at_its_last_chunk_although_nothing_is_cached() -> None:
@@ -239,7 +239,7 @@ def test_no_sequence_ever_holds_more_than_admission_counted(make: object, window
         (1, 4, 1, 4),
         (4, 1, 1, 1),
         (4, 1, 4, 2),
-        (16, 4096, 16, 7),  # no more than the prompt
+        (16, 4096, 16, 7),  # no more than the prompt takes
     ],
 )
 def test_a_window_and_a_pass_touch_this_many_blocks_at_most(

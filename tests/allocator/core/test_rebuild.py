@@ -41,7 +41,7 @@ def rebuilt(ledger: Ledger, spec: PoolSpec) -> Pool:
 
 
 def taken_in(chunks: list[pb.ReportChunk], ledger: Ledger, spec: PoolSpec) -> Pool:
-    """Over the wire's chunks."""
+    """Returns the pool that an allocator makes of these chunks, sent over the wire."""
     staged = StagedReport(spec)
     for chunk in chunks:
         staged.add(pb.ReportChunk.FromString(chunk.SerializeToString()))
@@ -49,7 +49,7 @@ def taken_in(chunks: list[pb.ReportChunk], ledger: Ledger, spec: PoolSpec) -> Po
 
 
 def published(pool: Pool) -> set[tuple[Any, ...]]:
-    """Everything that can be hit: groups, namespace, position and digest of every block."""
+    """Returns everything that can be hit: groups, namespace, position and digest of every block."""
     found = set()
     for stretch in index.walk(pool):
         for number in range(len(stretch.digests) // 32):
@@ -73,7 +73,7 @@ def eviction_order(pool: Pool) -> list[tuple[int, bytes]]:
 
 
 class Played:
-    """One history against one pool, with the owner's ledger beside it."""
+    """Plays one history against a pool, and keeps the owner's ledger of it."""
 
     def __init__(self, kinds: str, seed: int, **fields: Any) -> None:
         self.message = pool_spec(kinds, 24 if len(GROUPS.get(kinds, ())) == 1 else 64, **fields)
@@ -154,7 +154,7 @@ def test_freed_blocks_may_be_reported_in_any_order(seed: int) -> None:
 
 
 def shape(pool: Pool) -> set[tuple[Any, ...]]:
-    """Every run with its place in the tree, its holders and its place in the order of eviction."""
+    """Returns every run with its place in the tree, its holders and its place in the order of eviction."""
     found = set()
     for space in pool.blocks.namespaces.values():
         for manager, scope in zip(pool.managers, space.scopes, strict=True):
@@ -331,8 +331,8 @@ def test_blocks_without_their_ancestors_are_not_taken_over_where_nobody_holds_th
 def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     kinds = [GroupSpec(GroupKind.FULL_ATTENTION, 4)] * has_full + [GroupSpec(GroupKind.SLIDING_WINDOW, 4, 8)]
     text = [bytes([i]) * 32 for i in range(1, 9)]
-    # Blocks of the window: 10 to 17. Its stop is at the end, 32 tokens: it needs 16 and 17; 15, 10 and 11 are
-    # still there by chance.
+    # The window has blocks 10 to 17. The stop at its end, 32 tokens, needs 16 and 17. Blocks 10, 11 and 15 are still
+    # there by chance.
     prefixes = [prefix(0, b"", b"".join(text[:2]), [10, 11], group=int(has_full))]
     prefixes.append(prefix(5, text[4], b"".join(text[5:]), [15, 16, 17], group=int(has_full)))
     if has_full:

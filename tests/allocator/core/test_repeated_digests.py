@@ -1,4 +1,5 @@
-"""One digest at two positions of windows or states, which only an owner that makes digests up has: each is its own."""
+"""One digest at two positions of windows or states, which only an owner with made-up digests has: both are kept
+apart."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ kinds = pytest.mark.parametrize("group", [sliding(4, 4), state(4)], ids=["window
 
 
 def published(pool: Pool, sequence_id: int, digests: bytes) -> list[tuple[int, int]]:
-    """Computes a text without asking for it, publishes it, and returns positions and blocks of the swaps."""
+    """Computes a text without looking it up, publishes it, and returns positions and blocks of the swaps."""
     token_count = 4 * (len(digests) // 32)
     assert pool.allocate(sequence_id, token_count).result is Result.OK
     answer = pool.commit(sequence_id, token_count, digests)
@@ -27,19 +28,19 @@ def published(pool: Pool, sequence_id: int, digests: bytes) -> list[tuple[int, i
 
 
 def both(group: GroupSpec) -> Pool:
-    """Sequence 1 has `SHORT`, sequence 2 has `LONG`."""
+    """Returns a pool in which sequence 1 has `SHORT` and sequence 2 has `LONG`."""
     pool = make_pool(16, group, retention="dense")
     assert published(pool, 1, SHORT) == published(pool, 2, LONG) == []
     return pool
 
 
 def hits(pool: Pool) -> list[bytes]:
-    """The texts that can be hit up to their ends."""
+    """Returns the texts that can be hit up to their ends."""
     return [digests for digests in (SHORT, LONG, SAME) if pool.match("", digests) == len(digests) // 8]
 
 
 def place(group: GroupSpec, digests: bytes) -> int:
-    """The position at which the last digest of a text is published."""
+    """Returns the position at which the last digest of a text is published."""
     return len(digests) // 32 - (group == sliding(4, 4))
 
 

@@ -14,7 +14,7 @@ from tests.allocator.core.pools import commit, computed, d, full, grow, make_poo
 
 
 def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
-    """Digests of a text of its own; with a tail, its last block is another one."""
+    """Returns the digests of a text for each `number`; a `tail` other than 0 changes its last block."""
     digests = [b"%d.%d" % (number, i) for i in range(block_count)]
     if tail:
         digests[-1] += b".%d" % tail
@@ -22,7 +22,7 @@ def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
-    """Allocates, computes and frees a prompt; returns how many tokens of it hit."""
+    """Allocates, computes and frees a prompt; returns its hit tokens."""
     number, size = pool.last_sequence_id + 1, pool.digest_tokens
     answer = pool.allocate(number, token_count, digests)
     assert answer.result is Result.OK
@@ -33,7 +33,7 @@ def serve(pool: Pool, digests: bytes, token_count: int) -> int:
 
 
 def in_turn(pool: Pool, chat_count: int, token_count: int, round_count: int) -> float:
-    """Chats that ask for their prompts again and again; returns the share that hits, after the first round."""
+    """Serves chats that repeat their prompts; returns the share of tokens that hit after the first round."""
     chats = [text(chat, token_count // pool.digest_tokens) for chat in range(chat_count)]
     rounds = [sum(serve(pool, chat, token_count) for chat in chats) for _ in range(round_count)]
     invariants.check(pool)
@@ -51,14 +51,14 @@ FIVE_WINDOWS = (full(16), *(sliding(16, 1024),) * 5)
 
 @pytest.mark.parametrize("chat_count", [16, 24, 26])
 def test_a_pool_of_24576_blocks_holds_26_chats_of_8192_tokens_with_5_windows_of_1024(chat_count: int) -> None:
-    # A chat keeps 512 + 5 x 64 blocks. The one that is computed takes at most 3,072, and 25 others stay: 23,872.
-    # Were every block kept that fell out of a window, 8 chats would fill the pool.
+    # A chat keeps 512 + 5 x 64 blocks. The chat being computed takes at most 3,072, and 25 others stay: 23,872. If all
+    # fallen blocks of windows were kept, 8 chats would fill the pool.
     assert in_turn(pool_of(24_576, FIVE_WINDOWS), chat_count, 8_192, 3) > 0.99
 
 
 @pytest.mark.parametrize(("chat_count", "ratio"), [(3, 0.99), (4, 0.99), (5, 0.6), (6, 0.45), (8, 0.25)])
 def test_beyond_what_a_cache_holds_the_hit_ratio_falls_without_a_cliff(chat_count: int, ratio: float) -> None:
-    # 20 + 5 x 2 blocks are kept of a chat, and 5 aside; computing one takes 126 of 240.
+    # A chat keeps 20 + 5 x 2 blocks, and 5 aside. Computing one takes 126 of 240.
     groups = (full(16), *(sliding(16, 32),) * 5)
     assert in_turn(pool_of(240, groups), chat_count, 321, 60) > ratio
 
@@ -66,7 +66,7 @@ def test_beyond_what_a_cache_holds_the_hit_ratio_falls_without_a_cliff(chat_coun
 def test_different_block_sizes_keep_what_a_prefix_of_both_needs() -> None:
     pool = pool_of(99, (full(32), sliding(8, 8)))
     prompts = [text(number, 8) for number in range(23)]
-    for prompt in prompts:  # 2 full blocks and one of the window stay of each, and one more aside
+    for prompt in prompts:  # of each prompt, 2 full blocks and one of the window stay, and one more aside
         serve(pool, prompt, 65)
     assert [pool.match("", prompt) for prompt in prompts] == [64] * 23
 
@@ -117,13 +117,13 @@ def test_when_a_window_is_evicted_the_full_blocks_that_it_served_leave_next() ->
     pool = make_pool(14, full(4), sliding(4, 4))
     serve(pool, text(1, 4), 17)
     serve(pool, text(2, 2), 9)
-    # Empty: 14 - (4 + 2 + 2 x 2 ...). Taking all that is spare and one more ends the older prompt.
+    # Taking all empty and spare blocks and one more ends the older prompt.
     while pool.match("", text(1, 4)):
         before = pool.match("", text(2, 2))
         pool.blocks.take(pool.blocks.empty_count + 1)
     assert before == 8
     worth = [entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket]
-    assert 0 in worth  # the rest of the older prompt
+    assert 0 in worth  # the rest of the older prompt is spare
 
 
 def test_of_a_chats_turns_the_last_three_stops_stay() -> None:

@@ -18,7 +18,7 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 
 def without_early_ends(pool: Pool) -> Pool:
-    """A pool of which prompts leave states at their ends, at junctions and at multiples of the interval alone."""
+    """Returns the pool, whose prompts then leave states only at ends, junctions and multiples of the interval."""
     pool.coordinator.retention.rules.foresees = False
     return pool
 
@@ -52,7 +52,7 @@ def worths(pool: Pool, digests: bytes, manager: int = 1) -> dict[int, int]:
 
 
 def in_turn(pool: Pool, chat_count: int, token_count: int, round_count: int) -> float:
-    """Chats that ask for their prompts again and again; returns the share that hits, after the first round."""
+    """Serves chats that repeat their prompts; returns the share of tokens that hit after the first round."""
     chats = [text(chat, token_count // pool.digest_tokens) for chat in range(chat_count)]
     rounds = [sum(serve(pool, chat, token_count) for chat in chats) for _ in range(round_count)]
     invariants.check(pool)
@@ -64,14 +64,14 @@ def in_turn(pool: Pool, chat_count: int, token_count: int, round_count: int) -> 
 
 @pytest.mark.parametrize(("chat_count", "ratio"), [(3, 0.98), (4, 0.98), (5, 0.5), (6, 0.35), (8, 0.2)])
 def test_beyond_what_a_cache_holds_the_hit_ratio_of_states_falls_without_a_cliff(chat_count: int, ratio: float) -> None:
-    # 20 blocks of attention and a checkpoint of 20 are kept of a chat; computing one takes 21 and three states.
+    # A chat keeps 20 blocks of attention and a checkpoint of 20. Computing one takes 21 blocks and three states.
     assert in_turn(Pool(PoolSpec(240, (full(4), *(state(16),) * 20))), chat_count, 81, 40) > ratio
 
 
 def test_checkpoints_between_stops_leave_before_all_else() -> None:
     pool = make_pool(26, *HYBRID)
     serve(pool, text(1, 8), 33)
-    assert worths(pool, text(1, 8)) == {16: SPARE, 28: ASIDE, 32: LED}  # with the early end
+    assert worths(pool, text(1, 8)) == {16: SPARE, 28: ASIDE, 32: LED}  # 28 is the early stop
     pool.blocks.take(pool.blocks.empty_count + 1)
     assert worths(pool, text(1, 8)) == {28: ASIDE, 32: LED}
     assert pool.match("", text(1, 8)) == 32
@@ -81,9 +81,9 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
     pool = without_early_ends(make_pool(40, *THREE_STATES))
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
-    pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's stop: it is gone
+    pool.blocks.take(pool.blocks.empty_count + 1)  # evicts the last block before the older prompt's stop, which ends
     assert worths(pool, text(1, 4)) == {16: SPARE}
-    pool.blocks.take(pool.blocks.empty_count + 5)  # its rest: three blocks, and three of states
+    pool.blocks.take(pool.blocks.empty_count + 5)  # evicts the rest of that prompt: three blocks, and three of states
     assert worths(pool, text(1, 4)) == {}
     assert pool.match("", text(2, 4)) == 16
 
@@ -146,7 +146,7 @@ def test_an_owner_that_ends_no_pass_at_a_stop_keeps_the_deepest_checkpoint_that_
     assert pool.match("", digests) == 32
 
 
-# -- what leads much for little ----------------------------------------------------------------------------------------
+# -- few own blocks that lead many -------------------------------------------------------------------------------------
 
 HEAVY = (full(4), *(state(1024),) * 6)
 
@@ -177,7 +177,7 @@ def test_what_a_prompt_has_since_the_stop_before_bears_its_checkpoint() -> None:
     shared = text(0, 9)
     for user in (1, 2, 3):
         serve(pool, shared + text(user, 2), 45)
-    # The third one hit the 9 shared blocks, which lead as much: so do the two behind them, for themselves alone.
+    # The 9 shared blocks lead 6 blocks of states: burden 0. The 2 blocks after them lead as many: burden 2.
     assert burdens(pool, shared + text(3, 2))[-2:] == [0, 2]
 
 
@@ -198,7 +198,7 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
     pool = without_early_ends(make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5))
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
-    # Of the window the last two blocks are kept, of the checkpoints after 16 and 32 tokens the latter.
+    # Kept are the last two blocks of the window and, of the checkpoints after 16 and 32 tokens, the latter.
     assert retention.use(pool) == [
         ("full_attention 4", 1, 8, 0),
         ("sliding_window 4 8", 1, 2, 6),

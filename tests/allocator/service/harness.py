@@ -49,7 +49,7 @@ class Clock:
 
 @dataclass
 class RunningAllocator:
-    """A running allocator."""
+    """A running allocator, with the clock that moves it."""
 
     service: AllocatorService
     clock: Clock
@@ -63,7 +63,7 @@ class RunningAllocator:
 
     @contextlib.asynccontextmanager
     async def from_elsewhere(self, number: int) -> AsyncIterator[RunningAllocator]:
-        """An allocator as another caller reaches it, on a connection of its own."""
+        """Yields this allocator as another caller reaches it, over a connection of its own."""
         options = [*MESSAGE_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("number", number)]
         async with aio.insecure_channel(self.address, options=options) as channel:
             yield replace(self, stub=pb_grpc.AllocatorServiceStub(channel))
@@ -73,7 +73,7 @@ class RunningAllocator:
 async def running_allocator(
     *, pools_max: int = 4, blocks_max: int = BLOCKS_OF_CALLER_MAX, check_invariants: bool = True
 ) -> AsyncIterator[RunningAllocator]:
-    """Serves until the block ends; every pool must be consistent then."""
+    """Serves until the `with` block ends, when every pool must be consistent."""
     clock = Clock()
     directory = Directory(lease_s=10.0, pools_max=pools_max, blocks_max=blocks_max)
     service = AllocatorService(directory, Counters(), check_invariants=check_invariants, clock=clock)
@@ -91,7 +91,7 @@ async def running_allocator(
 
 
 def spec(block_count: int = 8, block_size: int = 4, group_count: int = 1) -> pb.PoolSpec:
-    """A pool of full attention."""
+    """Returns the specification of a pool of full attention."""
     group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=block_size)
     return pb.PoolSpec(
         block_count=block_count, groups=[group] * group_count, cache_layout="nhd", model_fingerprint=b"m"
@@ -99,23 +99,24 @@ def spec(block_count: int = 8, block_size: int = 4, group_count: int = 1) -> pb.
 
 
 def d(letters: str) -> bytes:
-    """One digest per letter, concatenated: that of a block behind all letters before it."""
+    """Returns one digest per letter, concatenated, each for a block that follows all letters before it."""
     return b"".join(hashlib.sha256(letters[: i + 1].encode()).digest() for i in range(len(letters)))
 
 
 def numbers_in(data: bytes) -> list[int]:
-    """A column of uint32 out of its bytes."""
+    """Returns the uint32 numbers of a column."""
     return [number for (number,) in struct.iter_unpack("<I", data)]
 
 
 def tables_in(tables: Sequence[pb.BlockTable]) -> list[list[int]]:
-    """Tables out of their bytes."""
+    """Returns the block ids of each table."""
     return [numbers_in(table.blocks) for table in tables]
 
 
 @contextlib.contextmanager
 def refused(reason: Reason, message: str = "") -> Iterator[pytest.ExceptionInfo[aio.AioRpcError]]:
-    """The block must fail with this reason, under the code that the table has for it."""
+    """Requires that the `with` block fails with this reason, under the status code that the table of errors has for
+    it."""
     with pytest.raises(aio.AioRpcError, match=message or None) as caught:
         yield caught
     error = from_rpc_error(caught.value)
@@ -123,7 +124,8 @@ def refused(reason: Reason, message: str = "") -> Iterator[pytest.ExceptionInfo[
 
 
 class UnaryOwner(OneByOne):
-    """A unary session; remembers its session and numbers its steps. It checks no ids: the allocator has to."""
+    """The owner of a unary session, which remembers its id and numbers the steps. It leaves checks of ids to the
+    allocator."""
 
     def __init__(self, allocator: RunningAllocator, session_id: bytes, group_count: int = 1) -> None:
         super().__init__(self)
@@ -134,31 +136,31 @@ class UnaryOwner(OneByOne):
 
     @classmethod
     async def open(cls, allocator: RunningAllocator, pool: str = "a", **shape: int) -> UnaryOwner:
-        """Takes a pool."""
+        """Opens a session for a pool."""
         request = pb.OpenSessionRequest(version=3, request_id=f"open {pool}", pool=pool, spec=spec(**shape))
         opened = await allocator.stub.OpenSession(request)
         return cls(allocator, opened.session_id, len(request.spec.groups))
 
     def message(self, number: int | None = None, **phases: Any) -> pb.Step:
-        """A step as a message, by default the next one."""
+        """Returns a step as a message, by default the next one."""
         number = self.next_step if number is None else number
         return pb.Step(session_id=self.session_id, number=number, **phases)
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
-        """The next step."""
+        """Sends the next step."""
         step = packed.Step.FromString(self.message().SerializeToString())
         operations.fill(step)
         reply = await self.apply(pb.Step.FromString(step.SerializeToString()))
         return read_reply(step, packed.StepReply.FromString(reply.SerializeToString()), self._group_count)
 
     async def apply(self, step: pb.Step) -> pb.StepReply:
-        """Any step."""
+        """Sends any step."""
         reply = await self._stub.Apply(step)
         self.next_step = max(self.next_step, reply.number + 1)
         return reply
 
     async def renew(self) -> pb.StepReply:
-        """A step without number and operations."""
+        """Sends a step without number and operations, which renews the lease."""
         return await self._stub.Apply(pb.Step(session_id=self.session_id))
 
     async def close(self) -> None:
@@ -177,7 +179,7 @@ class StreamOwner:
 
     @classmethod
     async def ready(cls, allocator: RunningAllocator, pool: str = "a", **shape: int) -> StreamOwner:
-        """Attached, reported, ready."""
+        """Returns an owner that has attached and reported."""
         owner = cls(allocator)
         reply = await owner.attach(pool=pool, spec=spec(**shape))
         assert reply.HasField("report_required")
@@ -189,7 +191,7 @@ class StreamOwner:
         await self.call.write(message)
 
     async def receive(self) -> pb.SessionReply:
-        """The next message; an error of the stream is raised here."""
+        """Returns the next message, or raises the error of the stream."""
         with contextlib.suppress(aio.AioRpcError):
             reply = await self.call.read()
             if reply is not aio.EOF:
@@ -198,7 +200,7 @@ class StreamOwner:
         raise AssertionError("the server ended the stream without an error")
 
     async def exchange(self, message: pb.SessionRequest) -> pb.SessionReply:
-        """One message there, one back."""
+        """Sends one message, and returns the answer."""
         with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # reading shows the error
             await self.send(message)
         return await self.receive()
@@ -213,20 +215,20 @@ class StreamOwner:
         return reply
 
     async def report(self, last_step: int = 0) -> pb.Ready:
-        """An empty pool."""
+        """Reports an empty pool."""
         end = pb.ReportEnd(last_step=last_step)
         ready = (await self.exchange(pb.SessionRequest(report_end=end))).ready
         self.session_id, self.next_step = ready.session_id, ready.next_step
         return ready
 
     async def step(self, **phases: Any) -> pb.StepReply:
-        """The next step."""
+        """Sends the next step."""
         reply = await self.step_as(self.next_step, **phases)
         self.next_step += 1
         return reply
 
     async def step_as(self, number: int, **phases: Any) -> pb.StepReply:
-        """A step with any number."""
+        """Sends a step with any number."""
         step = pb.Step(**{"session_id": self.session_id, "number": number, **phases})
         return (await self.exchange(pb.SessionRequest(step=step))).step_reply
 
@@ -243,7 +245,7 @@ class StreamOwner:
 
 
 def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:
-    """(sequence, token count, digests) each."""
+    """Returns the phase of these grows, each as (sequence, token count, digests)."""
     return pb.GrowPhase(
         sequences=[sequence for sequence, _, _ in operations],
         token_counts=[count for _, count, _ in operations],
@@ -253,7 +255,7 @@ def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:
 
 
 def commits(*operations: tuple[int, int, bytes]) -> pb.CommitPhase:
-    """(sequence, token count, digests) each."""
+    """Returns the phase of these commits, each as (sequence, token count, digests)."""
     return pb.CommitPhase(
         sequences=[sequence for sequence, _, _ in operations],
         token_counts=[count for _, count, _ in operations],
@@ -265,7 +267,8 @@ def commits(*operations: tuple[int, int, bytes]) -> pb.CommitPhase:
 async def state(
     allocator: RunningAllocator, pool: str = "a"
 ) -> tuple[bytes, list[tuple[int, int, int, list[list[int]]]]]:
-    """States of all blocks; id, tokens, committed tokens and tables of all sequences: nothing that time changes."""
+    """Returns the states of all blocks, and id, tokens, committed tokens and tables of all sequences: nothing that time
+    changes."""
     seen = await allocator.stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool=pool))
     sequences = [(s.sequence_id, s.token_count, s.committed_token_count, tables_in(s.tables)) for s in seen.sequences]
     return seen.block_states, sequences

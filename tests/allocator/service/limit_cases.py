@@ -22,7 +22,7 @@ _before_last: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def remembering(look: Callable[[], None]) -> Iterator[None]:
-    """Calls `look` before the last request of the case inside."""
+    """Calls `look` before the last request of the case in the `with` block."""
     _before_last.append(look)
     try:
         yield
@@ -54,7 +54,7 @@ async def step_of_bytes(allocator: RunningAllocator, number: int) -> None:
 
 
 def fill(names: Any, size: Callable[[], int], number: int) -> None:
-    """Adds names until a message has exactly so many bytes."""
+    """Adds names until a message has exactly `number` bytes."""
     while number - size() > 400:
         names.append("x" * 100)
     names.append("")
@@ -123,20 +123,20 @@ async def reported_last_sequence_id(allocator: RunningAllocator, number: int) ->
 
 
 def reported(number: int, **fields: Any) -> pb.ReportedSequence:
-    """A sequence of one token, on the block before its number."""
+    """Returns a reported sequence of one token, in block `number - 1`."""
     table = pb.BlockTable(blocks=(number - 1).to_bytes(4, "little"))
     return pb.ReportedSequence(sequence_id=number, token_count=1, tables=[table], **fields)
 
 
 async def report_chunks(allocator: RunningAllocator, *chunks: pb.ReportChunk, block_count: int = 8192) -> None:
-    """Reports them as the whole of a pool."""
+    """Reports a pool in these chunks."""
     owner = StreamOwner(allocator)
     await owner.attach(spec=spec(block_count=block_count, block_size=1))
     last()
     for number, chunk in enumerate(chunks):
         chunk.number = number
         await owner.send(pb.SessionRequest(report_chunk=chunk))
-        if not await taken_in(allocator, owner, number + 1):  # a write to a stream that has ended would hide why
+        if not await taken_in(allocator, owner, number + 1):  # a write to an ended stream would hide why it ended
             await owner.receive()
     end = pb.ReportEnd(chunk_count=len(chunks), last_sequence_id=8192)
     await open_with(owner, end)
@@ -151,7 +151,7 @@ async def open_with(owner: StreamOwner, end: pb.ReportEnd) -> None:
 
 
 async def taken_in(allocator: RunningAllocator, owner: StreamOwner, count: int) -> bool:
-    """Waits until so many chunks are staged; False where the stream was ended instead."""
+    """Waits until `count` chunks are staged; returns False if the stream ended instead."""
     while not any(
         machine._report and machine._report._chunk_count == count for machine in allocator.service.sessions.staging
     ):
@@ -216,7 +216,7 @@ async def reports_at_a_time(allocator: RunningAllocator, number: int) -> None:
     end = pb.ReportEnd(chunk_count=1, last_sequence_id=1)
     async with contextlib.AsyncExitStack() as connections:
         owners = []
-        for place in range(number):  # on a connection each: one caller alone may have half of the reports
+        for place in range(number):  # each on its own connection: one caller may have only half of the reports
             owners.append(StreamOwner(await connections.enter_async_context(allocator.from_elsewhere(place))))
         for place, owner in enumerate(owners):
             await owner.attach(pool=f"p{place}")
@@ -225,7 +225,7 @@ async def reports_at_a_time(allocator: RunningAllocator, number: int) -> None:
             with contextlib.suppress(Exception):
                 await owner.send(pb.SessionRequest(report_chunk=chunk))
             while len(allocator.service.sessions.staging) <= place < limits.REPORTS_MAX:
-                await allocator.stub.ListPools(pb.ListPoolsRequest())  # until it has been taken in
+                await allocator.stub.ListPools(pb.ListPoolsRequest())  # until the chunk has been taken in
         for owner in reversed(owners):
             await open_with(owner, end)
 
@@ -343,9 +343,9 @@ async def message_of_bytes(allocator: RunningAllocator, number: int) -> None:
     request.digests = bytes((number - 512) // 32 * 32)
     request.namespace = "x" * 128
     rest = number - request.ByteSize()
-    length = rest - 4  # less a tag of two bytes and a length of two
+    length = rest - 4  # without two bytes for the tag and two for the length
     unknown = b"\x9a\x06" + bytes([0x80 | length & 0x7F, length >> 7]) + bytes(length)
-    request.MergeFromString(unknown)  # a field of a newer client, which is passed over
+    request.MergeFromString(unknown)  # a field of a newer client, which the server ignores
     assert request.ByteSize() == number
     last()
     await allocator.stub.MatchPrefix(request)

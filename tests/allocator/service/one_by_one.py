@@ -12,7 +12,7 @@ from quire.session import Result
 
 
 class Done:
-    """The outcome of a step of one operation; of a grow or an allocate it has all that its `GrowOutcome` has."""
+    """The outcome of a step of one operation. For a grow or an allocate, it has all fields of its `GrowOutcome`."""
 
     def __init__(self, outcome: StepOutcome) -> None:
         self.outcome = outcome
@@ -29,19 +29,20 @@ class Done:
 
     @property
     def ok(self) -> bool:
-        """Whether it was done."""
+        """Returns whether the operation was done."""
         return self.result is Result.OK
 
     @property
     def tables(self) -> tuple[tuple[int | None, ...], ...]:
-        """The last entries of each group's table; None where one has no block."""
+        """Returns the last entries of each group's table; None where one has no block."""
         return tuple(
             tuple(None if block == NULL_BLOCK else block for block in row) for row in self.outcome.grows[0].blocks
         )
 
 
 class OneByOne:
-    """A session with methods for single operations, which return what they did; those of an asyncio one are awaited."""
+    """A session with methods for single operations, which return their outcomes. Methods of an asyncio session are
+    awaited."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -88,7 +89,7 @@ class OneByOne:
 
 
 def calls(client: Any, pool: str, spec: Any, **options: Any) -> OneByOne:
-    """A unary session of a client."""
+    """Returns a unary session of a client."""
     return OneByOne(client.session(pool, spec, transport="calls", **options))
 
 

@@ -29,7 +29,7 @@ from tests.allocator.service.harness import (
     state,
 )
 
-EVERY_BLOCK = 1_200_000  # of the large pool: more than one answer can list
+EVERY_BLOCK = 1_200_000  # blocks of the large pool: more than one answer can list
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
         assert (await session.allocate(1, 512)).result is Result.PASS_TOO_LONG
         assert (await session.allocate(1, 16, prompt_token_count=512)).ok
         await session.commit(1, 16, digests[:32])
-        refused_pass = await session.grow(1, 512)  # 32 + 32 of 40; the window has given back none
+        refused_pass = await session.grow(1, 512)  # needs 32 + 32 of 40 blocks; the window has given back none
         assert (refused_pass.result, refused_pass.shortfall) == (Result.PASS_TOO_LONG, 24)
         done = 16
         while done < 512:

@@ -1,7 +1,7 @@
 """Every limit is exact: a request at it is accepted. One more is refused with a reason, and changes nothing.
 
 `EDGES` has a row for each constant of `quire_allocator.limits`, `quire.protocol.limits`, and `core.ownership`, or
-`ELSEWHERE` names the test that holds it; a constant without a row fails.
+`ELSEWHERE` names the test that checks it; a constant without a row fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Edge(NamedTuple):
         limit: its name.
         use: makes a running allocator use this many of the limited things.
         reason: why one more is refused.
-        code: and under which code, where the transport refuses without a reason.
+        code: its status code, if the transport refuses without a reason.
         small: stands in for a limit that would take minutes or gigabytes to reach; it is read where it is checked.
     """
 
@@ -92,7 +92,7 @@ EDGES: list[Edge] = [
     Edge("BLOCKS_OF_CALLER_MAX", cases.blocks_of_all_pools, "LIMIT"),
 ]
 
-# Limits that are no count of something asked for, and the test that holds each.
+# Limits that do not count requested things, and the test that checks each.
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "METRIC_NAMESPACES_MAX": (
         "allocator/session/test_counters.py",
@@ -158,7 +158,7 @@ def value_of(name: str) -> int:
 
 
 def seen(allocator: RunningAllocator) -> Any:
-    """Everything that a refused request must leave as it was; time may have passed."""
+    """Returns everything that a refused request must leave as it was, even if time has passed."""
     return {
         name: (owner.session_id, owner.steps.next_step, cases.digest_of(owner))
         for name, owner in allocator.service.directory._owners.items()
@@ -195,7 +195,7 @@ async def test_every_limit_is_kept_to_the_number(edge: Edge, monkeypatch: pytest
         error = from_rpc_error(caught.value)
         assert error.reason == edge.reason, error
         assert edge.code in (None, error.code)
-        if error.reason == "MALFORMED":  # the reader gets what is allowed, and what was sent
+        if error.reason == "MALFORMED":  # the message says what is allowed, and what was sent
             said = error.message.replace(",", "")
             assert f"{number}" in said, said
             assert f"{number + 1}" in said, said

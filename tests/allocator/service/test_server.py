@@ -37,7 +37,7 @@ WAIT_S = 30.0
 
 
 class Running:
-    """A process that has said it is ready."""
+    """An allocator's process that is ready."""
 
     def __init__(self, process: subprocess.Popen[str], ready: dict[str, str]) -> None:
         self.process = process
@@ -45,14 +45,14 @@ class Running:
         self.metrics_address = ready["metrics_address"]
 
     def terminate(self) -> int:
-        """Its exit code after SIGTERM."""
+        """Sends SIGTERM, and returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(WAIT_S)
 
 
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[Running]:
-    """An allocator on free ports."""
+    """Runs an allocator on free ports."""
     ready = folder / "ready.json"
     listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
     metrics = () if "--metrics" in arguments else ("--metrics", "127.0.0.1:0")
@@ -78,7 +78,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def exit_of(*arguments: str) -> tuple[int, str]:
-    """Exit code and standard error of an allocator that is expected not to start."""
+    """Returns the exit code and standard error of an allocator that must not start."""
     command = [sys.executable, "-m", "quire_allocator", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=WAIT_S, check=False)
     return done.returncode, done.stderr
@@ -99,7 +99,7 @@ def write_token(folder: Path, token: bytes = TOKEN.encode(), mode: int = 0o600) 
 
 
 def scrape(address: str, authorization: str | None = None, path: str = "/metrics") -> tuple[int, str]:
-    """Status and body of a GET."""
+    """Returns the status and body of a GET."""
     headers = {"Authorization": authorization} if authorization else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(f"http://{address}{path}", headers=headers)) as answer:
@@ -168,7 +168,7 @@ def test_a_cpu_of_its_own_is_where_all_its_threads_run_without_interrupting_each
     with started(tmp_path, "--cpu", str(cpu)) as running:
         pid = running.process.pid
         threads = {int(task.name): (task / "comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
-        own = [thread for thread, name in threads.items() if name == threads[pid]]  # not those of gRPC's library
+        own = [thread for thread, name in threads.items() if name == threads[pid]]  # not those of gRPC itself
         assert len(own) >= 3  # the event loop, gRPC's completion thread, the metrics server
         assert {os.sched_getscheduler(thread) for thread in own} == {os.SCHED_BATCH}
         assert {frozenset(os.sched_getaffinity(thread)) for thread in own} == {frozenset({cpu})}
@@ -393,7 +393,7 @@ def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_
             next(stream)
         assert from_rpc_error(caught.value).reason is Reason.DRAINING
         assert running.process.wait(WAIT_S) == 0
-        assert time.monotonic() - began < 4  # well below the 5 s that are given to calls under way
+        assert time.monotonic() - began < 4  # well below the 5 s that calls under way may take
         messages.put(None)
 
 

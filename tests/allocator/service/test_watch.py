@@ -46,7 +46,7 @@ class Watch:
         self.log: list[str] = []
 
     async def next(self) -> pb.CacheEvent:
-        """Applies one event."""
+        """Applies one event, and returns it."""
         event: Any = await self.call.read()
         assert isinstance(event, pb.CacheEvent), await self.call.details()
         self.session_id, self.cursor = event.session_id, event.cursor
@@ -62,7 +62,7 @@ class Watch:
         return event
 
     async def until(self, kind: str) -> pb.CacheEvent:
-        """Applies events up to one of this kind."""
+        """Applies events up to one of this kind, and returns it."""
         while (event := await self.next()).WhichOneof("change") != kind:
             pass
         return event
@@ -216,7 +216,7 @@ async def test_a_watcher_far_behind_is_served_in_turns_until_it_has_caught_up(
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    for sequence_id, letters in enumerate("cdefghij", 2):  # each evicts the blocks of the one before
+    for sequence_id, letters in enumerate("cdefghij", 2):  # each sequence evicts the blocks of the one before
         await owner.allocate(sequence_id=sequence_id, token_count=4, digests=d(letters))
         await owner.commit(sequence_id=sequence_id, token_count=4, digests=d(letters))
         await owner.free(sequence_id=sequence_id)

@@ -38,7 +38,7 @@ class Scene:
         columns = check_step(self.pool, message)
         apply_step(self.pool, columns, reply)
         self.counters.observe_step(self.pool, columns, reply, 0.001, self.now)
-        self.pool.log.publish(1)  # as for an owner that makes calls
+        self.pool.log.publish(1)  # as for the owner of a unary session
         return reply
 
     def ask(self, digests: bytes, **options: int | bool) -> int:
@@ -54,7 +54,7 @@ class Scene:
         self.step(StepBuilder().free(sequence_id))
 
     def run(self, digests: bytes) -> None:
-        """A whole sequence."""
+        """Runs a whole sequence of these blocks."""
         self.end(self.ask(digests), digests)
 
     def outcomes(self) -> dict[str, int]:
@@ -62,7 +62,7 @@ class Scene:
 
 
 def d(letters: str) -> bytes:
-    """One digest per letter: that of a block behind all letters before it."""
+    """Returns one digest per letter, each for a block that follows all letters before it."""
     return b"".join(hashlib.sha256(letters[: i + 1].encode()).digest() for i in range(len(letters)))
 
 
@@ -91,7 +91,7 @@ def test_a_prompt_that_another_one_computes_is_neither_evicted_nor_a_hit_of_any_
 def test_what_another_group_cut_is_told_from_what_full_attention_lost() -> None:
     scene = Scene(64, full(BLOCK), state(64))
     scene.run(d("abcdefgh"))
-    scene.run(d("abcdefgh"))  # no checkpoint is where both go on
+    scene.run(d("abcdefgh"))  # there is no checkpoint at the end of the common part
     assert scene.outcomes() == {"new": 8, "group": 8}
 
 
@@ -151,7 +151,7 @@ def test_a_pool_without_full_attention_is_not_followed() -> None:
 def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
     print("seed", seed)
     rng, scene = random.Random(seed), Scene(8)
-    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # by digest, its last slice
+    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # latest: last slice of each digest
     slice_now, in_slice = 0, set[bytes]()
     for _ in range(300):
         letters = "".join(rng.choice("abc") for _ in range(rng.randint(1, 5)))
@@ -163,7 +163,7 @@ def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
                 hits[number] += digest in latest and newer < 8 * size and digest in published
         latest.update(dict.fromkeys(digests, slice_now))
         in_slice.update(digests)
-        if len(in_slice) >= 1:  # an eighth of the pool
+        if len(in_slice) >= 1:  # a slice is an eighth of the pool
             while len(latest) > 8 * SIZES[-1]:
                 gone = {digest for digest, number in latest.items() if number == min(latest.values())}
                 latest = {digest: number for digest, number in latest.items() if digest not in gone}
@@ -177,7 +177,8 @@ def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_model_says_what_a_larger_pool_hits(seed: int, size: int) -> None:
-    """A small pool's model beside a pool that has the size, of the same policy, on chats in turn."""
+    """Compares the model of a small pool with a real pool of the modelled size and the same policy, on chats in
+    turn."""
     print("seed", seed)
     rng, small, large = random.Random(seed), Scene(96), Scene(96 * size)
     chats = [f"{rng.random()}" for _ in range(40)]

@@ -31,7 +31,7 @@ async def allocator() -> AsyncIterator[RunningAllocator]:
 
 
 def scraped(allocator: RunningAllocator) -> dict[tuple[str, ...], float]:
-    """Each sample by its name, without the common part, and its labels but for the pool."""
+    """Returns each sample by its name, without the common part, and its labels other than the pool."""
     service, found = allocator.service, dict[tuple[str, ...], float]()
     for family in AllocatorCollector(service.directory, service.counters).collect():
         for sample in family.samples:
@@ -41,7 +41,7 @@ def scraped(allocator: RunningAllocator) -> dict[tuple[str, ...], float]:
 
 
 async def in_namespaces(owner: StreamOwner, *rows: tuple[int, int, bytes, str]) -> pb.StepReply:
-    """New sequences: id, tokens, digests, namespace."""
+    """Grows new sequences, each given as id, tokens, digests and namespace."""
     phase = grows(*(row[:3] for row in rows))
     phase.namespaces.extend(name for *_, name in rows)
     phase.namespace_indices.extend(range(len(rows)))

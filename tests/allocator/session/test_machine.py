@@ -37,7 +37,7 @@ def owner(name: str = "pool", window: int = 1) -> PoolOwner:
 
 
 def run(machine: SessionMachine, side: PoolOwner, now: float = 0.0) -> list[Answer]:
-    """Both sides talk until neither has anything to say."""
+    """Lets both sides talk until neither has anything to say; returns the answers."""
     answers = []
     while side.outbox:
         for reply in machine.receive(side.outbox.popleft(), now):
@@ -79,7 +79,7 @@ def test_every_64th_answer_carries_a_digest_and_one_that_differs_leads_to_a_repo
         side.submit(allocate(number, 1) if number < 4 else StepBuilder())
         run(machine, side)
     pool = sessions.directory.pool("pool").pool
-    pool.sequences[2].committed_token_count = 1  # as a defect might
+    pool.sequences[2].committed_token_count = 1  # a defect might do this
     side.submit(StepBuilder())
     (answer,) = run(machine, side)
     assert answer.number == STATE_DIGEST_STEPS
@@ -93,7 +93,7 @@ def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_
     sessions: SessionRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("quire_allocator.session.steps", "quire.session.ledger"):
-        monkeypatch.setattr(f"{module}.STATE_DIGEST_ENTRIES_MAX", 300)  # two sequences of nine
+        monkeypatch.setattr(f"{module}.STATE_DIGEST_ENTRIES_MAX", 300)  # enough for two of nine sequences
     side = owner()
     machine = attached(sessions, side)
     for number in range(1, 10):
@@ -103,7 +103,7 @@ def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_
         side.submit(StepBuilder())
         run(machine, side)
     assert (side.phase, side.disagreement_count) == (Phase.OPEN, 0)
-    sessions.directory.pool("pool").pool.sequences[5].committed_token_count = 1  # as a defect might
+    sessions.directory.pool("pool").pool.sequences[5].committed_token_count = 1  # a defect might do this
     while side.phase is Phase.OPEN and side.last_step < 40 * STATE_DIGEST_STEPS:
         side.submit(StepBuilder())
         run(machine, side)

@@ -28,8 +28,9 @@ FULL = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=1)
 
 
 class Worst(NamedTuple):
-    """Every sequence, and every block in a prefix of its own, is the only one of its namespace, and all numbers take
-    the most bytes. Blocks were freed, or the sequences hold them. `share` of the limit is needed at least."""
+    """The largest report of a pool. Each sequence, and each block in a prefix of its own, is the only one in its
+    namespace, and all numbers take the most bytes. The blocks were freed, or the sequences hold them. The report takes
+    at least `share` of the limit."""
 
     block_count: int
     sequence_count: int
@@ -39,7 +40,7 @@ class Worst(NamedTuple):
 
 
 def ledger_of(worst: Worst) -> Ledger:
-    """Returns the ledger of its owner."""
+    """Returns the ledger of the owner that sends this report."""
     block_count, sequence_count, group_count, freed, _ = worst
     ledger = Ledger(pb.PoolSpec(block_count=block_count, groups=[FULL] * group_count))
     held = array("I", () if freed else range(block_count))

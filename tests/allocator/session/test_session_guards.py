@@ -70,7 +70,7 @@ def allocate(side: PoolOwner, sequence_id: int, token_count: int = 5) -> None:
 
 
 def refusal_within(step_count: int, stream: SessionMachine, side: PoolOwner) -> str:
-    """Why one of so many empty steps is refused; empty if none is."""
+    """Returns why one of `step_count` empty steps is refused; empty if none is."""
     try:
         for _ in range(step_count):
             side.submit(StepBuilder())
@@ -132,7 +132,7 @@ def test_who_sends_no_report_loses_its_place_whatever_else_it_sends(sessions: Se
     for stream in idle:
         assert stream.ending is not None
         assert stream.ending.reason == "IDLE"
-        stream.close()  # as a handler does that waits for its messages
+        stream.close()  # as the handler of the waiting stream does
     assert claimed(sessions, "honest", limits.REPORT_PAUSE_S).phase is Phase.REPORTING
 
 

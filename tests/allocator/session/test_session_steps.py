@@ -247,7 +247,7 @@ async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters
 
     def drop_and_write(stream: SessionStream, reply: pb.SessionReply) -> Awaitable[None]:
         if reply.HasField("step_reply"):
-            allocator.service.sessions.drop(allocator.service.directory.pool("a"))  # its lease has ended
+            allocator.service.sessions.drop(allocator.service.directory.pool("a"))  # as if its lease had ended
         return write(stream, reply)
 
     owner = await StreamOwner.ready(allocator)
@@ -262,7 +262,7 @@ async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
 ) -> None:
     await StreamOwner.ready(allocator)
     service = allocator.service
-    seen = service.directory.open_pools()  # by the thread that reads
+    seen = service.directory.open_pools()  # as the thread of the metrics has read them
     service.sessions.drop(service.directory.pool("a"))
     monkeypatch.setattr(type(service.directory), "open_pools", lambda _directory: seen)
     metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.counters).collect()}

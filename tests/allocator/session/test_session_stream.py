@@ -166,7 +166,7 @@ async def test_while_a_report_is_awaited_the_server_says_by_itself_that_it_is_th
         kinds.append((await owner.receive()).WhichOneof("message"))
     assert set(kinds) <= {"heartbeat", "ready"}
     await owner.send(DETACH)
-    assert await owner.call.read() is aio.EOF  # no heartbeat any more
+    assert await owner.call.read() is aio.EOF  # no heartbeat follows
 
 
 async def test_a_newer_attach_fences_the_older_stream(allocator: RunningAllocator) -> None:
@@ -295,7 +295,7 @@ async def test_draining_ends_every_stream_whatever_it_waits_for(allocator: Runni
 
 
 async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allocator: RunningAllocator) -> None:
-    size, count = {"block_count": 400_000, "block_size": 1}, 8  # answers of more than a megabyte: gRPC keeps one or two
+    size, count = {"block_count": 400_000, "block_size": 1}, 8  # answers over a megabyte: gRPC buffers one or two
     deaf = StreamOwner(allocator)
     await deaf.attach(spec=spec(**size), window=count)
     await deaf.report()
@@ -305,13 +305,13 @@ async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allo
         await deaf.send(pb.SessionRequest(step=step))
     (machine,), written, since_s = allocator.service.sessions.streams, None, 0.0
     async with asyncio.timeout(10 * SILENCE_S):
-        while written is None or time.monotonic() - since_s < 0.5:  # until gRPC keeps no more, and an answer waits
+        while written is None or time.monotonic() - since_s < 0.5:  # until gRPC buffers no more, and an answer waits
             if written is not machine.applied:
                 written, since_s = machine.applied, time.monotonic()
             await asyncio.sleep(0)
     successor, begun_s = StreamOwner(allocator), time.monotonic()
     await successor.attach(epoch=2, spec=spec(**size))
-    is_soon = time.monotonic() - begun_s < SILENCE_S  # else it has lost its place already
+    is_soon = time.monotonic() - begun_s < SILENCE_S  # otherwise the old stream may have lost its place already
     assert len(allocator.service.sessions.streams) == 2 or not is_soon, "its answer is under way"
     async with asyncio.timeout(3 * SILENCE_S):
         while len(allocator.service.sessions.streams) > 1:

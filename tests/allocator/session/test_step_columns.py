@@ -1,4 +1,4 @@
-"""A step is as long as its columns say, at most: where they say less, a step beyond the limit is not measured."""
+"""A step is at most as long as its columns say. If they said less, a step beyond the limit would pass unmeasured."""
 
 from __future__ import annotations
 

@@ -8,5 +8,5 @@ Committed = tuple[str, list[tuple[int, int, int]]]  # result, swaps as (group, p
 
 
 def refused(result: str) -> Grown:
-    """An answer that says no more."""
+    """Returns an answer with this result and nothing else."""
     return (result, 0, 0, [], [], 0, None, 0, ())

@@ -32,11 +32,11 @@ Stored = tuple[int, str, int, bytes]  # kind, namespace, position, digest
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A pool: so small that evictions and NO_SPACE are daily business.
+    """The shape of a pool that is so small that evictions and NO_SPACE are common.
 
     Attributes:
-        tokens_max: of most sequences.
-        is_honest: False: the owner makes digests up, so the contents of its blocks are not checked.
+        tokens_max: most sequences have at most this many tokens.
+        is_honest: False if the owner makes digests up. The contents of its blocks are then not checked.
     """
 
     block_count: int
@@ -91,7 +91,7 @@ class Comparison:
         self._stored_at: dict[int, Counter[Stored]] = {}
 
     def do(self, event: str, *arguments: Any, **options: Any) -> Any:
-        """One operation on both, which must answer the same; returns the twin's answer."""
+        """Does one operation on both, which must give the same answer; returns the twin's answer."""
         joined = [b"".join(argument) if isinstance(argument, list) else argument for argument in arguments]
         recorded = self.pool.log._recorded
         before = len(recorded)
@@ -155,7 +155,7 @@ class Comparison:
     # -- comparison ----------------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Everything that can be seen, the pool's own invariants, and the memory."""
+        """Compares everything that can be seen, and checks the pool's own invariants and the memory."""
         pool, twin = self.pool, self.twin
         invariants.check(pool)
         assert list(pool.blocks.empty) == twin.empty[::-1]
@@ -198,7 +198,7 @@ class Comparison:
         for space in self.pool.blocks.namespaces.values():
             for number, scope in enumerate(space.scopes):
                 if isinstance(scope, RunScope):
-                    continue  # its order is in `match`, its digests in the events
+                    continue  # `match` compares its order, the events compare its digests
                 ours.update({(number, space.name, *key): blocks for key, (blocks, _) in published(scope).items()})
         kinds = self.twin.kinds
         slots = [slot for slot in self.twin.published if kinds[slot.kind].name != "full_attention"]
@@ -287,7 +287,7 @@ class Comparison:
         self._stored_at = {number: stored for number, stored in self._stored_at.items() if number >= step}
 
     def _check_parent(self, event: Event, digests: list[Stored]) -> None:
-        """Full attention names the block before; it is in the index."""
+        """Checks that full attention names the block before, and that this block is in the index."""
         if self.twin.kinds[digests[0][0]].name == "full_attention" and event.first_position:
             kind, namespace, position, _ = digests[0]
             assert self._mirror[(kind, namespace, position - 1, event.parent_digest)] > 0, (
@@ -304,7 +304,7 @@ class Comparison:
 
 
 def plain(answer: Any, group_count: int) -> Any:
-    """An answer of the pool as the twin would give it."""
+    """Returns an answer of the pool in the twin's form."""
     if isinstance(answer, Result):
         return answer.name
     if isinstance(answer, CommitResult):

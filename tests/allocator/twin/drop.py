@@ -1,4 +1,4 @@
-"""Drops of the twin of a pool: every cached slot of the drop, the deepest first."""
+"""Drops of the twin of a pool: every cached slot that the drop names, the deepest first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def drop(pool: TwinPool, namespace: str | None = None, digests: Sequence[bytes] = (), kept: int = 0) -> int:
-    """Empties cached slots, of a namespace or of all, or those behind a place on a path; returns how many blocks."""
+    """Empties cached slots: of a namespace, of all, or behind a place on a path. Returns how many blocks."""
     before, leaving, pool.leaving = pool.cached_count(), pool.leaving, None
     meant = [slot for slot in pool.cached(namespace) if not digests or _is_behind(pool, slot, digests, kept)]
     for slot in sorted(meant, key=lambda slot: -slot.key[2] if slot.key else 0):
-        if slot.key is not None:  # else it went with another one
+        if slot.key is not None:  # an earlier drop may have removed it already
             pool._drop(slot)
     if leaving is not None:
         leaving.clear()
@@ -25,7 +25,8 @@ def drop(pool: TwinPool, namespace: str | None = None, digests: Sequence[bytes] 
 
 
 def _is_behind(pool: TwinPool, slot: Slot, digests: Sequence[bytes], kept: int) -> bool:
-    """Whether a slot is published at or below the first digest that is not kept; else only on the path."""
+    """Returns whether a slot is behind the kept digests: anywhere below them for full attention, on the path for
+    others."""
     assert slot.key is not None
     kind = pool.kinds[slot.kind]
     _, _, position, path = slot.key

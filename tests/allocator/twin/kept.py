@@ -1,4 +1,4 @@
-"""Slots that stay in a table beside the one that is published in their place, their twin: of append-only pools."""
+"""Slots of append-only pools that stay in a table beside their twin, the slot that is published in their place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
-    """The published slot stands in the table from now on, with the blocks that stood there; its own go."""
+    """Puts the published slot into the table, with the blocks that the table had there. Its own blocks are given up."""
     own = table[index]
     assert own is not None
     table[index], own.twin = other, None
@@ -20,8 +20,8 @@ def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
 
 
 def keep_or_exchange(pool: TwinPool, table: list[Slot | None], index: int, other: Slot) -> bool:
-    """Holds an already published slot beside its own, or takes its blocks if it has no holders; returns whether it was
-    published."""
+    """Keeps the own slot beside a slot that is already published, and returns True. If the published slot has no
+    holders, exchanges it with the own one instead, and returns False."""
     own = table[index]
     assert own is not None
     if not pool.is_held(other):
@@ -46,7 +46,8 @@ def count_tail(kind: Kind, slots: list[Slot], length: int, committed: int) -> in
 
 
 def release_kept(pool: TwinPool, slots: list[Slot]) -> list[Slot]:
-    """Lets go of slots with twins that are in no table any more, in this order; returns all others, and the twins."""
+    """Releases slots with twins that are in no table any more, in this order; returns all other slots, and the
+    twins."""
     for slot in slots:
         if slot.twin is not None:
             pool._released(slot)
@@ -54,8 +55,8 @@ def release_kept(pool: TwinPool, slots: list[Slot]) -> list[Slot]:
 
 
 def take_over(pool: TwinPool) -> bool:
-    """Gives up twins without other holders, where blocks are short; returns whether there were any. Of one table it
-    takes those from the last one on, up to the first with another holder."""
+    """Gives up twins without other holders, because blocks are short; returns whether there were any. In each table,
+    takes twins from the last one on, up to the first one with another holder."""
     found = False
     for sequence in pool.sequences.values():
         for table in sequence.tables:

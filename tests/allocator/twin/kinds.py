@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 NULL = 0xFFFFFFFF
 ORDER = ("full_attention", "sliding_window", "chunked_local", "state")
-Place = tuple[int, tuple[bytes, ...]]  # position, and a slot's publication
+Place = tuple[int, tuple[bytes, ...]]  # position, and the digests under which a slot is published
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +21,21 @@ class Kind:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether its hits are always whole prefixes."""
+        """Returns whether its hits are always whole prefixes."""
         return self.name == "full_attention"
 
     @property
     def width(self) -> int:
-        """Blocks per position."""
+        """Counts the blocks per position."""
         return len(self.groups)
 
     @property
     def is_windowed(self) -> bool:
-        """Whether blocks fall out of its tables."""
+        """Returns whether blocks fall out of its tables."""
         return self.name in ("sliding_window", "chunked_local")
 
     def takes(self, length: int) -> list[int]:
-        """Returns the positions of the blocks that a hit of so many tokens needs."""
+        """Returns the positions of the blocks that a hit of `length` tokens needs."""
         return [p for p in range(length // self.block_size) if not self.has_fallen_out(p, length)]
 
     def reads(self, token: int, earlier: int) -> bool:
@@ -47,18 +47,18 @@ class Kind:
         return True
 
     def entries(self, token_count: int) -> int:
-        """Returns the number of table entries for so many tokens."""
+        """Returns the number of table entries for `token_count` tokens."""
         return 1 if self.name == "state" else len(range(0, token_count, self.block_size))
 
     def written_next(self, token_count: int) -> int | None:
-        """Returns the table entry of the next token after so many; None if that token begins a block."""
+        """Returns the table entry of the token after `token_count` others; None if that token begins a block."""
         if self.name == "state":
             return 0
         position, offset = divmod(token_count, self.block_size)
         return position if offset else None
 
     def has_fallen_out(self, position: int, token_count: int) -> bool:
-        """Whether neither the token after so many others reads anything in a block, nor any later one."""
+        """Returns whether no token after the first `token_count` reads anything in a block."""
         if self.name == "state":
             return False
         tokens = range(position * self.block_size, (position + 1) * self.block_size)
@@ -91,7 +91,7 @@ class Kind:
         return [(end // self.block_size - 1, digests[end // digest_tokens - 1 - first]) for end in ends]
 
     def peak(self, token_count: int, chunk: int) -> int:
-        """Entries with a block that a sequence has at most, if it computes so many tokens at a time."""
+        """Returns the most entries with a block that a sequence has, if it computes `chunk` tokens at a time."""
         if self.name in ("full_attention", "state"):
             return self.entries(token_count)
         at_once, apart = self.window - 1 + chunk, self.window if self.name == "chunked_local" else 1
@@ -100,7 +100,7 @@ class Kind:
         return min(self.entries(token_count), max(spans))
 
     def kept(self, held_by_others: list[bool], committed: int) -> float:
-        """Leading tokens that need not be computed again if a table is dropped."""
+        """Counts the leading tokens that need not be computed again if a table is dropped."""
         if self.name == "full_attention":
             full = held_by_others[: committed // self.block_size]
             return [*full, False].index(False) * self.block_size
@@ -108,7 +108,7 @@ class Kind:
 
 
 def kinds_of(groups: Sequence[tuple[str, int, int]]) -> list[Kind]:
-    """Groups of one specification together; full attention first, states last."""
+    """Returns the groups, joined by specification; full attention first, states last."""
     kinds = []
     for spec in dict.fromkeys(groups):
         numbers = tuple(number for number, group in enumerate(groups) if group == spec)

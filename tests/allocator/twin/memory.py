@@ -18,8 +18,8 @@ class Writer:
     namespace: str
     text: list[int]
     written: int
-    plan: list[int] = field(default_factory=list)  # the whole prompt, where `text` is only its first chunks
-    numbers: list[int] = field(default_factory=list)  # of each prefix of `text`
+    plan: list[int] = field(default_factory=list)  # the whole prompt, if `text` is only its first chunks
+    numbers: list[int] = field(default_factory=list)  # the number of each prefix of `text`
 
 
 class Memory:
@@ -32,7 +32,7 @@ class Memory:
         self._number_of: dict[tuple[int, int], int] = {}  # (number of the prefix, next token) -> number
 
     def numbers(self, text: Sequence[int]) -> list[int]:
-        """A number for each prefix of a text, equal only for equal prefixes."""
+        """Returns a number for each prefix of a text; only equal prefixes have equal numbers."""
         numbers, last = [], 0
         for token in text:
             last = self._number_of.setdefault((last, token), len(self._number_of) + 1)
@@ -40,7 +40,7 @@ class Memory:
         return numbers
 
     def text(self, number: int) -> list[int]:
-        """The text that has this number."""
+        """Returns the text that has this number."""
         before = {own: last_token for last_token, own in self._number_of.items()}
         tokens = []
         while number:
@@ -49,13 +49,14 @@ class Memory:
         return tokens[::-1]
 
     def digests(self, numbers: Sequence[int], start: int, end: int) -> list[bytes]:
-        """Digests of the digest blocks that become full between two counts of tokens; they collide never."""
+        """Returns the digests of the digest blocks that become full between two counts of tokens. They never
+        collide."""
         size = self.twin.digest_tokens
         ends = range((start // size + 1) * size, end + 1, size)
         return [numbers[end - 1].to_bytes(32, "big") for end in ends]
 
     def write(self, writer: Writer, sequence: TwinSequence, until: int) -> None:
-        """A forward pass over `[written, until)`; a state is overwritten in place."""
+        """Simulates a forward pass over `[written, until)`; a state is overwritten in place."""
         for kind, table in zip(self.twin.kinds, sequence.tables, strict=True):
             for token in range(writer.written, until):
                 index, offset = (0, 0) if kind.name == "state" else divmod(token, kind.block_size)
@@ -68,7 +69,7 @@ class Memory:
         writer.written = max(writer.written, until)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """The copies that an answer asked for, in their order."""
+        """Makes the copies that an answer asked for, in their order."""
         for source, destination in copies:
             self.blocks[destination] = list(self.blocks[source])
 

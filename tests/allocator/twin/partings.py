@@ -19,7 +19,7 @@ class TwinPartings:
         self.late = 32.0 if any(kind.name == "state" for kind in self.pool.kinds) else 4.0
 
     def share(self, count: float) -> bool:
-        """Whether that is a large share of all prompts."""
+        """Returns whether `count` is a large share of all prompts."""
         tenths = 7 if any(kind.name == "state" for kind in self.pool.kinds) else 4
         return count >= tenths / 10 * (self.late + self.again + self.inside)
 
@@ -36,10 +36,9 @@ class TwinPartings:
         return self.late_seen + 4 >= self.again + self.inside
 
     def answer_ends(self, prompt: int) -> set[int]:
-        """Returns the ends of an answer: one edge after the prompt, at doubled distances and halfway between, while
-        prompts continue answers.
+        """Returns the stops of an answer: one edge after the prompt, at doubled distances, and halfway between them.
 
-        Only prompts whose attention takes as many blocks as a state have them.
+        Empty unless prompts continue answers and the prompt's attention takes at least as many blocks as a state.
         """
         names = {kind.name for kind in self.pool.kinds}
         if self.pool.is_dense or not names >= {"full_attention", "state"} or not self.go_on:
@@ -56,13 +55,13 @@ class TwinPartings:
         return {last + edge * distance for distance in (*doubled, *between)} - {prompt}
 
     def edge_tokens(self) -> int:
-        """How many tokens are between two edges."""
+        """Returns the number of tokens between two edges."""
         return next(
             end for end in range(self.pool.digest_tokens, 1 << 20, self.pool.digest_tokens) if self.pool.is_edge(end)
         )
 
     def steps_before(self, end: int) -> set[int]:
-        """Ends of hits before the end of a prompt, two edges, four and so on."""
+        """Returns ends of hits two, four and more edges before the end of a prompt."""
         sizes = [kind.block_size for kind in self.pool.kinds if kind.name == "state"]
         steps = set()
         for wanted in [end - self.edge_tokens() * 2**step for step in range(1, STEP_COUNT + 1)]:
@@ -71,7 +70,8 @@ class TwinPartings:
         return steps if self.are_inside else set()
 
     def early_end(self, end: int, known: int) -> int:
-        """An eighth of what is new before the end of a prompt, if its attention takes a quarter of a state."""
+        """Returns the early stop, which is before the end of a prompt by an eighth of the new tokens. 0 if their
+        attention takes less than a quarter of a state."""
         states = sum(kind.width for kind in self.pool.kinds if kind.name == "state")
         full = [kind for kind in self.pool.kinds if kind.name == "full_attention"]
         attention = sum(kind.width * ((end - known) // kind.block_size) for kind in full)
@@ -89,7 +89,8 @@ class TwinPartings:
         *,
         is_whole: bool,
     ) -> None:
-        """A prompt is let in of which full attention has so many tokens, or all but the last edge."""
+        """Counts an admitted prompt of which full attention has `length` tokens; `is_whole` if that is its last
+        edge."""
         full = [(number, kind) for number, kind in enumerate(self.pool.kinds) if kind.name == "full_attention"]
         if self.pool.is_dense or not length or not full:
             return

@@ -43,7 +43,7 @@ class TwinPool(TwinState):
         defer_token_count: int = 0,
         is_return: bool = False,
     ) -> Grown:
-        """A new sequence."""
+        """Creates a sequence."""
         if sequence_id <= self.highest_id:
             return refused("EXISTS" if sequence_id in self.sequences else "ID_TOO_LOW")
         prompt = max(token_count, prompt_token_count)
@@ -56,7 +56,7 @@ class TwinPool(TwinState):
             return ("PENDING", matched, pending, [], [], 0, None, junction, ())
         if answer[0] in ("QUOTA", "NO_SPACE") and take_over(self):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
-        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # none to wait for: do without the hit
+        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nothing will be freed: do without the hit
             prompt = prompt_token_count
             return self.allocate(
                 sequence_id,
@@ -94,7 +94,7 @@ class TwinPool(TwinState):
         return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction, stops)
 
     def grow(self, sequence_id: int, token_count: int) -> Grown:
-        """Room for more tokens."""
+        """Makes room for more tokens."""
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return refused("NOT_FOUND")
@@ -129,7 +129,7 @@ class TwinPool(TwinState):
     def commit(
         self, sequence_id: int, until: int, digests: Sequence[bytes] = (), keep_token_count: int = 0
     ) -> Committed:
-        """Tokens that have been computed."""
+        """Commits tokens that have been computed."""
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return ("NOT_FOUND", [])
@@ -141,7 +141,7 @@ class TwinPool(TwinState):
         swaps = list[tuple[int, int, int]]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "state" and granted > until:
-                continue  # no request would come before it is overwritten
+                continue  # the next pass would overwrite it without a request
             replaced = []
             for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, sequence.stops):
                 own = self._publish(sequence, number, position, digest, swaps)
@@ -216,10 +216,10 @@ class TwinPool(TwinState):
         prompt_token_count: int,
         priority: int,
     ) -> tuple[str, int, tuple[int, int] | None]:
-        """Whether a new sequence with these hits may come in: result, shortfall, victim."""
+        """Decides whether a new sequence with these hits is admitted; returns result, shortfall and victim."""
         matched, tables = found
         hits = [slot for table in tables for slot in table if slot is not None]
-        kept = [slot for slot in hits if self.kinds[slot.kind].name != "state"]  # a state is copied, and left
+        kept = [slot for slot in hits if self.kinds[slot.kind].name != "state"]  # a state is copied, and not held
         taken = sum(len(slot.blocks) for slot in kept)
         needed = sum(
             kind.width * (kind.entries(max(token_count, matched)) - (len(table) if kind.name != "state" else 0))
@@ -242,7 +242,7 @@ class TwinPool(TwinState):
         return "OK", 0, None
 
     def _foreign(self, sequence: TwinSequence) -> list[Slot | None]:
-        """Per kind the slot that the next token goes into, if it is not this sequence's alone to write."""
+        """Returns, per kind, the slot that the next token goes into, if this sequence must not write it."""
         slots: list[Slot | None] = []
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             position = kind.written_next(sequence.token_count)
@@ -252,14 +252,15 @@ class TwinPool(TwinState):
         return slots
 
     def _needs(self, sequence: TwinSequence, until: int) -> list[int]:
-        """Blocks per kind to hold so many tokens."""
+        """Counts the blocks that each kind needs to hold `until` tokens."""
         return [
             kind.width * (max(0, kind.entries(until) - len(table)) + (foreign is not None))
             for kind, table, foreign in zip(self.kinds, sequence.tables, self._foreign(sequence), strict=True)
         ]
 
     def _grant(self, sequence: TwinSequence, until: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """New slots at the end, and a copy instead of a foreign one; per group the new last entries, and the copies."""
+        """Adds new slots at the end, and a copy in place of a foreign slot. Returns each group's new last entries, and
+        the copies."""
         blocks = self._take(sum(self._needs(sequence, until)))
         copies: list[tuple[int, int]] = []
         added = []
@@ -280,14 +281,15 @@ class TwinPool(TwinState):
         return self.by_group(added), copies
 
     def _take(self, count: int) -> list[int]:
-        """Empty blocks, the one given back last first; where they are too few, cached ones leave first."""
+        """Takes empty blocks, the one given back last first. Evicts cached ones if there are too few."""
         while len(self.empty) < count:
             self._evict(self.cached())
         self.granted += count
         return [self.empty.pop() for _ in range(count)]
 
     def _evict(self, candidates: list[Slot]) -> None:
-        """The one released longest ago, or the one that the pool has chosen; never one with published descendants."""
+        """Evicts the slot released longest ago, or the one that the pool has chosen; never one with published
+        descendants."""
         worths = {id(slot): self.retention.worth(slot) for slot in candidates}
         candidates = [slot for slot in candidates if worths[id(slot)] == min(worths.values())]
         if self.leaving is None:
@@ -311,14 +313,14 @@ class TwinPool(TwinState):
         self._not_published(slot)
 
     def _not_published(self, slot: Slot) -> None:
-        """Removes a publication: a checkpoint is none any more, and no hit can end there."""
+        """Removes the publication of a checkpoint, so that no hit can end there."""
         assert slot.key is not None
         path = slot.key[3]
         self.retention.unpublish(slot)
         self.retention.slot_left(slot, path)
 
     def _released(self, slot: Slot) -> None:
-        """One table fewer names it; where it was the last, it is cached from now on, or empty."""
+        """Notes that one table fewer names a slot. After the last one, the slot is cached, or empty."""
         if self.is_held(slot):
             return
         if slot.key is not None:
@@ -330,7 +332,7 @@ class TwinPool(TwinState):
     def _publish(
         self, sequence: TwinSequence, number: int, position: int, digest: bytes, swaps: list[tuple[int, int, int]]
     ) -> Slot:
-        """Gives a slot its key, or replaces it by the one that has this key already; returns the slot it had."""
+        """Gives a slot its key, or replaces it by the slot that has this key already; returns the earlier slot."""
         kind, table = self.kinds[number], sequence.tables[number]
         index = 0 if kind.name == "state" else position
         own = table[index]
@@ -387,7 +389,7 @@ class TwinPool(TwinState):
                 self._released(slot)
 
     def _enforce_quota(self, namespace: str) -> None:
-        """A namespace that leaves more behind than it may loses its own first."""
+        """Evicts slots of a namespace that has more cached than its quota allows."""
         limit = self.quotas.get(namespace, self.quotas.get("*", (None, None)))[1]
         while limit is not None and self.cached_count(namespace) > limit:
             self._evict(self.cached(namespace))

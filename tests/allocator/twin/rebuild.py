@@ -24,12 +24,12 @@ class Node:
     Attributes:
         blocks: one per group; `NULL_BLOCK` where the report has none.
         ends: sequences whose published part ends here, or that borrow it.
-        is_borrowed: this is a sequence's half-filled block, so it must be a run of its own.
-        is_held: a sequence ends here or below.
-        run: the one that it became a part of.
+        is_borrowed: whether it is a sequence's half-filled block, which must be a run of its own.
+        is_held: whether a sequence ends here or below.
+        run: the run that it became a part of.
     """
 
-    # A report may have a million nodes: rarely changed defaults are the class's.
+    # A report may have a million nodes, so defaults that rarely change belong to the class.
     children = _NONE
     parent: Node | None = None
     ends = 0
@@ -46,12 +46,12 @@ class Node:
 
 
 class RebuiltRun(NamedTuple):
-    """End of a sequence's published part (None: no part), and its own blocks beyond.
+    """The `end` of a sequence's published part (None if it has none), and its own blocks beyond.
 
     Attributes:
-        borrowed: the node that the first of those blocks is published as.
-        shares: that first block is half filled, and may be another sequence's too.
-        owns: blocks of the tail that are counted with this sequence.
+        borrowed: the node as which the first of those blocks is published.
+        shares: whether the first block is half filled, so that another sequence may have it, too.
+        owns: number of blocks of the tail that count for this sequence.
     """
 
     scope: RunScope
@@ -65,20 +65,20 @@ class RebuiltRun(NamedTuple):
 
 
 class NodeBuilder:
-    """The work of `RunBuilder`, position by position."""
+    """Does the work of `RunBuilder`, position by position."""
 
     def __init__(self, manager: FullAttentionManager, pool: Pool, use: BlockUse) -> None:
         self._manager = manager
         self._pool = pool
         self._use = use
         self._trees: dict[str, dict[bytes, Node]] = {}
-        self._orders: dict[str, list[Node]] = {}  # of each namespace the nodes with a way to the root, parents first
+        self._orders: dict[str, list[Node]] = {}  # per namespace, the nodes with a path to the root, parents first
         self._by_block: dict[int, tuple[str, Node]] | None = None
         self._sharers: dict[int, tuple[str, Node | None]] = {}  # first block of a half-filled position -> its prefix
         self._parts: dict[int, list[RunPart]] = {}
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
-        """Published blocks of the manager's group number `column`."""
+        """Takes in published blocks of the manager's group number `column`."""
         nodes = self._trees.setdefault(prefix.namespace, {})
         width, parent = self._manager.width, prefix.parent_digest
         if bool(parent) != bool(prefix.first_position):
@@ -148,7 +148,7 @@ class NodeBuilder:
         return RebuiltRun(scope, end, published, tail, borrowed, shares, count, kept)
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Files all nodes with a way to the root as runs."""
+        """Files all nodes with a path to the root as runs."""
         if self._by_block is None:
             self._by_block = self._link()
         cached: list[tuple[int, int, Scoped]] = []
@@ -189,7 +189,7 @@ class NodeBuilder:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _link(self) -> dict[int, tuple[str, Node]]:
-        """Links parents and children of complete nodes; returns nodes with a way to the root, by first block."""
+        """Links parents and children of complete nodes; returns nodes with a path to the root, by first block."""
         by_block = {}
         for name, nodes in self._trees.items():
             roots = []
@@ -218,7 +218,7 @@ class NodeBuilder:
         return node if node is not None and name == space.name and node.position == position else None
 
     def _file(self, scope: RunScope, stretch: list[Node]) -> Run:
-        """One run, cached until a sequence holds it."""
+        """Makes one run of these nodes, cached until a sequence holds it."""
         first = stretch[0]
         parent = first.parent.run if first.parent is not None else scope.root
         assert parent is not None, "parents come first"
@@ -236,7 +236,7 @@ class NodeBuilder:
 
 
 def _preorder(roots: list[Node]) -> list[Node]:
-    """Every node below, parents before children, only children right after their parents."""
+    """Returns every node below the roots: parents before children, only children right after their parents."""
     order, pending = [], list(reversed(roots))
     while pending:
         node = pending.pop()
@@ -254,7 +254,7 @@ def _mark_held(node: Node) -> None:
 
 
 def _stretches(order: list[Node], width: int) -> list[list[Node]]:
-    """Nodes of one run each, in the same order."""
+    """Returns the nodes of each run, in the same order."""
     stretches: list[list[Node]] = []
     for node in order:
         above = node.parent

@@ -13,14 +13,14 @@ CONTINUED_MAX = 3
 
 
 class TwinRetention:
-    """The stops of a pool, and what they make worth keeping."""
+    """The stops of a pool, and the worth that they give to slots."""
 
     def __init__(self, pool: TwinState) -> None:
         self.pool = pool
         self.partings = TwinPartings(pool)
 
     def edge_before(self, token_count: int) -> int:
-        """The last one that prefixes can be served up to; negative where even 0 tokens are too few."""
+        """Returns the last edge at or before `token_count`; -1 if that is negative."""
         return max(
             [end for end in range(0, token_count + 1, self.pool.digest_tokens) if self.pool.is_edge(end)], default=-1
         )
@@ -29,13 +29,13 @@ class TwinRetention:
         return stop not in self.pool.stops
 
     def before(self, stop: TwinStop | None) -> TwinStop | None:
-        """The stop itself, or the next one before it that is there."""
+        """Returns the stop itself, or the next one before it that is not gone."""
         while stop is not None and self.is_gone(stop):
             stop = stop.parent
         return stop
 
     def ways(self, stop: TwinStop) -> list[TwinStop]:
-        """Stops right behind one."""
+        """Returns the stops right behind one."""
         return [other for other in self.pool.stops if self.before(other.parent) is stop]
 
     def is_continued(self, stop: TwinStop) -> bool:
@@ -60,7 +60,7 @@ class TwinRetention:
         return kept if needed else ASIDE if aside else SPARE
 
     def _serves(self, slot: Slot) -> bool:
-        """Whether a hit can end at a block of full attention or behind it, as far as other kinds are concerned."""
+        """Returns whether the other kinds can serve a hit that ends at a block of full attention or behind it."""
         assert slot.key is not None
         number, namespace, _, path = slot.key
         for stop in self.pool.stops:
@@ -74,7 +74,7 @@ class TwinRetention:
     def set_stops(
         self, sequence: TwinSequence, digests: Sequence[bytes], length: int, prompt: int, junction: int
     ) -> tuple[int, ...]:
-        """Sets the stops of a new sequence, with this many published tokens; it parts after them."""
+        """Sets the stops of a new sequence. Its first `length` tokens are published, and it parts after them."""
         end = sequence.prompt_end = self.edge_before(prompt - 1)
         if all(kind.keeps_prefixes for kind in self.pool.kinds):
             return ()
@@ -91,7 +91,7 @@ class TwinRetention:
         return tuple(sequence.stops)
 
     def make(self, sequence: TwinSequence, token_count: int) -> None:
-        """Hits can end after so many tokens, if the sequence has what they take."""
+        """Makes a stop after `token_count` tokens, if the sequence has the blocks that a hit there takes."""
         if self.pool.is_dense:
             return
         end = [self._own(sequence, number, token_count // kind.block_size - 1) for number, kind in self._attention()]
@@ -165,7 +165,7 @@ class TwinRetention:
             self._part(before)
 
     def slot_left(self, slot: Slot, path: tuple[bytes, ...]) -> None:
-        """A slot was evicted, which was published as that: hits that need it are gone."""
+        """Ends the stops that need a slot which was published with `path` and is now evicted."""
         for stop in list(self.pool.stops):
             if slot in stop.needed:
                 self.end(stop)
@@ -174,7 +174,8 @@ class TwinRetention:
                     self.end(stop)
 
     def remember(self, sequence: TwinSequence, number: int, falling: list[Slot]) -> None:
-        """Blocks about to fall out may be needed at the last edge; those that fell out earlier, not any more."""
+        """Remembers the blocks, fallen or about to fall out, that a hit at the last edge needs, and forgets all
+        others."""
         if self.pool.is_dense:
             return
         kind, edge = self.pool.kinds[number], self.edge_before(sequence.committed)
@@ -183,11 +184,11 @@ class TwinRetention:
         sequence.needed = [slot for slot in sequence.needed if slot.kind != number] + needed
 
     def forget(self, sequence: TwinSequence, number: int) -> None:
-        """A sequence ends: it needs nothing any more."""
+        """Forgets the blocks that a sequence needed, because it ends."""
         sequence.needed = [slot for slot in sequence.needed if slot.kind != number]
 
     def unpublish(self, slot: Slot) -> None:
-        """Evicts a slot: it is no longer published."""
+        """Removes a slot from the published ones."""
         if self.pool.leaving is not None:
             assert slot.key is not None
             assert self.pool.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
@@ -204,12 +205,12 @@ class TwinRetention:
         return [slot] if slot is not None and slot.key is not None else []
 
     def _length(self, slot: Slot) -> int:
-        """Tokens after which a checkpoint is the state."""
+        """Counts the tokens before a checkpoint."""
         assert slot.key is not None
         return slot.key[2] * self.pool.digest_tokens
 
     def _own(self, sequence: TwinSequence, number: int, position: int) -> Slot | None:
-        """Returns the sequence's slot at a position, also of one that fell out and can still be named."""
+        """Returns the sequence's slot at a position, even if it fell out and can still be named."""
         table = sequence.tables[number]
         slot = table[position] if position < len(table) else None
         if slot is not None:
@@ -241,7 +242,7 @@ class TwinRetention:
         return TwinStop(sequence.namespace, token_count, digest, path, needed, None)
 
     def _parts(self, sequence: TwinSequence, slot: Slot, token_count: int) -> bool:
-        """Whether another way than this sequence's is published behind a block of full attention."""
+        """Returns whether another path than this sequence's is published behind a block of full attention."""
         kind = self.pool.kinds[slot.kind]
         if kind.name != "full_attention" or slot.key is None:
             return False

@@ -21,7 +21,7 @@ EVENTS_PER_HISTORY = 4000
 
 
 def run_history(shape: str, seed: int, policy: str, event_count: int) -> Counter[str]:
-    """Runs one history; returns the counts of events. Where pool and twin differ, says how to see it again."""
+    """Runs one history; returns the counts of events. If pool and twin differ, says how to replay it."""
     simulation = Simulation(shape, seed, policy)
     try:
         simulation.run(event_count)
@@ -34,14 +34,14 @@ def run_history(shape: str, seed: int, policy: str, event_count: int) -> Counter
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Runs histories as the module's docstring says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=EVENTS_PER_HISTORY)
     parser.add_argument("--seed", type=int, default=1, help="of the first round over all shapes; each adds one")
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--policy", choices=list(POLICIES), default=LRU)
     arguments = parser.parse_args()
-    # Evictions are reported by digests, which name no block where the owner makes them up.
+    # Evictions are reported by digests, which name no block if the owner makes them up.
     comparable = [name for name, shape in SHAPES.items() if shape.is_honest or arguments.policy == LRU]
     shapes = arguments.shape or comparable
     start, done, histories, seen = time.monotonic(), 0, 0, Counter[str]()

@@ -9,7 +9,7 @@ from tests.allocator.twin.compare import LRU, Comparison, Groups, Shape
 from tests.allocator.twin.memory import Writer
 
 NAMESPACES = ("", "blue")
-LIVE_MAX = 7  # sequences; more would leave no room to grow in
+LIVE_MAX = 7  # live sequences; more would leave no room to grow
 EDITS_BEFORE = 100.0  # prompts that parted inside of others before every other history
 
 FULL, SLIDING, CHUNKED, STATE = "full_attention", "sliding_window", "chunked_local", "state"
@@ -58,13 +58,13 @@ SHAPES = {
 
 
 class Simulation(Comparison):
-    """Random events on one pool. Equal arguments make equal histories."""
+    """Applies random events to one pool. Equal arguments make equal histories."""
 
     def __init__(self, shape_name: str, seed: int, policy: str = LRU) -> None:
         super().__init__(SHAPES[shape_name], random.Random(f"{shape_name} {policy} {seed}"), policy)
         self.texts = [self._some_text(self.shape.tokens_max + 6) for _ in range(4)]
         self.next_id = 1
-        self.to_edit = NAMESPACES[0], [0]  # a prompt and its namespace
+        self.to_edit = NAMESPACES[0], [0]  # a prompt with its namespace
         self.drops = random.Random(seed)
         retention = self.pool.coordinator.retention
         if not seed % 2 and not retention.is_even:  # few histories have as many edits by chance
@@ -99,7 +99,8 @@ class Simulation(Comparison):
     # -- events --------------------------------------------------------------------------------------------------------
 
     def allocate(self) -> None:
-        """A prompt: often the beginning of a known text, now and then longer than the pool, or only its first chunk."""
+        """Allocates a prompt: often the beginning of a known text, sometimes longer than the pool, or only its first
+        chunk."""
         if len(self.writers) >= LIVE_MAX:
             self.free()
             return
@@ -112,7 +113,7 @@ class Simulation(Comparison):
             text = text[: rng.randint(0, len(text))]
         namespace, priority = rng.choice(NAMESPACES), rng.choice((0, 0, 1, 2))
         is_edited = self.has_state and rng.random() < 0.3
-        if is_edited:  # soon before its end
+        if is_edited:  # the edited prompt parts shortly before its end
             namespace, plan = self.to_edit
             length = len(plan)
             text = plan[: rng.randint(7 * length // 8, length)]
@@ -121,7 +122,7 @@ class Simulation(Comparison):
         if self.has_state and rng.random() < 0.5:  # an owner that wants checkpoints ends its passes there
             first = (length - 1) // self.pool.spec.edge_tokens * self.pool.spec.edge_tokens or length
         digests = self._digests(self.memory.numbers(plan), 0, length)
-        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # missed tokens are computed twice
+        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # tokens without digests are computed again
             digests = digests[: rng.randint(0, len(digests))]
         prompt = length if first < length or rng.random() < 0.1 else 0
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
@@ -147,7 +148,7 @@ class Simulation(Comparison):
             self._commit_all(sequence_id)
 
     def grow(self) -> None:
-        """By a token, by many, by none, or beyond the pool."""
+        """Grows a sequence by a token, by many, by none, or beyond the pool."""
         sequence_id = self._some_id()
         if sequence_id is None:
             return
@@ -182,7 +183,7 @@ class Simulation(Comparison):
         rng, writer, sequence = self.random, self.writers[sequence_id], self.twin.sequences[sequence_id]
         committed = sequence.committed
         until = writer.written
-        if not self.has_state and rng.random() < 0.5:  # a state is always as far as it was written
+        if not self.has_state and rng.random() < 0.5:  # a state cannot go back to fewer tokens
             until = rng.randint(committed, writer.written)
         keep = rng.randint(1, sequence.token_count + 2) if rng.random() < 0.25 else 0
         digests = self._digests(writer.numbers, committed, until)
@@ -200,7 +201,7 @@ class Simulation(Comparison):
         if parent_id is None or len(self.writers) >= LIVE_MAX:
             return
         rng = self.random
-        if self.has_state and rng.random() < 0.8:  # else nearly every fork would be UNCOMMITTED
+        if self.has_state and rng.random() < 0.8:  # otherwise nearly every fork would be UNCOMMITTED
             settled = [i for i, sequence in self.twin.sequences.items() if sequence.token_count == sequence.committed]
             parent_id = rng.choice(settled or [parent_id])
         child_id = self.next_id if rng.random() < 0.95 else rng.randint(0, self.next_id - 1)
@@ -212,7 +213,7 @@ class Simulation(Comparison):
             self.next_id = child_id + 1
 
     def free(self) -> None:
-        """Any live sequence."""
+        """Frees any live sequence."""
         sequence_id = self._some_id()
         if sequence_id is not None:
             self.do("free", sequence_id)
@@ -224,7 +225,7 @@ class Simulation(Comparison):
             self.free()
 
     def decode(self) -> None:
-        """Grows several sequences by one token, as a step does; often the same as the last time."""
+        """Grows several sequences by one token, as a step does; often the same sequences as the last time."""
         share = self.random.choice((0.7, 1.0, 1.0))
         ids = [i for i in self.writers if self.random.random() < share]
         counts = [self.twin.sequences[i].token_count + 1 for i in ids]
@@ -245,7 +246,7 @@ class Simulation(Comparison):
         self.do("drop", namespace, digests, rng.randint(0, len(digests)))
 
     def wrong(self) -> None:
-        """Ids that are unknown, freed or used, and more tokens than were granted."""
+        """Uses ids that are unknown, freed or taken, and more tokens than were granted."""
         twin = self.twin
         dead = self.random.choice([i for i in range(self.next_id + 2) if i not in self.writers])
         used = self.random.randint(0, twin.highest_id)
@@ -265,18 +266,18 @@ class Simulation(Comparison):
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _some_id(self) -> int | None:
-        """Returns any live sequence."""
+        """Returns the id of any live sequence; None if there is none."""
         return self.random.choice(list(self.writers)) if self.writers else None
 
     def _some_text(self, length: int) -> list[int]:
-        """Half of the time one token over and over, so that equal blocks come up again and again."""
+        """Returns a random text. Half of the texts repeat one token, so that equal blocks come up again and again."""
         if self.random.random() < 0.5:
             return [0] * length
         return [self.random.randint(0, 1) for _ in range(length)]
 
     def _digests(self, numbers: list[int], start: int, end: int) -> list[bytes]:
         """Returns the digests of the blocks that become full between two counts of tokens. A dishonest owner makes them
-        up: freely without windows, else those of a text in which only the last token of each block counts."""
+        up: freely without windows, otherwise those of a text in which only the last token of each block counts."""
         if self.shape.is_honest:
             return self.memory.digests(numbers, start, end)
         if any(kind.is_windowed for kind in self.twin.kinds):
@@ -305,7 +306,7 @@ class Simulation(Comparison):
         self.do("commit", sequence_id, writer.written, digests)
 
     def _commit_to(self, sequence_id: int, until: int) -> None:
-        """Cuts a pass there, and gives the rest back, so a checkpoint is made."""
+        """Ends a pass at `until`, and gives the rest back, so that a checkpoint is made."""
         writer, sequence = self.writers[sequence_id], self.twin.sequences[sequence_id]
         self._forward(sequence_id, until)
         digests = self._digests(writer.numbers, sequence.committed, until)
@@ -314,7 +315,7 @@ class Simulation(Comparison):
         self._number(sequence_id)
 
     def _commit_to_stops(self, sequence_id: int) -> None:
-        """Passes end wherever later prompts may part, as far as there is room."""
+        """Ends passes at all stops at which later prompts may part, as far as there is room."""
         sequence = self.twin.sequences[sequence_id]
         answers = [stop for stop in sequence.stops if stop > sequence.prompt_end]
         for end in sequence.stops[: len(sequence.stops) - len(answers) + self.random.randrange(4)]:

@@ -40,13 +40,13 @@ class TwinStop:
     """A place at which hits can end.
 
     Attributes:
-        path: of each kind of full attention the digest before it.
+        path: for each kind of full attention, the key of the block before it.
         needed: the slots of windows and states that a hit there takes.
         parent: the stop before it, when it was made.
-        is_parting: paths were seen to part there.
-        is_aside: it was continued while few prompts parted early, and is still.
-        is_early: the sequence that made it got it as an early end.
-        answer: its distance after the prompt whose answer made it.
+        is_parting: whether paths were seen to part there.
+        is_aside: whether it was continued while few prompts parted early, and still is.
+        is_early: whether it was the early stop of the sequence that made it.
+        answer: its distance from the end of the prompt whose answer made it.
     """
 
     namespace: str
@@ -70,16 +70,16 @@ class TwinSequence:
     committed: int
     tables: list[list[Slot | None]]
     priority: int = 0
-    prompt: int = 0  # its length, where only its first chunk was asked for
+    prompt: int = 0  # the length of a prompt of which only the first chunk was asked for
     chunk: int = 0  # tokens that are computed at a time
-    stops: list[int] = field(default_factory=list)  # where later hits are to end
+    stops: list[int] = field(default_factory=list)  # token counts at which later hits should be able to end
     early_stop: int = 0
-    prompt_end: int = 0  # stops behind it are of the answer
+    prompt_end: int = 0  # later stops are of the answer
     announced: list[bytes] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    last: dict[int, Slot] = field(default_factory=dict)  # of each kind its last hit; of states also the last made
-    needed: list[Slot] = field(default_factory=list)  # fallen out, and needed by a hit at its last edge
-    stop: TwinStop | None = None  # the deepest one that it made or hit
+    last: dict[int, Slot] = field(default_factory=dict)  # per kind, its last hit; for states also the last one made
+    needed: list[Slot] = field(default_factory=list)  # fallen slots that a hit at its last edge needs
+    stop: TwinStop | None = None  # the deepest stop that it made or hit
 
 
 class TwinState:
@@ -108,11 +108,11 @@ class TwinState:
         self.watermark = watermark
         self.quotas = quotas or {}
         self.chunk_max = chunk_max  # tokens that the owner computes in one pass of a prompt
-        self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences ever admitted
+        self.prompts: list[tuple[str, list[bytes]]] = []  # prompts of all sequences ever admitted
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
-        self.replaced_count = 0  # early ends replaced by another stop
-        self.answered_count = 0  # ends of prompts and of parts of answers, replaced by later ones
+        self.replaced_count = 0  # early stops replaced by another stop
+        self.answered_count = 0  # stops at ends of prompts and in answers, replaced by later ones
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
         self.clock = 0
@@ -127,38 +127,38 @@ class TwinState:
     # -- what can be observed ------------------------------------------------------------------------------------------
 
     def all_slots(self) -> Iterator[tuple[TwinSequence, Slot]]:
-        """Every table entry with a block, and the twins of those that have one."""
+        """Yields every table entry with a block, and the twins of those that have one."""
         for sequence in self.sequences.values():
             for table in sequence.tables:
                 yield from ((sequence, slot) for slot in table if slot is not None)
                 yield from ((sequence, slot.twin) for slot in table if slot is not None and slot.twin is not None)
 
     def holders(self, slot: Slot) -> int:
-        """Counts the tables that name it, or a slot whose twin it is."""
+        """Counts the tables that name a slot, or another slot whose twin it is."""
         return sum(held is slot for _, held in self.all_slots())
 
     def is_held(self, slot: Slot) -> bool:
-        """Whether any does."""
+        """Returns whether any table names a slot."""
         return any(held is slot for _, held in self.all_slots())
 
     def cached(self, namespace: str | None = None) -> list[Slot]:
-        """Published slots in no table."""
+        """Returns the published slots in no table."""
         held = {id(slot) for _, slot in self.all_slots()}
         slots = [slot for slot in self.published if id(slot) not in held]
         return slots if namespace is None else [slot for slot in slots if slot.namespace == namespace]
 
     def cached_count(self, namespace: str | None = None) -> int:
-        """Blocks of those."""
+        """Counts the blocks of the cached slots."""
         return sum(len(slot.blocks) for slot in self.cached(namespace))
 
     def held_count(self, namespace: str) -> int:
-        """Different blocks in tables of a namespace."""
+        """Counts the different blocks in tables of a namespace."""
         return len(
             {block for sequence, slot in self.all_slots() for block in slot.blocks if sequence.namespace == namespace}
         )
 
     def free_count(self) -> int:
-        """Blocks that can be granted."""
+        """Counts the blocks that can be granted."""
         return len(self.empty) + self.cached_count()
 
     def namespaces(self) -> set[str]:
@@ -166,7 +166,7 @@ class TwinState:
         return {slot.namespace for slot in self.published} | {s.namespace for s in self.sequences.values()}
 
     def tables(self, sequence_id: int) -> list[list[int]]:
-        """One table per group."""
+        """Returns one table per group."""
         return self.by_group(self.sequences[sequence_id].tables)
 
     def promised(self, sequence: TwinSequence) -> int:
@@ -185,13 +185,13 @@ class TwinState:
         return sum(self.promised(sequence) for sequence in self.sequences.values() if sequence.prompt)
 
     def find(self, key: Key) -> Slot | None:
-        """The published slot of a key."""
+        """Returns the published slot of a key."""
         found = [slot for slot in self.published if slot.key == key]
         assert len(found) <= 1, "two slots are published as the same thing"
         return found[0] if found else None
 
     def match(self, namespace: str, digests: Sequence[bytes]) -> tuple[int, list[list[Slot | None]]]:
-        """The longest prefix that every kind can serve, in tokens, and the tables that serve it."""
+        """Returns the longest prefix that every kind can serve, in tokens, and the tables that serve it."""
         by_key = {slot.key: slot for slot in self.published}
         for count in range(len(digests), -1, -1):
             length = count * self.digest_tokens
@@ -235,7 +235,7 @@ class TwinState:
         return best
 
     def pending(self, namespace: str, digests: Sequence[bytes], matched: int) -> int:
-        """Digests after the first `matched` that some sequence is computing."""
+        """Counts the digests after the first `matched` that some sequence is computing."""
         best = 0
         for sequence in self.sequences.values():
             if sequence.namespace != namespace or matched not in sequence.places:
@@ -248,7 +248,7 @@ class TwinState:
         return best
 
     def victim(self, priority: int, except_id: int = 0) -> tuple[int, int] | None:
-        """The sequence that loses least by being preempted, and how much."""
+        """Returns the sequence that loses least by being preempted, and how many tokens it loses."""
         costs = []
         for sequence_id, sequence in self.sequences.items():
             if sequence.priority <= priority and sequence_id != except_id:
@@ -261,20 +261,20 @@ class TwinState:
         return (-min(costs)[2], min(costs)[1]) if costs else None
 
     def filled(self, sequence_id: int, token_count: int) -> int:
-        """Digest blocks that a commit of a live sequence fills."""
+        """Counts the digest blocks that a commit of a live sequence fills."""
         committed = self.sequences[sequence_id].committed
         return sum(end > committed for end in range(self.digest_tokens, token_count + 1, self.digest_tokens))
 
     def is_edge(self, token_count: int) -> bool:
-        """Whether a prefix of so many tokens can be served: blocks of all attention groups end there."""
+        """Returns whether a prefix of `token_count` tokens can be served: blocks of all attention groups end there."""
         return all(token_count % kind.block_size == 0 for kind in self.kinds if kind.name != "state")
 
     def peak(self, token_count: int, chunk: int) -> int:
-        """Blocks that a sequence has at most, if it computes so many tokens at a time."""
+        """Returns the most blocks that a sequence has, if it computes `chunk` tokens at a time."""
         return sum(kind.width * kind.peak(token_count, chunk) for kind in self.kinds)
 
     def too_long(self, blocks: int, token_count: int, chunk: int) -> tuple[str, int]:
-        """Why so many blocks are too many: no pass is short enough, or this one is not."""
+        """Returns why `blocks` blocks are too many: no pass is short enough, or this one is not."""
         if self.peak(token_count, chunk) > self.block_count:
             return "TOO_LONG", 0
         return "PASS_TOO_LONG", blocks - self.block_count
@@ -284,7 +284,7 @@ class TwinState:
         return 0 if limit is None or added <= 0 else self.held_count(namespace) + added - limit
 
     def by_group(self, tables: list[list[Slot | None]]) -> list[list[int]]:
-        """Tables of kinds as tables of groups."""
+        """Returns the tables of kinds as tables of groups."""
         result: list[list[int]] = [[] for _ in range(self.group_count)]
         for kind, table in zip(self.kinds, tables, strict=True):
             for column, group in enumerate(kind.groups):

@@ -23,7 +23,7 @@ from tests.allocator.twin.compare import LRU
 from tests.allocator.twin.run import run_history
 from tests.allocator.twin.simulation import SHAPES
 
-EVENTS = int(os.environ.get("QUIRE_TWIN_EVENTS", "2000"))  # per seed and shape
+EVENTS = int(os.environ.get("QUIRE_TWIN_EVENTS", "2000"))  # events per seed and shape
 FIRST_SEED = int(os.environ.get("QUIRE_TWIN_SEED", "1"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + (1 if "QUIRE_TWIN_SEED" in os.environ else 2))
 
@@ -60,7 +60,7 @@ def test_nothing_that_the_twin_knows_of_went_untried() -> None:
 
 
 class Whimsical(LeastRecentlyUsed):
-    """Ranks by digest: nothing that a sensible policy would do, and all that the pool may rely on."""
+    """Ranks by digest, as no sensible policy would: the pool must rely on nothing more."""
 
     def released(self, entry: Entry) -> None:
         entry.released = zlib.crc32(entry.first_digest) + entry.hits

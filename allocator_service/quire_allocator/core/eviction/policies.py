@@ -11,7 +11,7 @@ from quire_allocator.core.eviction.reuse_model import Family, Ghost, Ghosts, Reu
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """Whatever was released longest ago leaves first."""
+    """Evicts the entry that was released longest ago."""
 
     def __init__(self, block_count: int) -> None:
         self._time = 0
@@ -30,20 +30,20 @@ class LeastRecentlyUsed(EvictionPolicy):
         return entry.released
 
 
-# Families of entries that were never shared, by their parent: 0 a single position of a window or state, 1 a run that
-# was not shared, 2 one shared 1 to 3 times, 3 one shared `_POPULAR_HITS` times or more. Each has four kinds: prompts up
-# to 0.5, 1 or 2 times the mean length, and longer.
+# Families of entries that were never shared, by parent: 0 none (one position of a window or state), 1 a run that was
+# not shared, 2 a run shared 1 to 3 times, 3 a run shared `_POPULAR_HITS` times or more. Each family has four kinds, by
+# length of the prompt: up to 0.5, 1 or 2 times the mean, and longer.
 _NEW_FAMILIES: Final = 4
 _POPULAR_HITS: Final = 4
-_LENGTH_EDGES = (0.5, 1.0, 2.0)  # not Final, as other tuples here: the compiler takes one of floats for unset
-_LENGTH_MEMORY: Final = 256  # the mean follows the last 256 new entries, about
+_LENGTH_EDGES = (0.5, 1.0, 2.0)  # tuples here are not Final: the compiler takes a Final tuple of floats for unset
+_LENGTH_MEMORY: Final = 256  # the mean covers about the last 256 new entries
 _LENGTHS: Final = len(_LENGTH_EDGES) + 1
-# Families of shared entries: 1, 2, 3 to 7, and more hits. Each has four kinds: the last wait was below a quarter of a
-# pool, one pool, four pools, or longer.
+# Families of shared entries, by hits: 1, 2, 3 to 7, and more. Each has four kinds, by the last wait: below a quarter of
+# a pool, below one pool, below four pools, and longer.
 _LEVELS = (1, 2, 7)
 _GAPS: Final = 4
 _SHARED: Final = _NEW_FAMILIES * _LENGTHS
-_LEFT: Final = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
+_LEFT: Final = _SHARED + (len(_LEVELS) + 1) * _GAPS  # the kind of deep ends that prompts leave behind
 _KINDS: Final = _LEFT + 1
 # The prior of each family: the share that returns per doubling of the age. Observations soon outweigh it.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
@@ -62,11 +62,11 @@ class ReuseValue(EvictionPolicy):
     """The default policy evicts first the entry that is least likely to be used again soon, for its size.
 
     Every cached entry has a kind. A shared entry's kind is its number of hits and its last wait; a new entry's kind is
-    its parent and the length of its prompt. `reuse_model.py` learns when kinds come back. Each has its lane, in the
-    order of release; the least valuable of the oldest and newest entries of all lanes leaves.
+    its parent and the length of its prompt. `reuse_model.py` learns when kinds return. Each kind has a lane in the
+    order of release. The oldest and the newest entry of each lane are compared, and the least valuable is evicted.
 
-    Deep ends are a kind of their own: the part that a prompt left behind when it took another way inside of an entry,
-    and as many blocks of a new entry as prompts usually leave. Chats leave a half-filled block, questions about one
+    Deep ends are a kind of their own. A deep end is the rest of an entry after a prompt diverged inside it, or as many
+    last blocks of a new entry as prompts usually leave behind. Chats leave a half-filled block, questions about one
     document the whole question.
     """
 
@@ -75,14 +75,14 @@ class ReuseValue(EvictionPolicy):
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
-        self._unlearned_time = 0  # blocks among them of which nothing is learned by itself
+        self._unlearned_time = 0  # the part of `_time` that LED entries took: these teach nothing by themselves
         self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)
         self._length_mean = 0.0
-        self._medians = [0.0] * _NEW_FAMILIES  # of the blocks that prompts leave behind
-        self._left_behind = [0] * _NEW_FAMILIES  # rounded
-        self._trimmed: tuple[Entry, bytes] | None = None  # trimmed last, and the key of the first block that it lost
+        self._medians = [0.0] * _NEW_FAMILIES  # median count of blocks that prompts leave behind, by origin
+        self._left_behind = [0] * _NEW_FAMILIES  # the medians, rounded
+        self._trimmed: tuple[Entry, bytes] | None = None  # trimmed last, with the key of its first lost block
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
         """Records when the entry was stored, and its parent."""
@@ -94,7 +94,7 @@ class ReuseValue(EvictionPolicy):
             entry.start_history(1 if not hits else 2 if hits < _POPULAR_HITS else 3, self._time)
 
     def hit(self, entry: Entry) -> None:
-        """Learns how long it has waited."""
+        """Learns how long the entry waited for this hit."""
         self._time += entry.block_count
         if entry.worth == LED:
             self._unlearned_time += entry.block_count
@@ -108,8 +108,8 @@ class ReuseValue(EvictionPolicy):
         entry.hits += 1
 
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """Learns how many blocks a prompt left behind when it took another way, and makes the lower part one of that
-        kind."""
+        """Learns how many blocks a prompt left behind when it diverged inside the entry, and gives the lower part the
+        kind of deep ends."""
         count = lower.block_count
         if lower.is_whole:
             self._learn_left_behind(lower.origin, count)
@@ -124,14 +124,14 @@ class ReuseValue(EvictionPolicy):
         return True
 
     def cut(self, upper: Entry, lower: Entry) -> None:
-        """Divides the deep end between them. How much the prompt leaves behind shows later, in the lower one."""
+        """Divides the deep end between both parts. The lower one will show how much the prompt leaves behind."""
         count = lower.block_count
         upper.is_whole = False
         upper.left_behind = max(0, lower.left_behind - count)
         lower.left_behind = min(lower.left_behind, count)
 
     def released(self, entry: Entry) -> None:
-        """Stamps it and finds its kind."""
+        """Stamps the entry and finds its kind."""
         count, kind = entry.block_count, entry.kind
         if kind is None:
             if self.evicted_count:
@@ -165,12 +165,12 @@ class ReuseValue(EvictionPolicy):
         entry.kind = None
 
     def ranked(self, entry: Entry) -> None:
-        """Stamps it, unless it was ranked when it was cached."""
+        """Stamps the entry, unless it was ranked when it was cached."""
         if entry.kind is None:
             self.released(entry)
 
     def lane(self, entry: Entry) -> int:
-        """Returns one for each kind (its own, or that of its deep end) and burden."""
+        """Returns the lane of the entry's burden and kind. An entry with a deep end has the kind of deep ends."""
         assert entry.kind is not None, "never released"
         return entry.burden * _KINDS + (_LEFT if entry.left_behind else entry.kind)
 
@@ -192,7 +192,7 @@ class ReuseValue(EvictionPolicy):
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
             if behind is not None and behind.released == entry.released and behind.kind == kind:
-                count += behind.block_count  # its end left just before: both are one ghost
+                count += behind.block_count  # its end was evicted just before, so both are one ghost
             elif behind is not None:
                 self._ghosts.add(self._trimmed[1], behind, self._time)
         key = entry.key_at(entry.block_count - block_count)
@@ -214,7 +214,7 @@ class ReuseValue(EvictionPolicy):
         entry.left_behind = 0
 
     def _recall(self, entry: Entry, count: int) -> None:
-        """Finds evicted stretches that this new entry has computed again, from its beginning on: they returned."""
+        """Finds the evicted stretches with which this new entry begins, and counts them as returned."""
         offset = 0
         while offset < count:
             key = entry.key_at(offset)
@@ -230,7 +230,7 @@ class ReuseValue(EvictionPolicy):
             offset += back
 
     def _learn_left_behind(self, origin: int, count: int) -> None:
-        """Moves a median by a fifth of itself, at least by a fifth of a block."""
+        """Moves the median of an origin toward `count`: by a fifth of itself, at least by a fifth of a block."""
         median = self._medians[origin]
         step = 0.2 * max(1.0, median)
         if count > median:

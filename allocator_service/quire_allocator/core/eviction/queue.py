@@ -2,7 +2,7 @@
 
 Lifecycle of an entry (a run of the prefix tree, or one position of a windowed or state group):
 
-    1. held       `live >= 1`: sequences end in it or in something below it; never evicted
+    1. held       `live >= 1`: sequences end in it or below it; never evicted
     2. cached     `live == 0`: `policy.cached(entry)` has noted when; hittable
     3. candidate  cached and without children: `queue.push(entry)`; its ticket is not 0
     4. gone       its last block was evicted
@@ -10,8 +10,8 @@ Lifecycle of an entry (a run of the prefix tree, or one position of a windowed o
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
 block from the deep end, so that descendants leave before their ancestors.
 
-The policy ranks only some candidates. Blocks that no hit can need leave before all others (`SPARE`), then blocks that
-few hits need (`ASIDE`); blocks that leave with another entry (`LED`) last. Each of these leave in order of release.
+The policy ranks only some candidates. Blocks that no hit can need (`SPARE`) are evicted first, then blocks that
+few hits need (`ASIDE`). Blocks that leave with another entry (`LED`) are last. Each class leaves in order of release.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-SPARE: Final = 0  # no hit can end with it, but for chance
-ASIDE: Final = 1  # a hit can end with it where a prompt was edited, which few are
+SPARE: Final = 0  # a hit can end here only by chance
+ASIDE: Final = 1  # a hit can end here only if a prompt was edited, which is rare
 RANKED: Final = 2  # ranked by the policy
-LED: Final = 3  # of use for as long as another entry is, which the policy ranks
+LED: Final = 3  # useful only as long as another entry, which the policy ranks
 BURDEN_MAX: Final = 4
-_NEAR: Final = 2  # lanes whose ends are compared between two full comparisons
+_NEAR: Final = 2  # number of lanes that are compared between two full comparisons
 _NOTHING: Final = -math.inf
-SWEEP_AFTER: Final = 128  # additions, and as many again as there were candidates
+SWEEP_AFTER: Final = 128  # additions before a sweep, plus as many as there were candidates
 
 
 class Entry(ABC):
-    """One stretch of blocks with one history, as eviction sees it. When one is split, both parts have all of it.
+    """One stretch of blocks with one history, as eviction sees it. If it is split, both parts keep that history.
 
     Attributes:
-        live: holders; 0 is cached.
+        live: number of holders; 0 means cached.
         hits: sequences that have shared it since it was stored.
-        released: the policy's stamp when `live` fell to 0 last; inside a lane the smallest is first.
-        ticket: the queue's; 0 where it is no candidate.
-        left_behind: blocks at its deep end that prompts usually leave behind: they are evicted first, and alone.
-        kind: what it is to the policy; None until it is released first.
+        released: the policy's stamp when `live` last fell to 0. Lanes are in the order of this stamp.
+        ticket: the ticket that the queue gave it; 0 if it is no candidate.
+        left_behind: blocks at its deep end that prompts usually leave behind. They are evicted first, and alone.
+        kind: the policy's kind of this entry; None until its first release.
         gap: how long it waited for its last hit.
         origin: the kind of its parent when it was stored.
-        is_whole: neither shared, split nor trimmed.
-        is_successor: it took the place of another one, which has passed the time that their room is worth.
+        is_whole: whether it was never shared, split or trimmed.
+        is_successor: whether it replaced an entry of the same turn, so caching it does not advance the policy's clock.
         worth: SPARE, ASIDE, RANKED or LED, while it is cached.
-        burden: the blocks that it leads over those of its own since the stop before: 0 if less than once as many,
-            1 if less than 3 times, 2 if less than 7 times, and so on up to `BURDEN_MAX`.
+        burden: floor(log2((own + led) / own)) in blocks since the previous stop, at most `BURDEN_MAX`.
+            Example: 4 own and 60 led blocks give 4.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class Entry(ABC):
         self.is_successor = False
 
     def copy_history(self, other: Entry) -> None:
-        """Takes over what is known of `other`, of which this was a part."""
+        """Copies the history of `other`, from which this entry was cut."""
         self.worth = other.worth
         self.hits = other.hits
         self.released = other.released
@@ -87,7 +87,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def block_count(self) -> int:
-        """Counts the blocks that would leave with it."""
+        """Counts the blocks that leave when the entry is evicted."""
 
     @property
     @abstractmethod
@@ -100,7 +100,7 @@ class Entry(ABC):
         """Returns the digest of its first block."""
 
     def key_at(self, offset: int) -> bytes:
-        """Returns a name of the content from the block at `offset` on, wherever it is stored; empty without one."""
+        """Returns a key of the content from block `offset` on, the same wherever it is stored; empty if none."""
         return b"" if offset else self.first_digest
 
 
@@ -108,50 +108,50 @@ class EvictionPolicy(ABC):
     """Ranks candidates. Callers report each event in order."""
 
     lane_count = 1
-    patience = 1  # blocks that leave before both ends of all lanes are compared again
+    patience = 1  # evicted blocks after which the ends of all lanes are compared again
     evicted_count = 0
-    trims = True  # the rest of a trimmed entry can still be hit
+    trims = True  # whether the rest of a trimmed entry can still be hit
 
     @abstractmethod
     def stored(self, entry: Entry, parent: Entry | None) -> None:
-        """`entry` was published just now, below `parent`. It may grow until it is released first."""
+        """Notes that `entry` was published below `parent`. It may grow until its first release."""
 
     @abstractmethod
     def hit(self, entry: Entry) -> None:
-        """A new sequence shares `entry`, and will hold it next."""
+        """Notes that a new sequence shares `entry` and will hold it next."""
 
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """`lower` was cut off `upper`, which has copied the history. Returns whether `lower` has another place now."""
+        """Notes that `lower` was cut off `upper`, with its history. Returns whether the place of `lower` changed."""
         return False
 
-    def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - most often both have all of the history
-        """Splits the history where the prompt continues along `lower` as well, after hitting `upper`."""
+    def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - optional: by default both keep all of the history
+        """Splits the history, because the prompt that hit `upper` continues along `lower`."""
 
     def cached(self, entry: Entry, block_count: int) -> None:
-        """Nobody holds `entry` any more, which has so many blocks. Descendants come before ancestors."""
+        """Notes that no sequence holds `entry` of `block_count` blocks any more. Descendants come before ancestors."""
         if entry.worth == RANKED:
             self.released(entry)
         else:
             self.put_aside(entry, block_count)
 
     def revalued(self, entry: Entry) -> None:
-        """A cached entry has another place from now on."""
+        """Notes that the worth of a cached entry changed."""
         if entry.worth == RANKED:
             self.ranked(entry)
 
     @abstractmethod
     def released(self, entry: Entry) -> None:
-        """Stamps an entry that is RANKED: notes the moment in `released`."""
+        """Stamps a RANKED entry: notes the time in `released`."""
 
     def put_aside(self, entry: Entry, block_count: int) -> None:
-        """Stamps an entry that is not RANKED and has so many blocks, and learns nothing of it."""
+        """Stamps an entry of `block_count` blocks that is not RANKED, and learns nothing from it."""
         self.released(entry)
 
-    def ranked(self, entry: Entry) -> None:  # noqa: B027 - it keeps its stamp
-        """Is RANKED from now on, and was cached before."""
+    def ranked(self, entry: Entry) -> None:  # noqa: B027 - optional: by default the stamp stays
+        """Notes that an entry that was cached before is RANKED from now on."""
 
     def lane(self, entry: Entry) -> int:
-        """Returns the lane of a candidate; those of one lane are in the order of their stamps."""
+        """Returns the lane of a candidate. Candidates of one lane are in the order of their stamps."""
         return 0
 
     @abstractmethod
@@ -159,13 +159,13 @@ class EvictionPolicy(ABC):
         """Returns the value of a candidate. Among the ends of all lanes, the smallest value is evicted first."""
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Records that so many blocks leave `entry`, which still counts them. Returns whether its place changed."""
+        """Notes that `block_count` blocks leave `entry`, which still counts them. Returns whether its place changed."""
         self.evicted_count += block_count
         return False
 
 
 class _Lane:
-    """Candidates of one lane: the first by a heap, the last one pushed by a stack. Outdated items stay in both."""
+    """Candidates of one lane: a heap gives the first, a stack the last one pushed. Outdated items stay in both."""
 
     __slots__ = ("heap", "is_near", "stack")
 
@@ -175,7 +175,7 @@ class _Lane:
         self.is_near = False
 
     def first(self) -> Entry | None:
-        """Returns the candidate of the smallest stamp, or None."""
+        """Returns the candidate with the smallest stamp, or None."""
         heap = self.heap
         while heap and heap[0][1] != heap[0][2].ticket:
             heappop(heap)
@@ -190,7 +190,7 @@ class _Lane:
 
     def sweep(self) -> int:
         """Drops outdated items; returns how many are left."""
-        if not self.heap:  # most of the lanes, most of the time; the items on the stack are outdated then
+        if not self.heap:  # true for most lanes at most times; all items of the stack are outdated then
             self.stack.clear()
             return 0
         self.heap = [item for item in self.heap if item[1] == item[2].ticket]
@@ -200,10 +200,10 @@ class _Lane:
 
 
 class _Line:
-    """Candidates that leave in the order of their stamps, whatever the policy.
+    """Candidates that are evicted in the order of their stamps, under any policy.
 
-    Most come in that order: a decoding sequence lets a block fall out at every edge. Those stand in two lists, without
-    an item for each; the others in a heap. Each addition drops an outdated one at the beginning of the lists.
+    Most arrive in that order: a decoding sequence lets a block fall out of its window at every edge. Two lists hold
+    these, without an item for each; a heap holds the others. Each addition drops an outdated entry from their front.
     """
 
     __slots__ = ("_begin", "_entries", "_heap", "_last", "_tickets")
@@ -211,7 +211,7 @@ class _Line:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._tickets: list[int] = []
-        self._begin = 0  # those before it have left the lists
+        self._begin = 0  # index in the lists at which the entries begin
         self._last = 0  # the stamp of the last entry
         self._heap: list[tuple[int, int, Entry]] = []
 
@@ -231,11 +231,11 @@ class _Line:
                 self._begin = 0
 
     def __len__(self) -> int:
-        """Counts all, outdated ones included."""
+        """Counts all entries, outdated ones included."""
         return len(self._entries) - self._begin + len(self._heap)
 
     def first(self) -> Entry | None:
-        """Returns the candidate of the smallest stamp, of equal ones the one that was pushed first; or None."""
+        """Returns the candidate with the smallest stamp, the first one pushed among equals; None if there is none."""
         entries, tickets, begin, heap = self._entries, self._tickets, self._begin, self._heap
         while begin < len(entries) and tickets[begin] != entries[begin].ticket:
             begin += 1
@@ -254,7 +254,7 @@ class _Line:
         return entry
 
     def items(self) -> list[tuple[int, int, Entry]]:
-        """Returns stamp, ticket and entry of all, outdated ones included."""
+        """Returns stamp, ticket and entry of all candidates, outdated ones included."""
         listed = [(entry.released, ticket, entry) for entry, ticket in zip(self._entries, self._tickets)]
         return [*listed[self._begin :], *self._heap]
 
@@ -282,7 +282,7 @@ class Candidates:
         self._early = [_Line(), _Line()]  # entries that are SPARE or ASIDE
         self._late = _Line()  # entries that are LED
         self._near: list[_Lane] = []
-        self._bound = _NOTHING  # value of the best end outside `_near`: no other lane has a smaller one
+        self._bound = _NOTHING  # least value of a lane's end outside `_near`
         self._compare_at = 0
         self._sweep_in = SWEEP_AFTER
 
@@ -312,7 +312,7 @@ class Candidates:
         return self._peek_ranked() or self._late.first()
 
     def _peek_ranked(self) -> Entry | None:
-        """Returns the entry that the policy lets go of first."""
+        """Returns the entry that the policy evicts first."""
         if len(self._lanes) == 1:
             return self._lanes[0].first()
         if self._policy.evicted_count < self._compare_at:
@@ -323,12 +323,12 @@ class Candidates:
         return self._compare()
 
     def items(self) -> list[tuple[int, int, Entry]]:
-        """Returns stamp, ticket and entry of all, outdated ones included, in no order."""
+        """Returns stamp, ticket and entry of all candidates, outdated ones included, in no order."""
         ranked = [item for lane in self._lanes for item in lane.heap]
         return [*self._early[0].items(), *self._early[1].items(), *ranked, *self._late.items()]
 
     def _item_count(self) -> int:
-        """Counts the items of all, outdated ones included."""
+        """Counts all items, outdated ones included."""
         count = len(self._early[0]) + len(self._early[1]) + len(self._late)
         return count + sum([max(len(lane.heap), len(lane.stack)) for lane in self._lanes])
 
@@ -393,7 +393,7 @@ class EvictionQueue(Candidates):
         self.add(entry)
 
     def discard(self, entry: Entry) -> None:
-        """Withdraws it; nothing happens where it is no candidate."""
+        """Withdraws an entry; does nothing if it is no candidate."""
         if entry.ticket:
             entry.ticket = 0
             self._count -= 1

@@ -1,16 +1,16 @@
 """The model of the default eviction policy: when blocks of each kind are used again.
 
-Kinds are numbers; kinds of one *family* are alike, and an estimate for one of them leans on that for the family while
-little was seen. Of the blocks that reach a certain age, how many return there? Ages are powers of two (a block that
-reaches one is counted where it ended, so that those still waiting do not bias it: Kaplan and Meier, JASA 1958). Evicted
-entries are remembered for a while, so that the estimate does not depend on earlier evictions.
+Kinds are numbers. Kinds of one *family* are alike, and the estimate for a kind leans on its family's while little was
+seen. The model estimates, for each age, the share of the blocks that reach it and return there. Ages are powers of two.
+A block counts at the age where its wait ended, so that waits still going on do not bias the estimate (Kaplan and Meier,
+JASA 1958). Evicted entries are remembered for a while, so that the estimate does not depend on earlier evictions.
 
-The *value* of a kind at an age is the most that keeping on gains, over all times to end it at:
+The *value* of a kind at an age is the highest gain of keeping the block, over all times at which to give up:
 
     value(age) = max over t > age of   P(it returns before t) / E[time until it returns or t is reached]
 
 which is Gittins' index (JRSS B, 1979); LHD (Beckmann, Chen, Cidon: NSDI '18) ranks by nearly the same. It may rise with
-age: where returns are still to come, the newest has the least value.
+age: if returns come late, the newest block has the least value.
 
 Time is a number of blocks. Everything here can be lost: it is learned again.
 """
@@ -21,16 +21,15 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 _AGE_BITS: Final = 64
-AGES: Final = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and beyond
-_FAMILY_POOLS: Final = 1.0  # weight of a family's estimate in that of one of its kinds, in pools of blocks
-_BELIEF_POOLS: Final = 0.25  # weight of a family's prior
-_FORGET_POOLS: Final = 64  # time after which an observation counts half
-# A family's values are computed anew after 4 waits that began in it; after each 8 times, one wait more is needed, up
-# to 64.
+AGES: Final = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096), and beyond; the unit is 1/64 of the pool
+_FAMILY_POOLS: Final = 1.0  # weight of a family's estimate in the estimate for a kind, in pools of blocks
+_BELIEF_POOLS: Final = 0.25  # weight of a family's prior, in pools of blocks
+_FORGET_POOLS: Final = 64  # time after which an observation counts half, in pools of blocks
+# A family's values are recomputed after 4 new waits. After every 8 recomputations, one wait more is needed, up to 64.
 _LEARN_FIRST: Final = 4
 _LEARN_SLOWER: Final = 8
 _LEARN_EVERY: Final = 64
-_SEEN_MIN: Final = 0.02  # below this share of the past nothing is concluded about an age
+_SEEN_MIN: Final = 0.02  # least share of waits old enough for an age; below it, the age is ignored
 
 
 class Family(NamedTuple):
@@ -38,9 +37,9 @@ class Family(NamedTuple):
 
     Attributes:
         kinds: consecutive numbers.
-        belief: returns per doubling of the age, from an eighth of the pool to 16 pools, before anything is seen.
-        wider: kinds of all groups on whose estimate that for this group leans, its own included; empty for none. Only
-            where most of the cached blocks leave with others: there are fewer to learn from.
+        belief: prior share of returns per doubling of the age, from an eighth of the pool to 16 pools.
+        wider: all kinds, its own included, whose common estimate this family leans on; empty for none. It counts only
+            if most cached blocks leave with others, because few are then left to learn from.
     """
 
     kinds: range
@@ -52,8 +51,8 @@ class ReuseModel:
     """Estimates when blocks of every kind of every family return, in a pool of `block_count` blocks.
 
     Attributes:
-        unit: of age, in blocks.
-        values: of each kind, by the bit length of its age in units.
+        unit: the unit of age, in blocks.
+        values: the value of each kind, by the bit length of its age in units.
     """
 
     def __init__(self, families: Sequence[Family], block_count: int) -> None:
@@ -95,7 +94,7 @@ class ReuseModel:
             self._returned[kind][bucket] += count
 
     def learn(self, time: int, unlearned_time: int = 0) -> None:
-        """If a family is due, computes its values anew. One at a time: it takes some ten microseconds."""
+        """Recomputes the values of one family, if any is due. One takes some ten microseconds."""
         if not self._due:
             return
         self._elapsed += time - self._time
@@ -147,7 +146,7 @@ def _hazards(
     expected: list[float],
     weight: float,
 ) -> list[float]:
-    """Returns the share of the blocks that reach an age and return there, if `weight` more blocks do as expected."""
+    """Returns, for each age, which share of the blocks that reach it return there; `weight` blocks do as `expected`."""
     hazards, left = [], 1.0
     for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
         old = started * share
@@ -209,14 +208,14 @@ class Ghosts:
         return len(self._ghosts)
 
     def take(self, key: bytes) -> Ghost | None:
-        """Returns one and forgets it."""
+        """Returns the ghost with this key and forgets it; None if there is none."""
         ghost = self._ghosts.pop(key, None)
         if ghost is not None:
             self._block_count -= ghost.block_count
         return ghost
 
     def add(self, key: bytes, ghost: Ghost, time: int) -> None:
-        """Remembers one; older ones are forgotten."""
+        """Remembers a ghost; forgets the oldest ones beyond the limits."""
         self.take(key)
         self._ghosts[key] = ghost
         self._block_count += ghost.block_count

@@ -1,6 +1,6 @@
 """All groups of a pool as one: combines the hits, needs and grants of its managers.
 
-Managers come in the order in which prefixes are searched, groups in the order of the pool's specification; block counts
+Managers are in the order in which prefixes are searched, groups in the order of the pool's specification. Block counts
 include all groups.
 """
 
@@ -23,9 +23,9 @@ from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, OTHERS, Co
 
 
 class Found:
-    """The published part of a prompt: the hit of each manager, and what they have in common as in `Match`.
+    """The published part of a prompt: the hit of each manager, and their common lengths as in `Match`.
 
-    It is no tuple, because the compiled core would need thousands of instructions to make one with names.
+    It is no named tuple, because the compiled core would need thousands of instructions to make one.
     """
 
     __slots__ = ("attended_token_count", "hits", "matched_token_count")
@@ -40,12 +40,12 @@ class Coordinator:
     """The managers of one pool.
 
     Attributes:
-        in_place: some group keeps a state that forward passes overwrite.
-        settles: some group gives blocks back while its sequences live.
-        in_step: all groups have one block size and none keeps state, so they need their next block at the same token.
-        group_count: number of groups; `append_rows` takes so many blocks for each sequence.
-        history: the latest prompts, where no group keeps whole prefixes; else None.
-        retention: where hits can end, and what stays cached for them.
+        in_place: whether some group keeps a state that forward passes overwrite.
+        settles: whether some group gives blocks back while its sequences live.
+        in_step: whether all groups need their next block at the same token: one block size, and no states.
+        group_count: number of groups, and of blocks that `append_rows` takes for each sequence.
+        history: the latest prompts, in a pool where no group keeps whole prefixes; else None.
+        retention: knows where hits can end, and keeps blocks cached for them.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
@@ -56,25 +56,25 @@ class Coordinator:
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
         assert not (spec.append_only and self.in_place), "append-only pools keep no states: those are copied"
-        self._full_count = len(self.managers) - len(self._settling)  # those of full attention, which come first
+        self._full_count = len(self.managers) - len(self._settling)  # managers of full attention, which come first
         self.history = PromptHistory() if not self._full_count else None
         self._edge_tokens = spec.edge_tokens
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        # For each group, the place of its block among those of `append_rows`; empty if the groups are in that order.
+        # For each group, the index of its block in a row of `append_rows`; empty if rows are in group order.
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
-        self._ending = states[0] if states else 0  # its `last_end` is the last edge at which hits can end
+        self._ending = states[0] if states else 0  # the manager whose `last_end` is the last edge at which hits can end
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
-        # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
+        # The nameless namespace of a pool without quotas. It is empty when forgotten, and serves as the next new one.
         self._unnamed: Namespace | None = None
 
     def new_namespace(self, name: str) -> Namespace:
         """Returns an empty namespace; the caller files it."""
         if not name and self._unnamed is not None and "" not in self._blocks.namespaces:
-            # A pool that uses no other namespace forgets and makes this one with each last sequence.
+            # A pool that uses only this namespace forgets it with each last sequence, and soon needs it again.
             return self._unnamed
         quota = self._quotas.get(name) or self._quotas.get(OTHERS)
         limits_cache = quota is not None and quota.cached_block_count_max is not None
@@ -134,7 +134,7 @@ class Coordinator:
     def _note_parting(
         self, space: Namespace, hits: Sequence[Hit], end: int, digests: bytes, prompt_token_count: int
     ) -> None:
-        """Counts the parting of a new prompt, `end` tokens from its beginning."""
+        """Records that a new prompt parts from earlier ones after `end` tokens."""
         behind = self.managers[0].behind(space.scopes[0], hits[0], digests, end)
         if behind is not None:
             last = end // self.digest_tokens * DIGEST_BYTES
@@ -157,7 +157,7 @@ class Coordinator:
             for manager, hit in zip(self.managers, hits):
                 manager.goes_on(hit)
         turn = self.retention.turn(prompt_token_count, token_count, junction)
-        space.sequence_count += 1  # or it would be forgotten with its last cached block
+        space.sequence_count += 1  # otherwise it would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts, turn)
         if keeps and token_count:
@@ -185,7 +185,7 @@ class Coordinator:
             self._stop_at(sequence, end)
 
     def _stop_at(self, sequence: SequenceState, token_count: int) -> None:
-        """Makes a stop after so many tokens of a sequence, if all groups can serve them from its blocks."""
+        """Makes a stop after `token_count` tokens of a sequence, if all groups can serve them from its blocks."""
         digest = self.managers[0].digest_at(sequence.parts[0], token_count)
         if not digest:
             return
@@ -234,12 +234,12 @@ class Coordinator:
         shared there. The caller has raised the limits of the sequences.
 
         Returns:
-            The blocks, group fastest.
+            The blocks, sequence by sequence, one for each group.
         """
         source, first = self._blocks, 0
         if len(sequences) * self.group_count <= source.empty_count:
             blocks = source.take(len(sequences) * self.group_count)
-        else:  # row by row: what is evicted for a row is granted to it
+        else:  # row by row, so that evictions for a row count for its namespace
             blocks = NO_BLOCKS[:]
             for sequence in sequences:
                 source.taker = sequence.namespace
@@ -255,7 +255,7 @@ class Coordinator:
 
     def commit(self, sequence: SequenceState, until: int, digests: bytes, granted: int) -> list[Swap]:
         """Counts a sequence's tokens up to `until` as committed, publishes full blocks with digests, and gives back
-        blocks beyond `granted` tokens. Returns swaps for blocks that others had published before."""
+        blocks beyond `granted` tokens. Returns swaps for blocks that other sequences had published before."""
         committed = sequence.committed_token_count
         ends = sequence.turn.reached(committed, until)
         new = Commit(committed, until, digests, ends)
@@ -304,7 +304,7 @@ class Coordinator:
         return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts)])
 
     def added(self, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
-        """Returns for each group the last entries of its table, those of the newly granted blocks."""
+        """Returns, for each group, the newly granted blocks: the last entries of its table."""
         return self._by_group([manager.added(blocks) for manager, blocks in zip(self.managers, granted)])
 
     def _by_group(self, by_manager: Sequence[Sequence[array[int]]]) -> tuple[array[int], ...]:

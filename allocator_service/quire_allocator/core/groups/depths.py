@@ -1,4 +1,4 @@
-"""The positions at which a namespace has something published, of any prefix: only these are searched for hits."""
+"""The positions at which a namespace has published blocks of any prefix. Only these are searched for hits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Depths:
     """Positions, each with a count.
 
     Attributes:
-        positions: those with a count above 0, each once; rising.
+        positions: the positions with a count above 0, each once; rising.
     """
 
     __slots__ = ("_far", "_near", "positions")
 
     def __init__(self) -> None:
         self.positions: list[int] = []
-        self._near: list[int] = []  # the counts of the first positions, as far as any counted
+        self._near: list[int] = []  # counts of the first positions, up to the highest one that was ever counted
         self._far: dict[int, int] = {}
 
     def add(self, position: int) -> None:

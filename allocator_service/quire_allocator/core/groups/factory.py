@@ -16,7 +16,7 @@ from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 
-# Groups that find prefixes from the left come first: they bound the search of those that look from the right.
+# Managers that search prefixes from the left come first: they bound the search of those that search from the right.
 MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[WindowManager] | type[StateManager]] = {
     GroupKind.FULL_ATTENTION: FullAttentionManager,
     GroupKind.SLIDING_WINDOW: WindowManager,

@@ -54,7 +54,7 @@ class Path:
         return self.digests[(first - self.begin) * self.step : (end - self.begin) * self.step]
 
     def agreed(self, stretch: Stretch, end: int) -> int:
-        """Returns the position, at most `end`, up to which a stretch agrees; it begins with a digest of the path."""
+        """Returns the position, at most `end`, up to which a stretch agrees with the path that has its first digest."""
         low, high = stretch.first_position + 1, min(end, stretch.end_position)
         while low < high:
             middle = (low + high + 1) // 2
@@ -82,7 +82,7 @@ class WindowScope(UnitScope):
     """The units and stretches of a namespace in a manager of windows.
 
     Attributes:
-        stretches: cached ones, by their first positions and digests.
+        stretches: the cached stretches, by their first positions and digests.
         starts: first positions of the stretches.
     """
 
@@ -94,8 +94,8 @@ class WindowScope(UnitScope):
         self.starts = Depths()
 
     def file(self, stretch: Stretch) -> bool:
-        """Makes a stretch findable, and returns True. Returns False if another stretch begins with the same digest: an
-        owner made it up."""
+        """Makes a stretch findable, and returns True. Returns False if another stretch begins with the same digest:
+        an owner must have made it up."""
         key = stretch.first_position, stretch.first_digest
         if key in self.stretches:
             return False
@@ -109,8 +109,8 @@ class WindowScope(UnitScope):
         self.starts.remove(stretch.first_position)
 
     def stretches_on(self, path: Path, first: int, end: int) -> list[tuple[int, int, Stretch]]:
-        """Returns the stretches that begin on a path from position `first` on, and where they and the path part, at
-        `end` at the latest."""
+        """Returns the stretches that begin on a path at `first` or later. Each has its first position, and the
+        position, at most `end`, where it and the path part."""
         found = []
         for start in self.starts.between(first, end):
             stretch = self.stretches.get((start, path.at(start)))
@@ -119,7 +119,7 @@ class WindowScope(UnitScope):
         return found
 
     def through(self, position: int, digest: bytes) -> Stretch | None:
-        """Returns the stretch that has this position behind its first one. Looks at every stretch."""
+        """Returns the stretch that contains this position, but not as its first. Examines every stretch."""
         for stretch in self.stretches.values():
             is_inside = stretch.first_position < position < stretch.end_position
             if is_inside and stretch.digest_at(position) == digest:
@@ -184,7 +184,7 @@ class Fallen:
         for offset in range(first - begin, end - begin):
             own, place = blocks[offset * width : (offset + 1) * width], offset * DIGEST_BYTES
             key = begin + offset, digests[place : place + DIGEST_BYTES]
-            if scope.find(key[0], key[1]) is not None:  # only where the owner made digests up
+            if scope.find(key[0], key[1]) is not None:  # only if the owner made digests up
                 self._lose(stretch, key[0], key[1], own)
                 continue
             unit = Unit(scope, own)
@@ -241,5 +241,5 @@ class Fallen:
 
 
 def is_idle(entry: Scoped) -> bool:
-    """Tells whether one sequence holds a published unit that nothing needs and no prompt has hit."""
+    """Returns whether an entry is a published unit with one holder that nothing needs and no prompt has hit."""
     return isinstance(entry, Unit) and entry.live == 1 and entry.is_published and not (entry.is_needed() or entry.hits)

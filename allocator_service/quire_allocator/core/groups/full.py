@@ -3,12 +3,12 @@
 Who owns which part of a sequence's table, in positions:
 
     [0, published)     the runs from the root down to `run`; shareable by anyone, immutable
-    [published, end)   `tail`: granted, this sequence's alone to write; only the first one can be shared (after a fork)
+    [published, end)   `tail`: granted; only this sequence writes it; only the first one can be shared (after a fork)
 
 A half-filled block that a fork shares is in the tails of all its *sharers*. When one of them fills and publishes it, it
 becomes a run of its own, which the other sharers *borrow* until they copy it or leave.
 
-In an append-only pool (`kept.py`) some published positions stand in the table with blocks of the sequence's own.
+In an append-only pool (`kept.py`), a table may have the sequence's own blocks at some published positions.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     ) -> None:
         super().__init__(spec, groups, pool, log, retention)
         self.tree = RunTree(self.width, spec.block_size, log, retention)
-        self._sharers: dict[int, list[RunPart]] = {}  # first block of a shared unpublished position -> two or more
+        self._sharers: dict[int, list[RunPart]] = {}  # first block of a shared unpublished position -> its sharers
 
     def new_scope(self, namespace: Namespace) -> RunScope:
         return RunScope(namespace, self)
@@ -129,7 +129,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             part.tail.extend(blocks[first : first + width])
 
     def let_go(self, part: RunPart, token_count: int) -> int:
-        """Counts the half-filled block where this sequence is the last one that borrows it."""
+        """Counts the half-filled block if this sequence is the last one that borrows it."""
         return self.width if part.borrowed is not None and part.borrowed.live == 1 else 0
 
     def commit(self, part: RunPart, new: Commit) -> None:
@@ -137,7 +137,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         digests = filled(new.digests, self._stride, committed, self.block_size)
         if not digests:
             return
-        if part.published < committed // self.block_size:  # a block before them has no digest, so they have no parent
+        if part.published < committed // self.block_size:  # an earlier block has no digest, so these have no parent
             return
         width = self.width
         count = len(digests) // DIGEST_BYTES
@@ -195,8 +195,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
 
     def shared_token_count(self, part: RunPart) -> int:
         run, position = part.run, part.published
-        # This sequence alone holds its run once, and once more through the child that it borrows, unless another
-        # sequence holds that child, too.
+        # A run that only this sequence holds has one holder, or two if the sequence also borrows a child that no other
+        # sequence holds.
         own = 2 if part.borrowed is not None and part.borrowed.live == 1 else 1
         while run.parent is not None and run.live == own:
             position = run.first_position
@@ -250,7 +250,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return taken
 
     def _move_to(self, part: RunPart, child: Run) -> None:
-        """Lets the sequence end in a child of its run, which has computed what the child has."""
+        """Makes the sequence end in a child of its run, because it has computed the same blocks."""
         if not child.live:
             self._blocks.policy.hit(child)
         self.tree.hold(child)
@@ -267,13 +267,13 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return taken[-1][0] if taken else None
 
     def _commit_shared(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
-        """Publishes what became full where the first position of the tail is shared with forks.
+        """Publishes the full positions of a tail whose first position is shared with forks.
 
-        Returns how many positions that were: all, or the first alone where its digest is published already.
+        Returns how many positions: all, or only the first if its digest is already published.
         """
         width, count = self.width, 1
         child = part.run.children.get(digests[:DIGEST_BYTES])
-        if child is not None:  # the digest is published already: this sequence takes that block, and leaves its sharers
+        if child is not None:  # already published: this sequence takes that block, and leaves its sharers
             if child.size > DIGEST_BYTES:
                 child = self.tree.cut(child, 1)
             swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks))
@@ -315,7 +315,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     # -- where hits can end -------------------------------------------------------------------------------------------
 
     def run_at(self, part: RunPart, token_count: int) -> Run:
-        """Returns the run with the published block of a sequence that ends after so many tokens."""
+        """Returns the run with the published block of a sequence that ends after `token_count` tokens."""
         run, position = part.run, token_count // self.block_size - 1
         while run.first_position > position:
             assert run.parent is not None, "it is not published"
@@ -323,7 +323,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return run
 
     def digest_at(self, part: RunPart, token_count: int) -> bytes:
-        """Returns the digest of so many tokens of a sequence; a block ends there, and is published."""
+        """Returns the digest of the first `token_count` tokens of a sequence. A published block must end there."""
         return self.run_at(part, token_count).digest_at(token_count // self.block_size - 1)
 
     def units_at(self, part: RunPart, token_count: int, digest: bytes) -> list[Unit] | None:

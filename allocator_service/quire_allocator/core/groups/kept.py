@@ -30,7 +30,7 @@ class KeptBlocks:
         return iter(self._stretches)
 
     def add(self, position: int, blocks: array[int], width: int) -> None:
-        """Keeps blocks from a position on, which is behind all kept ones. Takes ownership of the array."""
+        """Keeps blocks from `position` on, behind all kept ones. Takes ownership of the array."""
         if self._stretches:
             first, before = self._stretches[-1]
             if first + len(before) // width == position:

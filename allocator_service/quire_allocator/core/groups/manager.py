@@ -43,9 +43,9 @@ class Commit:
 
     Attributes:
         committed, until: its committed tokens before and after.
-        digests: of the digest blocks in [committed, until).
+        digests: the digests of the blocks in [committed, until).
         ends: token counts in (committed, until] at which later hits should be able to end; rising.
-        swaps: filled with replacements of blocks that others published before.
+        swaps: filled with replacements of blocks that other sequences published before.
     """
 
     __slots__ = ("committed", "digests", "ends", "swaps", "until")
@@ -81,9 +81,9 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     counts include all its groups. A served prefix ends at a block edge of every manager, except those of states.
 
     Attributes:
-        groups: their numbers in the pool.
-        in_place: forward passes overwrite committed state, so a fork needs all tokens committed.
-        settles: `settle` may have something to give back.
+        groups: the numbers of its groups in the pool.
+        in_place: whether forward passes overwrite committed state. A fork then needs all tokens committed.
+        settles: whether `settle` may have something to give back.
     """
 
     in_place = False
@@ -110,11 +110,11 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def find(self, scope: ScopeT, digests: bytes, token_limit: int) -> HitT:
-        """The hit rule: returns the longest published prefix of at most so many tokens. Changes nothing."""
+        """Returns the longest published prefix of at most `token_limit` tokens, by the hit rule. Changes nothing."""
 
     @abstractmethod
     def needed_after(self, hit: HitT, token_count: int) -> int:
-        """Counts the blocks to grant beside a hit, for a new sequence of so many tokens."""
+        """Counts the blocks to grant beside a hit, for a new sequence of `token_count` tokens."""
 
     @abstractmethod
     def open(self, scope: ScopeT, hit: HitT) -> PartT:
@@ -126,16 +126,16 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def footprint(self, part: PartT, token_count: int) -> int:
-        """Counts the blocks in a sequence's tables when it holds so many tokens and nothing further has fallen out."""
+        """Counts the blocks in a sequence's tables at `token_count` tokens, if nothing further has fallen out."""
 
     @abstractmethod
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        """Returns the admission bound: the most blocks that a sequence of so many tokens ever holds, if each forward
-        pass computes at most `pass_token_count` of them."""
+        """Returns the admission bound: the most blocks that a sequence of `token_count` tokens ever holds, if each pass
+        computes at most `pass_token_count` of them."""
 
     @abstractmethod
     def room(self, part: PartT, token_count: int) -> int:
-        """Returns how far a sequence of `token_count` tokens can grow with nothing granted or copied, in tokens."""
+        """Returns how far a sequence of `token_count` tokens can grow without a grant or a copy, in tokens."""
 
     @abstractmethod
     def grow(self, part: PartT, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
@@ -158,7 +158,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         continues in that block, and needs no copy. Only states are overwritten."""
 
     def added(self, blocks: array[int]) -> list[array[int]]:
-        """Returns, for each group in order, the last entries of the table, where `blocks` were just granted."""
+        """Returns, for each group in order, the new last entries of its table; `blocks` were just granted."""
         return [blocks[column :: self.width] for column in range(self.width)]
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         it empties the whole subtree there. Blocks that sequences hold stay."""
 
     def settle(self, part: PartT, committed: int) -> int:
-        """The skip rule: gives back the blocks that no token from `committed` on reads. Returns `settled_until`."""
+        """Gives back the blocks that no token from `committed` on reads (the skip rule). Returns `settled_until`."""
         return NEVER
 
     def settled_until(self, part: PartT, committed: int) -> int:
@@ -209,27 +209,26 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def digest_at(self, part: PartT, token_count: int) -> bytes:
-        """Returns the digest of so many tokens of a sequence, at an edge; empty if unknown here."""
+        """Returns the digest of a sequence's first `token_count` tokens, up to an edge; empty if unknown here."""
 
     @abstractmethod
     def units_at(self, part: PartT, token_count: int, digest: bytes) -> list[Unit] | None:
-        """Returns the units that a hit of so many tokens of a sequence would take; None if one is missing."""
+        """Returns the units that a hit of `token_count` tokens of a sequence would take; None if one is missing."""
 
     def last_end(self, part: PartT, committed: int) -> int:
         """Returns the last edge of a sequence, in tokens, at which a hit can end."""
         return committed // self._edge_tokens * self._edge_tokens
 
     def run_at(self, part: PartT, token_count: int) -> Run | None:
-        """Returns the run of a sequence in which so many tokens end; None if whole prefixes are not kept."""
+        """Returns the run in which a sequence's first `token_count` tokens end; None if whole prefixes are not kept."""
         return None
 
     def other_way_count(self, part: PartT, token_count: int) -> int:
-        """Counts the other continuations right after so many tokens of a sequence, beside its own."""
+        """Counts the continuations right after `token_count` tokens of a sequence, without its own."""
         return 0
 
     def behind(self, scope: ScopeT, hit: HitT, digests: bytes, token_count: int) -> Behind | None:
-        """Returns the continuations after so many tokens of a prompt, at least those of its hit; None if they are not
-        known."""
+        """Returns the continuations after `token_count` tokens of a prompt, at least its hit's; None if unknown."""
         return None
 
     def goes_on(self, hit: HitT) -> None:
@@ -251,7 +250,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def mark(self, states: BlockStates, scopes: Sequence[ScopeT], parts: Sequence[PartT]) -> None:
-        """Adds to `states` in how many tables each block is, of all namespaces and all live sequences."""
+        """Adds to `states` the table counts of each block, over all namespaces and all live sequences."""
 
 
 # The managers of a pool: it passes each manager only the scopes, hits and parts that this manager made.

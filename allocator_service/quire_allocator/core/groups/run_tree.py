@@ -27,7 +27,7 @@ class RunTree:
         self._retention = retention
 
     def find(self, root: Run, digests: bytes, token_limit: int) -> RunHit:
-        """Returns the longest published prefix of at most so many tokens. Changes nothing."""
+        """Returns the longest published prefix of at most `token_limit` tokens. Changes nothing."""
         limit = min(token_limit // self.block_size * DIGEST_BYTES, len(digests))
         run, offset, runs = root, 0, []
         cached = cut = 0  # positions
@@ -59,10 +59,10 @@ class RunTree:
         return self._attach(parent, digests, blocks, position)
 
     def add_fork(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> tuple[Run, Run]:
-        """Publishes blocks as `add_child` does, the first position as a run of its own, which forks can borrow.
+        """Publishes blocks as `add_child` does, but makes the first position a run of its own, which forks can borrow.
 
         Returns:
-            The run of the first position, and the run in which the sequence ends now: one run if there is one position.
+            The run of the first position, and the run in which the sequence ends now; for one position the same.
         """
         self._log.stored(parent.scope, parent.last_digest, digests, position)
         first = self._attach(parent, digests[:DIGEST_BYTES], blocks[: self.width], position)
@@ -107,15 +107,15 @@ class RunTree:
             run = run.parent
 
     def split(self, run: Run, positions: int) -> Run:
-        """Cuts a run in two where a prompt diverges from it. Returns the upper part, of so many positions."""
+        """Cuts a run in two where a prompt diverges from it. Returns the upper part, of that length."""
         upper = self._halve(run, positions)
         if self._blocks.policy.split(upper, run) and run.ticket:
             self._blocks.push(run)
         return upper
 
     def cut(self, run: Run, positions: int) -> Run:
-        """Cuts a run in two where a prompt follows both parts, the upper one first. Returns the upper part, of so many
-        positions."""
+        """Cuts a run in two where a prompt follows both parts, the upper one first. Returns the upper part, which has
+        `positions` positions."""
         upper = self._halve(run, positions)
         self._blocks.policy.cut(upper, run)
         return upper
@@ -154,7 +154,7 @@ class RunTree:
         return None
 
     def exchange(self, run: Run, position: int, blocks: array[int]) -> array[int]:
-        """Replaces published blocks, from a position on, by blocks with the same content, in a run and in those above.
+        """Replaces published blocks of a run and its ancestors, from `position` on, by blocks with the same content.
         Returns the replaced blocks."""
         width, returned = self.width, blocks[:]
         first, end = position * width, position * width + len(blocks)
@@ -225,7 +225,7 @@ class RunTree:
         while run.parent is not None:
             path.append(run.blocks)
             run = run.parent
-        if len(path) <= 2:  # the usual path, whose blocks are copied only once by an addition
+        if len(path) <= 2:  # the usual case: one addition copies the blocks only once
             return path[1] + tail if len(path) == 2 else tail[:]
         blocks = array("I")
         for part in reversed(path):
@@ -243,14 +243,14 @@ def holders_of_runs(runs: Iterable[Run], ends: Iterable[Run]) -> Counter[Run]:
 
 
 def behind_hit(hit: RunHit, positions: int) -> Behind:
-    """Returns the continuations of a hit in full attention; an edge is so many positions."""
+    """Returns the continuations of a hit in full attention; there is an edge every `positions` positions."""
     run = hit.runs[-1]
     left = run.size // DIGEST_BYTES - hit.cut if hit.cut else 0
     return Behind(1 if hit.cut else len(run.children), _goes_on(run, left, positions))
 
 
 def _goes_on(run: Run, left: int, positions: int) -> bool:
-    """Tells whether at least so many positions follow on some path; the first `left` of them are in the run itself."""
+    """Returns whether at least `positions` positions follow on some path, the first `left` of them in the run."""
     if left >= positions:
         return True
     return any(_goes_on(child, child.size // DIGEST_BYTES, positions - left) for child in run.children.values())

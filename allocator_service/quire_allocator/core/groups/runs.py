@@ -10,11 +10,11 @@ from quire_allocator.core.scopes import Evictor, Namespace, Scope
 
 
 class RunHit(Hit):
-    """A published prefix.
+    """A published prefix in the tree of runs.
 
     Attributes:
-        runs: from the root down; all but the last are part of it as a whole.
-        cut: positions of the last run that are part of it; 0 if the whole run is.
+        runs: the runs of the prefix, from the root down; it contains all but the last one as a whole.
+        cut: positions of the last run that the prefix contains; 0 if it contains the whole run.
     """
 
     __slots__ = ("cut", "runs")

@@ -55,7 +55,7 @@ class StateManager(UnitManager[StatePart]):
         for position in reversed(scope.depths.between(0, limit + 1)):
             unit = scope.find(position, digests[(position - 1) * DIGEST_BYTES : position * DIGEST_BYTES])
             if unit is not None:
-                # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
+                # The sequence holds no block of the hit: its first grow copies the checkpoint and releases it.
                 return UnitHit(position * self._digest_tokens, 0 if unit.live else self.width, [unit])
         return NO_UNITS
 
@@ -79,11 +79,11 @@ class StateManager(UnitManager[StatePart]):
         return self.width
 
     def room(self, part: StatePart, token_count: int) -> int:
-        """Returns any length, as long as the running block is the sequence's own."""
+        """Returns no bound while the running block is the sequence's own."""
         return NEVER if self._is_private(part) else token_count
 
     def grow(self, part: StatePart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
-        """Replaces a running block by a copy where it is a checkpoint, or shared."""
+        """Replaces a running block by a copy if it is a checkpoint or shared."""
         if blocks:
             if part.unit is not None:
                 copies.extend(map(Copy, part.unit.blocks, blocks))
@@ -92,11 +92,11 @@ class StateManager(UnitManager[StatePart]):
         return NEVER
 
     def let_go(self, part: StatePart, token_count: int) -> int:
-        """Counts the running block where it is a checkpoint that no other sequence holds."""
+        """Counts the running block if it is a checkpoint that no other sequence holds."""
         return self.width if part.unit is not None and part.unit.is_published and part.unit.live == 1 else 0
 
     def give_up(self, part: StatePart) -> None:
-        """Makes the running block private again where it is a checkpoint that no other sequence holds."""
+        """Makes the running block private again if it is a checkpoint that no other sequence holds."""
         if self.let_go(part, 0):
             assert part.unit is not None
             blocks, part.scope.held = part.unit.blocks, part.scope.held - self.width
@@ -147,7 +147,7 @@ class StateManager(UnitManager[StatePart]):
         return self.added(part.unit.blocks if part.unit is not None else array("I"))
 
     def shared_token_count(self, part: StatePart) -> int:
-        """Counts all its tokens if other sequences hold the same state, else none."""
+        """Counts all tokens of the sequence if other sequences hold the same state, else none."""
         return NEVER if part.unit is not None and part.unit.live > 1 else 0
 
     def _places(self, digests: bytes, kept_digest_count: int) -> Iterator[UnitKey]:
@@ -162,24 +162,24 @@ class StateManager(UnitManager[StatePart]):
     # -- where hits can end -------------------------------------------------------------------------------------------
 
     def digest_at(self, part: StatePart, token_count: int) -> bytes:
-        """Returns a digest where the sequence made or hit its last checkpoint, if it is still there."""
+        """Returns the digest of the sequence's last checkpoint, if that is at `token_count` and still published."""
         unit = part.last
         is_there = unit is not None and unit.is_published and self._token_count(unit) == token_count
         return unit.first_digest if unit is not None and is_there else b""
 
     def last_end(self, part: StatePart, committed: int) -> int:
-        """Returns the checkpoint that the sequence made or hit last, if it is still there and at an edge; else 0."""
+        """Returns the token count of the sequence's last checkpoint, if still published and at an edge; else 0."""
         unit = part.last
         count = self._token_count(unit) if unit is not None and unit.is_published else 0
         return count if count % self._edge_tokens == 0 else 0
 
     def units_at(self, part: StatePart, token_count: int, digest: bytes) -> list[Unit] | None:
-        """Returns the checkpoint after so many tokens of that digest, of any sequence."""
+        """Returns the checkpoint of any sequence after `token_count` tokens with this digest; None if there is none."""
         unit = self.checkpoint_at(part.scope, token_count, digest)
         return None if unit is None else [unit]
 
     def checkpoint_at(self, scope: UnitScope, token_count: int, digest: bytes) -> Unit | None:
-        """Returns the checkpoint after so many tokens of that digest; None where there is none."""
+        """Returns the checkpoint after `token_count` tokens with this digest; None if there is none."""
         return scope.find(token_count // self._digest_tokens, digest)
 
     def checkpoints(self, scope: UnitScope) -> list[tuple[int, bytes]]:
@@ -187,7 +187,7 @@ class StateManager(UnitManager[StatePart]):
         return [(self._token_count(unit), unit.first_digest) for unit in scope.units()]
 
     def replaced(self, entry: Scoped) -> None:
-        """Drops a checkpoint that no request has hit."""
+        """Drops a cached checkpoint that no request has hit and no stop needs."""
         assert isinstance(entry, Unit)
         if entry.is_published and not entry.live and not entry.was_hit and not entry.is_needed():
             self._drop(entry)

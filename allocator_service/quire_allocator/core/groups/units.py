@@ -97,7 +97,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         name = scope.namespace.name
         for unit in scope.units():
-            if unit.is_published:  # still
+            if unit.is_published:  # it may have been removed meanwhile
                 yield IndexedStretch(name, self.groups, self.spec, b"", unit.first_digest, unit.first_position)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
@@ -140,13 +140,13 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             self._hold(unit)
 
     def _hold(self, unit: Unit) -> None:
-        """Counts one more table that has the unit; the first takes it out of the cache."""
+        """Counts one more table that contains the unit. The first one takes the unit out of the cache."""
         unit.live += 1
         if unit.live == 1:
             self._retention.held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
-        """Counts one fewer table that has the unit; after the last one it is cached, or its blocks are empty."""
+        """Counts one fewer table that contains the unit. After the last one, the unit is cached, or empty."""
         unit.live -= 1
         if unit.live:
             return
@@ -183,6 +183,6 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         scope.remove(unit)
 
     def _digest_at(self, digests: bytes, token_count: int, first_digest: int = 0) -> bytes:
-        """Returns the digest of the prefix of so many tokens, where `digests` begin with number `first_digest`."""
+        """Returns the digest of the prefix of `token_count` tokens; `digests` begins with number `first_digest`."""
         start = (token_count // self._digest_tokens - 1 - first_digest) * DIGEST_BYTES
         return digests[start : start + DIGEST_BYTES]

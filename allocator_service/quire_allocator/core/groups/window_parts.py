@@ -19,7 +19,7 @@ class WindowPart(Part):
         units: the units in its table, from position `first` on.
         tail: blocks behind them, `width` for each position.
         falling: units and stretches that a commit lets fall out, rising; empty once that is settled.
-        needed: units that fell out, and that a hit at the last edge before the committed tokens would take.
+        needed: fallen units that a hit at the last edge before the committed tokens would take.
         kept: its own blocks that replace published ones in its table; None before the first.
     """
 
@@ -29,7 +29,7 @@ class WindowPart(Part):
         self.scope = scope
         self.first = first
         self.units = units
-        self.tail = NO_BLOCKS  # shared, never changed
+        self.tail = NO_BLOCKS  # one shared array, never changed
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
@@ -67,8 +67,8 @@ class WindowPart(Part):
         return [unit for unit in known if unit.is_published]
 
     def first_alone(self, width: int) -> int:
-        """Returns the first of the last kept positions whose published block no other sequence holds; `NEVER` if there
-        is none."""
+        """Goes back from the last kept position, as long as no other sequence holds the published block. Returns the
+        first position that it reached; `NEVER` if there is none."""
         first = NEVER
         for position, own in reversed(list(self.kept or ())):
             alone, start = 0, position - self.first

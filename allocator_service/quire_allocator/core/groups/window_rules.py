@@ -17,7 +17,7 @@ from quire_allocator.core.spec import GroupKind, GroupSpec
 
 
 class WindowRule(ABC):
-    """The rule for the earlier tokens that tokens of one windowed group read; they read at most `window - 1`."""
+    """Says which earlier tokens a token of one windowed group reads: at most `window - 1`."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self.window = spec.window
@@ -39,8 +39,8 @@ class WindowRule(ABC):
         """Returns the period, in tokens, after which a token reads none before it; 0 if every token reads some."""
 
     def block_count_max(self, pass_token_count: int, block_size: int) -> int:
-        """Counts the blocks that a pass of so many tokens reads and writes, at most."""
-        before = block_size - math.gcd(block_size, self.start_tokens())  # in the block of the first read token
+        """Returns the most blocks that a pass of `pass_token_count` tokens reads and writes."""
+        before = block_size - math.gcd(block_size, self.start_tokens())  # unread tokens in the first block, at most
         return -(-(before + self.window - 1 + pass_token_count) // block_size)
 
 
@@ -61,7 +61,7 @@ class SlidingWindow(WindowRule):
 
 
 class ChunkedLocal(WindowRule):
-    """Each token reads itself and what comes before it in its own chunk of `window` tokens (Llama 4)."""
+    """Each token reads itself and the tokens before it in its own chunk of `window` tokens (Llama 4)."""
 
     def first_needed(self, token_count: int) -> int:
         """At the first token of a chunk, everything before it has fallen out."""

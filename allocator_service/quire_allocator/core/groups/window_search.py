@@ -1,6 +1,6 @@
 """Finds the longest prefix of a prompt whose window is published; searches from the right.
 
-The search moves from one position with anything published to the one before. It looks at the first position of each
+The search moves from one published position to the one before. It looks at the first position of each
 window first: if that is missing, no window with it is complete. A prompt of 62,500 blocks without a hit thus costs one
 look for each place at which stretches begin and, with 64 blocks in a window, at most 977 looks at units.
 """
@@ -18,9 +18,9 @@ class WindowHit(UnitHit):
     """Published positions that serve a prefix.
 
     Attributes:
-        first: the first of them.
-        units: the units among them.
-        places: the positions [first, end) of each stretch among them.
+        first: the first of these positions.
+        units: the units at these positions.
+        places: each stretch of the hit, with the positions [first, end) that the hit takes.
     """
 
     __slots__ = ("first", "places")
@@ -31,7 +31,7 @@ class WindowHit(UnitHit):
         self.places = places
 
     def count_blocks(self, width: int) -> None:
-        """Counts so many blocks for each position."""
+        """Sets the block counts, with `width` blocks for each position."""
         fallen = sum([end - first for _, first, end in self.places])
         self.block_count = width * (len(self.units) + fallen)
         self.cached_block_count = width * (sum([not unit.live for unit in self.units]) + fallen)

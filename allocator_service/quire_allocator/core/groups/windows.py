@@ -4,7 +4,7 @@ Who owns which part of a sequence's table, in positions:
 
     [0, first)         no one: fallen out of the window; null entries
     [first, tail)      `units`: published and shareable; the last one may be half-filled, and shared with forks
-    [tail, end)        `tail`: granted, this sequence's alone to write
+    [tail, end)        `tail`: granted; only this sequence writes it
 
 In an append-only pool the table has the sequence's own blocks at some published positions (`kept.py`).
 A sequence remembers the fallen units that a hit at its last edge would take.
@@ -47,8 +47,8 @@ class WindowManager(UnitManager[WindowPart]):
         super().__init__(spec, groups, pool, log, retention)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._fallen = Fallen(self.width, log, retention)
-        self._remembers = not retention.is_even  # fallen units that a hit at the last edge would take
-        # Every so many positions no token needs an earlier one; 0 if one always does.
+        self._remembers = not retention.is_even  # remembers fallen units that a hit at the last edge would take
+        # The period in positions after which no token needs an earlier position; 0 if there is none.
         reset = self._rule.reset_token_count()
         self._reset_positions = math.lcm(reset, spec.block_size) // spec.block_size
 
@@ -132,7 +132,7 @@ class WindowManager(UnitManager[WindowPart]):
             part.first = stay
             last = min(stay, named)
             spans = self._idle_spans(part, path, range(begin + (half is not None), last), (*new.ends, until))
-        told = position = begin  # the log was told of what comes before `new`
+        told = position = begin  # the log knows the positions before `told`
         for span in (*spans, range(end, end)):
             while position < span.start:
                 if half is not None:
@@ -160,10 +160,10 @@ class WindowManager(UnitManager[WindowPart]):
         self._tell(scope, path, told, named)
 
     def _take_out(self, part: WindowPart, path: Path, end: int) -> None:
-        """Makes units of the positions of a path before `end` that are in stretches; they are about to be published."""
+        """Makes units of a path's positions before `end` that are in stretches: they are about to be published."""
         begin = path.begin
         for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
-            if unit.first_digest != path.at(unit.first_position):  # only where the owner made digests up
+            if unit.first_digest != path.at(unit.first_position):  # only if the owner made digests up
                 self._blocks.push(unit)
 
     def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
@@ -204,8 +204,8 @@ class WindowManager(UnitManager[WindowPart]):
             self._log.stored(scope, b"", path.between(first, end), first)
 
     def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
-        """Publishes a private unit with its key. Returns the unit to use from now on: the other one if the key has one.
-        In an append-only pool a cached other one gets the blocks; beside a held one, the blocks are kept."""
+        """Publishes a private unit with its key. Returns the unit to use from now on: the key's published one, if any.
+        In an append-only pool, a cached one takes the blocks over; beside a held one, the sequence keeps them."""
         other = part.scope.find(key[0], key[1]) if self._append_only else None
         if other is None:
             return self._publish(part.scope, unit, key, swaps, key[0])
@@ -237,11 +237,11 @@ class WindowManager(UnitManager[WindowPart]):
 
     def _let_fall(self, scope: WindowScope, fallen: Sequence[Scoped]) -> None:
         """Counts one fewer table for these consecutive units and stretches."""
-        if len(fallen) == 1 and isinstance(fallen[0], Unit):  # while decoding
+        if len(fallen) == 1 and isinstance(fallen[0], Unit):  # the usual case while decoding
             self._release(fallen[0])
             return
         i = len(fallen)
-        while i > 0:  # the deepest first: short prefixes serve most prompts
+        while i > 0:  # the deepest first, because short prefixes serve most prompts
             end = i
             while i > 0 and is_idle(fallen[i - 1]):
                 i -= 1
@@ -265,7 +265,7 @@ class WindowManager(UnitManager[WindowPart]):
                 self._give_back(part.scope, own)
         if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(part, first, committed):
             part.first = first + 1
-            self._release(part.units.pop(0))  # while decoding
+            self._release(part.units.pop(0))  # the usual case while decoding
             return self._rule.needs_less_at(committed, (first + 2) * self.block_size - 1)
         if gone > 0:
             fallen: list[Scoped] = [*part.units[:gone]]
@@ -283,7 +283,7 @@ class WindowManager(UnitManager[WindowPart]):
         return self.settled_until(part, committed)
 
     def settled_until(self, part: WindowPart, committed: int) -> int:
-        """Returns committed tokens at which the first block of the table falls out."""
+        """Returns the committed tokens at which the first block of the table falls out."""
         return self._rule.needs_less_at(committed, (part.first + 1) * self.block_size - 1)
 
     def fork(self, part: WindowPart, committed: int) -> WindowPart:
@@ -314,7 +314,7 @@ class WindowManager(UnitManager[WindowPart]):
         self._retention.need((), part.needed)
 
     def needed_at(self, token_count: int) -> range:
-        """Returns the positions that a hit of so many tokens takes."""
+        """Returns the positions that a hit of `token_count` tokens takes."""
         return range(self._rule.first_needed(token_count) // self.block_size, token_count // self.block_size)
 
     def units_at(self, part: WindowPart, token_count: int, digest: bytes) -> list[Unit] | None:
@@ -340,7 +340,7 @@ class WindowManager(UnitManager[WindowPart]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         assert isinstance(scope, WindowScope)
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
-        # Units and stretches become each other meanwhile. All noted ones are yielded; the log has those that went.
+        # Units and stretches may become each other during the walk. All noted ones are yielded; the log has removals.
         noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
         for position, digests in noted:
             yield IndexedStretch(scope.namespace.name, self.groups, self.spec, b"", digests, position)
@@ -376,7 +376,7 @@ class WindowManager(UnitManager[WindowPart]):
         return part.tables(self.width)
 
     def shared_token_count(self, part: WindowPart) -> int:
-        """Counts all its tokens if other sequences hold its whole window, else none."""
+        """Counts all tokens of the sequence if other sequences hold its whole window, else none."""
         if not part.tail and all(unit.live > 1 for unit in part.units):
             return (part.first + len(part.units)) * self.block_size
         return 0

@@ -8,7 +8,7 @@ Lifecycle of an ownership:
     4. gone          `remove` or `expire`; only then another incarnation may attach
 
 Fencing: at any time one stream is a pool's current one. A newer attach of the same incarnation replaces it, and the
-caller ends the old stream. A lease is clean-up, never mutual exclusion: the owner is the fence of its own memory.
+caller ends the old stream. A lease only cleans up. It excludes nobody: the owner itself guards its memory.
 
 Times are seconds of a monotonic clock, session ids come from the caller.
 """
@@ -28,7 +28,7 @@ from quire_allocator.core.spec import PoolSpec
 OWNED_RETRY_S_MIN, OWNED_RETRY_S_MAX = 0.05, 1.0
 BLOCKS_OF_CALLER_MAX = (
     1 << 25
-)  # of all callers, twice as many; 4 bytes each from the start, some 40 more once published
+)  # twice as many for all callers together; each takes 4 bytes from the start, some 40 more once published
 
 
 @dataclass(slots=True)
@@ -37,11 +37,11 @@ class Ownership:
 
     Attributes:
         stream: handle of the current stream; None for unary sessions and while disconnected.
-        pool: of no blocks while only claimed: memory is taken by `open`, never by an attach alone.
-        caller: what its share of pools and blocks is counted under.
+        pool: the pool; without blocks while only claimed, because `open` takes the memory and `attach` does not.
+        caller: the key under which its pools and blocks are counted.
         session_id: 16 bytes; empty while only claimed, and after quarantine.
-        steps: replay of its steps.
-        change_count: steps that were applied.
+        steps: the kept replies to its steps.
+        change_count: number of applied steps.
         untold_drops: drops by other callers since the owner's last step.
     """
 
@@ -65,9 +65,9 @@ class Directory:
     """Every pool that is attached to this allocator.
 
     Args:
-        lease_s: for which an owner may be silent.
-        pools_max, blocks_max: of one caller, where no other has any. There are twice as many, and a caller may have as
-            many as are left free.
+        lease_s: seconds for which an owner may be silent.
+        pools_max, blocks_max: the most of one caller, if no other has any. All callers together may have twice as many,
+            and each leaves at least as many free as it has.
     """
 
     def __init__(self, *, lease_s: float, pools_max: int, blocks_max: int = BLOCKS_OF_CALLER_MAX) -> None:
@@ -97,8 +97,8 @@ class Directory:
             The ownership, whether it was resumed (else a report is required), and the older stream to end, if any.
 
         Raises:
-            Refusal: FENCED, the epoch was seen before; POOL_OWNED, another owner has not been expired; LAYOUT,
-                another specification than the one to resume; LIMIT, too many pools or blocks.
+            Refusal: FENCED if the epoch was seen before; POOL_OWNED if another owner has not expired; LAYOUT if the
+                specification is not the one to resume; LIMIT for too many pools or blocks.
         """
         owner = self._owners.get(name)
         if owner is None or owner.unary or owner.incarnation != incarnation:
@@ -133,11 +133,11 @@ class Directory:
         last_step: int,
         make_pool: Callable[[PoolSpec], Pool] = Pool,
     ) -> None:
-        """Puts a pool in force under a new session id, after a report; until then the old one stays.
+        """Puts a new pool in force under a new session id, after a report. Until then the old pool stays.
 
         Raises:
-            Refusal: LIMIT, a specification larger than the earlier one asks for too many blocks; whatever `make_pool`
-                refuses.
+            Refusal: LIMIT if a specification larger than the earlier one asks for too many blocks. Refusals of
+                `make_pool` pass through.
         """
         self.check_blocks(owner.name, spec, owner.caller)
         pool = make_pool(spec)
@@ -161,7 +161,7 @@ class Directory:
         """Takes a pool for a unary session; the same `request_id` again returns the session it opened.
 
         Raises:
-            Refusal: POOL_OWNED, LIMIT; LAYOUT, the repeated request names another specification.
+            Refusal: POOL_OWNED, LIMIT; LAYOUT if the repeated request names another specification.
         """
         owner = self._owners.get(name)
         if owner is not None and owner.unary and owner.incarnation == request_id.encode():
@@ -182,7 +182,7 @@ class Directory:
         return owner
 
     def session(self, session_id: bytes) -> Ownership:
-        """Returns the open session of that id.
+        """Returns the open session with this id.
 
         Raises:
             Refusal: SESSION_UNKNOWN.
@@ -193,11 +193,11 @@ class Directory:
         return owner
 
     def find_session(self, session_id: bytes) -> Ownership | None:
-        """Returns the open session of that id, or None."""
+        """Returns the open session with this id, or None."""
         return self._sessions.get(session_id)
 
     def pool(self, name: str) -> Ownership:
-        """Returns the open pool of that name.
+        """Returns the open pool with this name.
 
         Raises:
             Refusal: POOL_UNKNOWN.
@@ -212,7 +212,7 @@ class Directory:
         return [owner for _, owner in sorted(self._owners.items()) if owner.session_id]
 
     def renew(self, owner: Ownership, now: float) -> None:
-        """Notes that a message of the owner arrived."""
+        """Renews the lease, because a message of the owner arrived."""
         owner.lease_end = now + self.lease_s
 
     def disconnect(self, owner: Ownership, stream: object) -> None:
@@ -227,7 +227,7 @@ class Directory:
         self._sessions.pop(owner.session_id, None)
 
     def quarantine(self, owner: Ownership) -> None:
-        """An invariant broke: the session is over; a stream has to attach and report again, a unary owner to open."""
+        """Ends the session after a broken invariant. The owner must attach and report, or open, again."""
         if owner.unary:
             self.remove(owner)
             return
@@ -243,7 +243,7 @@ class Directory:
         return gone
 
     def extend_leases(self, stalled_s: float) -> None:
-        """The server itself stood still that long: no owner could have been heard, so every lease grows by it."""
+        """Extends every lease by the seconds for which the server itself stalled, because it could hear no owner."""
         for owner in self._owners.values():
             owner.lease_end += stalled_s
 
@@ -254,7 +254,7 @@ class Directory:
         if owner is not None:
             wait_s = max(0.0, owner.lease_end - now)
             message = f"pool {name} has another owner whose lease lives {int(wait_s * 1000)} ms longer"
-            # The owner may detach earlier: a waiting caller looks every second, and at once when the lease ends.
+            # The owner may detach earlier, so a waiting caller retries every second, and at once when the lease ends.
             raise Refusal("POOL_OWNED", message, max(OWNED_RETRY_S_MIN, min(wait_s, OWNED_RETRY_S_MAX)))
         own_count = sum(each.caller == caller for each in self._owners.values())
         if own_count + len(self._owners) >= 2 * self.pools_max:
@@ -263,7 +263,7 @@ class Directory:
         self.check_blocks(name, spec, caller)
 
     def check_blocks(self, name: str, spec: PoolSpec, caller: Hashable) -> None:
-        """Tells whether a pool of this specification may be made.
+        """Checks that the caller may have a pool of this specification.
 
         Raises:
             Refusal: LIMIT.
@@ -277,7 +277,7 @@ class Directory:
             raise Refusal("LIMIT", f"{text}, fewer where others have many; {left} are left")
 
     def check_invariants(self) -> None:
-        """Names and sessions agree, and every pool is consistent.
+        """Checks that names and sessions agree, and that every pool is consistent.
 
         Raises:
             AssertionError: with the broken invariant in its message.

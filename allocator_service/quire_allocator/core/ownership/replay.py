@@ -19,7 +19,7 @@ class StepLog:
         """Returns the kept reply to a repeated step, or None if `number` is the next one and has to be applied.
 
         Raises:
-            Refusal: STEP_MISMATCH, the number was used for another step; STEP_GAP, any other number.
+            Refusal: STEP_MISMATCH if the number was used for another step; STEP_GAP for any other number.
         """
         if number == self.next_step:
             return None

@@ -35,7 +35,7 @@ class Found:
         held: blocks in tables, each once.
         cached: published blocks in no table.
         entries: published entries.
-        candidates: those of them that may be evicted.
+        candidates: published entries that may be evicted.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def check_full(manager: FullAttentionManager, uses: Sequence[Use[RunScope, RunPa
 def _check_tree(
     manager: FullAttentionManager, scope: RunScope, parts: Sequence[tuple[SequenceState, RunPart]]
 ) -> Found:
-    """The tree is well formed, and each run counts the sequences that end or borrow there and its held children."""
+    """Checks the tree's shape, and that each run counts its held children and its sequences (ends and borrowers)."""
     found, width = Found(), manager.width
     ends: Counter[int] = Counter()
     for _, part in parts:
@@ -124,7 +124,7 @@ def _check_run_part(manager: FullAttentionManager, sequence: SequenceState, part
 
 
 def _count_shared_once(held: list[int], firsts: Sequence[Sequence[int]], width: int) -> None:
-    """Leaves the blocks of a half-filled position in `held` only once, where several tails share it."""
+    """Leaves the blocks of a half-filled position in `held` only once, if several tails share it."""
     times = Counter(tuple(first) for first in firsts if len(first) == width)
     for blocks, count in times.items():
         for _ in range(count - 1):
@@ -133,7 +133,7 @@ def _count_shared_once(held: list[int], firsts: Sequence[Sequence[int]], width: 
 
 
 def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> None:
-    """Checks that the list of sharers has exactly the sequences whose half-filled block is in another one's tail
+    """Checks that the list of sharers has exactly the sequences whose half-filled block is in another sequence's tail
     too."""
     tails: dict[int, set[int]] = {}
     for part in parts:

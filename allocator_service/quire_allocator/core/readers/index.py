@@ -1,7 +1,7 @@
 """Walks through all blocks that a prompt can hit, while the pool changes.
 
-A walk yields the blocks that exist when it reaches them. Blocks that exist during the whole walk are yielded. Others
-may be missing, and are in the event log.
+A walk yields the blocks that exist when it reaches them. Blocks that exist during the whole walk are yielded. Other
+blocks may be missing; the event log has their changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DIGESTS_PER_PIECE_MAX: Final = 4_096
 
 
 def pieces(stretch: IndexedStretch) -> Iterator[IndexedStretch]:
-    """Cuts a stretch into parts that fit a message. Only blocks of full attention need the one before, and name it."""
+    """Cuts a stretch into parts that fit a message. Only blocks of full attention name the block before."""
     names_parent = stretch.spec.kind is GroupKind.FULL_ATTENTION
     size = DIGESTS_PER_PIECE_MAX * DIGEST_BYTES
     parent, position = stretch.parent_digest, stretch.first_position
@@ -36,8 +36,8 @@ def walk(pool: Pool) -> Iterator[IndexedStretch]:
 
 
 def walk_acknowledged(pool: Pool) -> Iterator[IndexedStretch]:
-    """Yields the blocks that readers other than the owner may see: none that was stored by an unacknowledged step. The
-    events of such a step follow when it has."""
+    """Yields the blocks that readers other than the owner may see. Blocks stored by an unacknowledged step are left
+    out: their events follow after the acknowledgment."""
     seen, untold = (-1, -1, ""), set[bytes]()
     for stretch in walk(pool):
         now = (pool.log.step, pool.log.last_cursor, stretch.namespace)

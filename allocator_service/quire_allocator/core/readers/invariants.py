@@ -127,7 +127,7 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     )
     parts = list(zip(pool.managers, sequence.parts, strict=True))
     room = min(manager.room(part, token_count) for manager, part in parts)
-    # The limit stays at the token count where a sharer of the block that is written next has left since.
+    # The limit may stay at the token count after a sharer of the block that is written next has left.
     assert sequence.limit in (room, token_count), (
         f"sequence {sequence_id} may grow to {sequence.limit} unseen, there is room for {room}"
     )
@@ -157,7 +157,7 @@ def _check_admission(pool: Pool) -> None:
 
 
 def _check_pending(pool: Pool) -> None:
-    """Announcements are those of live sequences, and are found at exactly the places they name."""
+    """Checks that announcements are those of live sequences, and are found at exactly the places that they name."""
     places: Counter[Any] = Counter()
     for sequence_id, sequence in pool.sequences.items():
         announced = sequence.announcement

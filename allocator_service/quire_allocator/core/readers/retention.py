@@ -23,7 +23,7 @@ from quire_allocator.core.spec import GroupSpec
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
 
-SPECIFICATIONS_MAX: Final = 16  # that a metric has a label for
+SPECIFICATIONS_MAX: Final = 16  # specifications that have a metric label of their own
 
 
 class RetentionUse(NamedTuple):
@@ -31,9 +31,9 @@ class RetentionUse(NamedTuple):
 
     Attributes:
         name: the kind of the group, and the sizes of blocks and windows: `sliding_window 16 1024`.
-        held: in tables.
-        kept: cached, as something that a prompt is likely to hit.
-        spare: cached, and evicted first.
+        held: blocks in tables.
+        kept: cached blocks that a prompt is likely to hit.
+        spare: cached blocks that are evicted first.
     """
 
     name: str
@@ -43,8 +43,8 @@ class RetentionUse(NamedTuple):
 
 
 def use(pool: Pool) -> list[RetentionUse]:
-    """Returns the kept blocks of each specification's groups, in the order of search. Where there are more than
-    `SPECIFICATIONS_MAX`, all that are left are one, `others`."""
+    """Returns the kept blocks of each specification's groups, in the order of search. Beyond
+    `SPECIFICATIONS_MAX`, the rest counts together as `others`."""
     uses: list[RetentionUse] = []
     spaces = list(pool.blocks.namespaces.values())
     for number, manager in enumerate(pool.managers):
@@ -67,7 +67,7 @@ def _name(spec: GroupSpec) -> str:
 
 
 def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
-    """Checks all stops of a pool; there are none where all blocks are worth the same."""
+    """Checks all stops of a pool; there are none if all blocks are worth the same."""
     retention = pool.coordinator.retention
     for sequence_id, sequence in pool.sequences.items():
         counts, edge = sequence.turn.token_counts, pool.spec.edge_tokens
@@ -116,7 +116,7 @@ def _check_stop(key: StopKey, stop: Stop) -> None:
 
 
 def _check_path(stop: Stop, count_max: int) -> None:
-    """The stops before it are above it, and few of them are there for no other reason than edits."""
+    """Checks that earlier stops are above this one, and that few of them are on the path only because of edits."""
     count, below = 0, stop.token_count + 1
     before: Stop | None = stop
     while before is not None:
@@ -127,7 +127,7 @@ def _check_path(stop: Stop, count_max: int) -> None:
 
 
 def _check_remembered(window: WindowManager, part: WindowPart, edge: int) -> None:
-    """A sequence remembers what fell out, and of that only what its last edge needs."""
+    """Checks that a sequence remembers only fallen units that a hit at its last edge needs."""
     for unit in part.needed:
         if unit.key is not None:
             assert unit.key[0] in window.needed_at(edge), "a sequence remembers what it does not need"

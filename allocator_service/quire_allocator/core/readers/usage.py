@@ -1,4 +1,4 @@
-"""The memory use of a pool: states of all blocks, and the largest users. Looked at on request, never kept."""
+"""The memory use of a pool: states of all blocks, and the largest users. Computed on request, never kept."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def most_shared_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
 
 
 def table_entry_count(pool: Pool) -> int:
-    """Counts the blocks in all tables, shared ones each time, as separate caches would hold them."""
+    """Counts the blocks in all tables. A shared block counts once per table, as separate caches would hold it."""
     return sum(
         manager.footprint(part, sequence.token_count)
         for sequence in list(pool.sequences.values())  # a copy: metrics are read in another thread

@@ -1,18 +1,18 @@
 """Rebuilds a pool from its owner's report: the same sequences on the same blocks, with the published blocks ready to be
 hit.
 
-    1. read      published blocks, group by group, into what each manager files them under; while the report comes in
+    1. read      published blocks, group by group, as each manager files them; while the report comes in
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
-    4. queue     what nobody holds, in the order in which it was let go of: it is evicted in that order
-    5. restore   where hits can end: where stretches and paths do
-    6. compare   every table with the reported one; what is left is empty
+    4. queue     entries without holders, in their order of release: they are evicted in that order
+    5. restore   the stops, at which hits can end: where stretches and paths end
+    6. compare   every table with the reported one; all other blocks are empty
 
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
 
-Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
-beside the first), policies have learned nothing yet but that what parts was shared, only full attention knows where
-earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0.
+Some state is not in the report, and starts anew. Prompts that are being computed are not announced, so a second one
+is computed beside the first. Policies know only that runs with several continuations were shared. Only full attention
+knows where earlier prompts part. No checkpoint counts as made by its sequence. Counters begin at 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, GroupKind, PoolS
 
 
 class Builder(Protocol):
-    """Rebuilds the state of one manager. The methods are called in this order, each for all there is."""
+    """Rebuilds the state of one manager. The methods are called in this order, each for the whole report."""
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Takes in published blocks of the manager's group number `column`; see `BlockUse.publish` for places."""
@@ -65,14 +65,14 @@ BUILDERS: dict[GroupKind, Callable[[AnyManager, Pool, BlockUse], Builder]] = {
 class Rebuild:
     """A pool under construction, which no caller can reach yet.
 
-    1. read      what is published, prefix by prefix, as the report comes in
-    2. finish    all the rest, at once
+    1. read      published blocks, prefix by prefix, as the report comes in
+    2. finish    everything else, at once
 
     Attributes:
         use: users of the blocks that were read so far.
 
     Raises:
-        Refusal: MALFORMED, from both; the report does not fit the specification, or contradicts itself.
+        Refusal: MALFORMED, from both, if the report does not fit the specification or contradicts itself.
     """
 
     def __init__(self, spec: PoolSpec) -> None:
@@ -122,7 +122,7 @@ class Rebuild:
 
 
 def _ranks(spec: PoolSpec, report: Report) -> array[int]:
-    """Returns for each block when it was let go of, as a rank; -1 if never."""
+    """Returns each block's rank in the order of release; -1 if it was never released."""
     ranks = array("q", [-1]) * spec.block_id_end
     check_block_ids(spec, report.released)
     for rank, block in enumerate(report.released):
@@ -176,11 +176,11 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     """Queues the entries without holders, and sets each sequence's `limit` and `quiet_until`."""
     for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
         count = entry.block_count
-        pool.blocks.now_held(entry, count)  # and is let go of again
+        pool.blocks.now_held(entry, count)  # it is released again below
         if isinstance(entry, Unit):
             pool.coordinator.retention.cached(entry, count)
         elif isinstance(entry, Run):
-            # A lower bound: each way on but the first was a prompt that shared it.
+            # A lower bound: each continuation but the first was a prompt that shared this run.
             entry.hits = max(0, len(entry.children) - 1)
             pool.coordinator.retention.assess(entry)
             pool.blocks.now_cached(entry, count, is_candidate=not entry.children)

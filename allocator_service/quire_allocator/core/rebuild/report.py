@@ -20,10 +20,10 @@ class ReportedSequence(NamedTuple):
 
     Attributes:
         tables: one per group; `NULL_BLOCK` where a windowed group gave a block back.
-        prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
+        prompt_token_count, chunk_token_count: those of its first grow; 0 for a fork.
         told: token counts at which later hits were to end, as the answer to its first grow named them.
-        kept: one per group, of its own blocks where they stand in the place of published ones (which are in `tables`),
-            and `NULL_BLOCK` elsewhere; nothing where it keeps none.
+        kept: one table per group, with its own blocks where they replace published ones (which are in `tables`) and
+            `NULL_BLOCK` elsewhere; empty if it keeps none.
     """
 
     sequence_id: int
@@ -42,9 +42,9 @@ class ReportedStretch(NamedTuple):
     """Consecutive published blocks of one prefix in one group.
 
     Attributes:
-        first_position: index in the table of the first block; of STATE, digest blocks up to and with the checkpoint.
-        parent_digest: of the block before the first one; empty at the root, and in other groups than those of full
-            attention where the owner does not know it any more.
+        first_position: index of the first block in the table; for STATE, the number of digest blocks to its end.
+        parent_digest: the digest of the block before the first one. Empty at the root and, except for full
+            attention, if the owner no longer knows it.
         digests: 32 bytes for each block.
     """
 
@@ -61,10 +61,10 @@ class Report:
     """A whole pool.
 
     Attributes:
-        sequences: by rising id.
-        prefixes: every published block, held or not; of a report that came in parts, those not read before.
+        sequences: the live sequences, by rising id.
+        prefixes: every published block, held or not; if the report came in parts, only those not read before.
         released: published blocks without holders, in order of release.
-        last_sequence_id: the highest that was ever created.
+        last_sequence_id: the highest id that was ever created.
     """
 
     sequences: list[ReportedSequence] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Report:
 
 
 def refuse(message: str) -> NoReturn:
-    """Refuses a report that is wrong; nothing has changed.
+    """Refuses a wrong report. Nothing has changed.
 
     Raises:
         Refusal: MALFORMED, always.
@@ -97,12 +97,12 @@ class BlockUse:
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
-        self._places = array("i", [_UNUSED]) * spec.block_id_end  # of a published block its place
+        self._places = array("i", [_UNUSED]) * spec.block_id_end  # for a published block, its place
         self._place_count = 0
-        self.block_count = 0  # with a use, those included that the pool does not take over
+        self.block_count = 0  # blocks with a use, including those that the pool does not take over
 
     def publish(self, blocks: array[int]) -> int:
-        """Gives blocks that carry digests places that follow one another; returns the first."""
+        """Gives published blocks consecutive places; returns the first place."""
         places = self._places
         first = place = self._place_count
         check_block_ids(self._spec, blocks)
@@ -134,7 +134,7 @@ class BlockUse:
             place = self._places[block]
             if place == _PRIVATE:
                 refuse(f"block {block} is held twice")
-            if place != _UNUSED:  # it is published, or was and is not taken over
+            if place != _UNUSED:  # published, whether the pool takes it over or not
                 refuse(f"block {block} carries a digest, and is still to be written where it is held")
             self._places[block] = _PRIVATE
 

@@ -22,12 +22,12 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class RebuiltRun(NamedTuple):
-    """End of a sequence's published part (None: no part), and its own blocks beyond.
+    """The `end` of a sequence's published part (None if it has none), and its own blocks beyond.
 
     Attributes:
-        borrowed: the position that the first of those blocks is published as.
+        borrowed: the position as which the first of those blocks is published.
         shares: whether the first block is half filled, so that another sequence may have it, too.
-        owns: blocks of the tail, and kept ones, that are counted with this sequence.
+        owns: number of blocks, of the tail and kept ones, that count for this sequence.
         kept: its own blocks in place of published ones; None if there are none.
     """
 
@@ -106,7 +106,7 @@ class RunBuilder:
         return RebuiltRun(scope, end, published, tail, borrowed, shares, len(owned) + kept_count, kept)
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Files everything with a way to the root as runs."""
+        """Files every stretch with a path to the root as runs."""
         self._link()
         for stretch in reversed(self._forest.order):
             parent = stretch.parent

@@ -1,10 +1,9 @@
-"""Finds again where hits can end (`core/retention`): a report names blocks, and no stops.
+"""Restores the stops, at which hits can end (`core/retention`), because a report names only blocks.
 
-A stop's blocks end where a stretch of windowed blocks ends or a checkpoint is, and paths end and part at
-stops: at all these places one is made, if every group can serve it there. So of stops whose blocks run into
-each other only the last one is found, every checkpoint is taken for one (of those on one path the last few stay), and
-in a pool without full attention nobody knows any more which of them are on one path. What no stop found
-has is spare.
+A stop is made wherever a stretch of windowed blocks ends, a checkpoint is, or a path ends or parts, if every group can
+serve a hit there. The lost stops may have been at other places. If the blocks of several stops overlap, only the last
+stop is found. Every checkpoint becomes a stop, and the last few on each path stay. In a pool without full attention, it
+is unknown which stops are on one path. Blocks that no restored stop needs are spare.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from quire_allocator.core.retention.stop import Run, Stop, Unit, UnitKey
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
-Links = dict[str, dict[UnitKey, bytes]]  # by namespace: of a published position the digest of the one before it
-_Place = tuple[int, bytes]  # tokens before a stop, the digest of all of them
+Links = dict[str, dict[UnitKey, bytes]]  # by namespace: for a published position, the digest of the one before it
+_Place = tuple[int, bytes]  # tokens before a stop, and the digest of all of them
 
 
 def restore(pool: Pool, links: dict[int, Links]) -> None:
@@ -44,7 +43,7 @@ def restore(pool: Pool, links: dict[int, Links]) -> None:
 
 
 class _Positions:
-    """The published positions of a windowed manager in one namespace, and which comes before which."""
+    """The published positions of a windowed manager in one namespace, and the predecessor of each."""
 
     def __init__(self, window: WindowManager, scope: UnitScope, before: dict[UnitKey, bytes]) -> None:
         self.window = window
@@ -54,8 +53,8 @@ class _Positions:
         self.last = [unit.key for unit in scope.units() if unit.key is not None and unit.key not in going_on]
 
     def units(self, digest: bytes, end: int, positions: range) -> list[Unit] | None:
-        """Returns the units of some positions on the path whose block before position `end` has that digest; None if
-        one is missing."""
+        """Returns the units of `positions` on the path whose block before position `end` has this digest; None if one
+        is missing."""
         found: list[Unit] = []
         for position in range(end - 1, positions.start - 1, -1):
             unit = self._scope.find(position, digest)
@@ -67,7 +66,7 @@ class _Positions:
         return found[::-1]
 
     def fallen(self, part: WindowPart, positions: range) -> list[Unit]:
-        """Returns those of some positions that a sequence had in its table, if all of them are known."""
+        """Returns the units of `positions` that fell out of a sequence's table, if all of them are known."""
         key = part.units[0].key if part.units else None
         if key is None:
             return []
@@ -130,8 +129,7 @@ class _Restorer:
             pending += [(child, above) for child in run.children.values()]
 
     def _places(self, run: Run, counts: set[int]) -> list[_Place]:
-        """Returns the edges of a run that may be stops, the first first: its end, and those at some counts of
-        tokens."""
+        """Returns the edges of a run that may be stops, rising: its end, and those at the given token counts."""
         size, end = run.scope.manager.block_size, run.token_count()
         first = run.first_position * size // self._edge * self._edge + self._edge
         return [

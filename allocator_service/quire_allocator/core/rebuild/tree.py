@@ -3,8 +3,8 @@
     1. read   prefixes as they come: every block and every digest gets a *place*, a number that only rises
     2. link   prefixes that follow one another become one *stretch*; stretches are hung below one another
 
-Nothing is made for a single block but its entries in two tables, by block and by digest: all else is slices. A digest
-names all before it too, so a table that ends in a position is the path to it.
+A single block costs only its entries in two tables, by block and by digest. Everything else is slices. A digest names
+the whole prefix before it, so the last block of a table leads to its whole path.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class JoinedStretch:
-    """Positions that follow one another in one prefix.
+    """Consecutive positions of one prefix.
 
     Attributes:
-        blocks: for each position one per group; `NULL_BLOCK` where the report has none.
+        blocks: one per group for each position; `NULL_BLOCK` where the report has none.
         reach: how many positions have a block in every group; those beyond are not taken over.
-        parent, parent_index: the position before the first one; None at the root, and where there is no way to it.
-        is_rooted: there is a way to the root.
+        parent, parent_index: the position before the first one; None at the root, and if it is unknown.
+        is_rooted: whether there is a path to the root.
         held: how many positions some sequence holds.
-        cuts: where a run must begin, beside 0.
+        cuts: positions other than 0 at which a run must begin.
         starts, runs: first position of each run made of it, and these runs.
     """
 
@@ -64,7 +64,7 @@ class JoinedStretch:
         self.runs: list[Run] = []
 
     def digest_before(self, index: int) -> bytes:
-        """Returns the digest of the position before this one."""
+        """Returns the digest of the position before index `index`."""
         return self.digests[(index - 1) * DIGEST_BYTES : index * DIGEST_BYTES] if index else self.parent_digest
 
     def end_at(self, index: int) -> None:
@@ -85,14 +85,14 @@ class Spot(NamedTuple):
 
 
 class Piece:
-    """A reported prefix of the manager's first group, and where its blocks stand in a stretch."""
+    """A reported prefix of the manager's first group, and the offset of its blocks in a stretch."""
 
     __slots__ = ("first_place", "offset", "prefix", "stretch")
 
     def __init__(self, prefix: ReportedStretch, first_place: int) -> None:
         self.prefix = prefix
         self.first_place = first_place
-        self.stretch: JoinedStretch | None = None  # until it is linked
+        self.stretch: JoinedStretch | None = None  # None until it is linked
         self.offset = 0
 
     @property
@@ -102,12 +102,12 @@ class Piece:
 
 
 class Tree:
-    """One namespace.
+    """The reported prefixes of one namespace.
 
     Attributes:
-        pieces: of the manager's first group.
-        places: of every digest in it.
-        others: of the further groups: column, prefix.
+        pieces: the prefixes of the manager's first group.
+        places: the place of every digest in these.
+        others: the prefixes of the further groups, each with its column.
     """
 
     __slots__ = ("others", "pieces", "places")
@@ -119,10 +119,10 @@ class Tree:
 
 
 class Forest:
-    """All namespaces of a manager with `width` groups.
+    """The trees of all namespaces in a manager with `width` groups.
 
     Attributes:
-        order: once linked, the stretches with a way to the root, parents first.
+        order: once linked, the stretches with a path to the root, parents first.
     """
 
     def __init__(self, width: int, use: BlockUse) -> None:
@@ -131,10 +131,10 @@ class Forest:
         self._use = use
         self._trees: dict[str, Tree] = {}
         self._pieces: list[Piece] = []
-        self._first_places: list[int] = []  # of the pieces
+        self._first_places: list[int] = []  # the first place of each piece
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
-        """Takes in blocks of group number `column`; the first has that place, the others the next ones."""
+        """Takes in blocks of group number `column`; the first has place `first_place`, the others the next ones."""
         if bool(prefix.parent_digest) != bool(prefix.first_position):
             refuse("a prefix has a parent digest exactly where it does not begin at the root")
         tree = self._trees.get(prefix.namespace)
@@ -190,7 +190,7 @@ class Forest:
                 self._use.drop(stretch.blocks[kept * self._width :])
 
     def _join(self, chain: list[Piece]) -> JoinedStretch:
-        """Makes one stretch of prefixes that follow one another."""
+        """Makes one stretch of consecutive prefixes."""
         first, blocks = chain[0].prefix, array("I")
         digests = b"".join([piece.prefix.digests for piece in chain]) if len(chain) > 1 else first.digests
         stretch = JoinedStretch(first, digests, blocks)
@@ -229,7 +229,7 @@ class Forest:
             parent = digests[(done - 1) * DIGEST_BYTES : done * DIGEST_BYTES]
 
     def _hang(self, tree: Tree, stretches: list[JoinedStretch]) -> None:
-        """Links each stretch to the position it follows, and lists in `order` those with a way to the root."""
+        """Links each stretch to the position it follows, and lists in `order` those with a path to the root."""
         children: dict[JoinedStretch, list[JoinedStretch]] = {}
         pending: list[JoinedStretch] = []
         for stretch in reversed(stretches):
@@ -249,7 +249,7 @@ class Forest:
             pending.extend(children.get(stretch, ()))
 
     def _spot_at(self, place: int) -> Spot:
-        """Returns where a digest stands."""
+        """Returns the spot of the digest with this place."""
         piece = self._pieces[bisect_right(self._first_places, place) - 1]
         assert piece.stretch is not None, "joined before anything is looked up"
         return Spot(piece.stretch, piece.offset + place - piece.first_place)
@@ -259,7 +259,7 @@ def _chains(pieces: list[Piece]) -> list[list[Piece]]:
     """Joins pieces that follow one another without a branch."""
     ends: dict[bytes, Piece] = {piece.prefix.digests[-DIGEST_BYTES:]: piece for piece in pieces}
     counts = Counter([piece.prefix.parent_digest for piece in pieces])
-    after: dict[int, Piece] = {}  # by the first place of the piece before
+    after: dict[int, Piece] = {}  # by the first place of the previous piece
     heads: list[Piece] = []
     for piece in pieces:
         prefix = piece.prefix

@@ -24,7 +24,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 class UnitBuilder:
     """The common part of both kinds of unit builders; see `rebuild.Builder`.
 
-    `links` say which position comes before which.
+    `links` has, for each published position, the digest of the one before it.
 
     Published units are made when the first sequence is located, as cached ones without holders.
     """

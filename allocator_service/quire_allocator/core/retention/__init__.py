@@ -1,1 +1,1 @@
-"""Which blocks stay cached, and why."""
+"""Retention: decides which blocks stay cached."""

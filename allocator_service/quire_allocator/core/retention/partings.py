@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-LATE_BELIEVED: Final = 4.0  # prompts that are assumed to have parted late before the first one
+LATE_BELIEVED: Final = 4.0  # prompts assumed to have parted late, before the first real one
 LATE_BELIEVED_OF_STATES: Final = 32.0
 REMEMBERED: Final = 256.0  # prompts; beyond that, all earlier ones count half
-EARLY_SHARE: Final = 0.4  # of the prompts: from this share on, early ends are worth the blocks of windows
-EARLY_SHARE_OF_STATES: Final = 0.7  # the same of states, which take a page each
+EARLY_SHARE: Final = 0.4  # share of prompts from which on early ends are worth the blocks of windows
+EARLY_SHARE_OF_STATES: Final = 0.7  # the same for states, which take a page each
 STEP_COUNT: Final = 7
 
 
@@ -32,7 +32,7 @@ class Behind(NamedTuple):
 
     Attributes:
         way_count: how many different blocks follow.
-        goes_on: one of the texts continues for at least an edge.
+        goes_on: whether one of the texts continues for at least an edge.
     """
 
     way_count: int
@@ -71,7 +71,7 @@ class Partings:
 
     @property
     def go_on(self) -> bool:
-        """Tells whether at least as many prompts continue from the end as part before it: answers are worth states."""
+        """Tells whether prompts continue from the end at least as often as before it: then answers are worth states."""
         return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
     def note(self, behind: Behind, *, is_parting: bool, is_whole: bool) -> None:
@@ -79,8 +79,8 @@ class Partings:
 
         Args:
             behind: the known continuations there.
-            is_parting: paths are known to part there.
-            is_whole: the edge is the last one of the prompt that leaves a token to compute.
+            is_parting: whether paths are known to part there.
+            is_whole: whether the edge is the last one of the prompt that leaves a token to compute.
         """
         if behind.way_count > 1 or is_parting:
             return

@@ -38,18 +38,18 @@ from quire_allocator.core.retention.worth import Worth
 from quire_allocator.core.spec import GroupKind, PoolSpec
 from quire_allocator.core.stretches import Stretch
 
-CONTINUED_MAX: Final = 3  # stops of one path where no paths part
+CONTINUED_MAX: Final = 3  # stops kept on one path, besides those where paths part
 
 
 class Retention:
     """The stops of one pool.
 
     Attributes:
-        blocks: of the pool.
+        blocks: the pool's blocks.
         worth: computes the worth of its blocks.
-        is_even: all blocks have the same worth, and no stops are made.
+        is_even: whether all blocks have the same worth, and no stops are made.
         partings: counts the places at which its prompts part.
-        stops: all that are not gone.
+        stops: all stops that are not gone.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks) -> None:
@@ -101,8 +101,8 @@ class Retention:
         return stop
 
     def _take_place_of(self, early: Stop, stop: Stop) -> None:
-        """Replaces an early stop by a new one after it, if the other stops right after the early one come after the new
-        one now: prompts part there, and no sooner."""
+        """Replaces an early stop by a new one after it, if the other stops that came right after the early one now come
+        after the new one: prompts part there, and no sooner."""
         moved = [other for other in stop.stops_after() if living(other.parent) is early]
         if not moved:
             return
@@ -204,13 +204,13 @@ class Retention:
             self._revalue(unit)
 
     def held(self, unit: Unit, count: int) -> None:
-        """Notes that a sequence holds a cached unit of so many blocks again."""
+        """Notes that a sequence holds a cached unit of `count` blocks again."""
         if unit.worth == SPARE:
             unit.scope.spare -= count
         self.blocks.now_held(unit, count)
 
     def cached(self, unit: Unit, count: int) -> None:
-        """Notes that no sequence holds a published unit of so many blocks any more."""
+        """Notes that no sequence holds a published unit of `count` blocks any more."""
         unit.worth = self.worth.of_unit(unit)
         if unit.worth == SPARE:
             unit.scope.spare += count
@@ -225,7 +225,7 @@ class Retention:
         self.blocks.now_cached(stretch, count, is_candidate=True)
 
     def shrunk(self, stretch: Stretch, count: int) -> None:
-        """Notes that so many blocks of a cached stretch are no longer published."""
+        """Notes that `count` blocks of a cached stretch are no longer published."""
         if stretch.worth == SPARE:
             stretch.scope.spare -= count
 
@@ -250,7 +250,7 @@ class Retention:
     # -- what managers report: runs -------------------------------------------------------------------------------
 
     def leaving(self, run: Run, wanted: int) -> int:
-        """Returns how many positions a run loses at once if so many blocks are wanted."""
+        """Returns how many positions a run loses at once if `wanted` blocks are needed."""
         return self.worth.leaving(run, wanted)
 
     def assess(self, run: Run) -> None:

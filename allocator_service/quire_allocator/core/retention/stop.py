@@ -1,14 +1,14 @@
-"""A stop, the runs in which it stands, and the units that it needs.
+"""A stop, the runs that contain it, and the units that it needs.
 
 Full attention serves a prefix wherever a block of it ends. A windowed group serves it only where the blocks of the
 window before are still there, a state only after a checkpoint. A *stop* is a token count of a prefix at which a hit may
-end, because every group can serve it there. What no stop needs leaves the cache first (`worth.py`).
+end, because every group can serve it there. Blocks that no stop needs are evicted first (`worth.py`).
 
 Lifecycle of a stop:
 
     1. made        a commit, a hit, a fork or the end of a sequence has reached it, and every group can serve it
-    2. continued   a deeper one was made after it: only edited prompts still end here. Where two ways go on, paths
-                   *part*, and it stays as valuable as it was
+    2. continued   a deeper one was made after it: only edited prompts still end here. If two paths
+                   *part* at a stop, it stays as valuable as it was
     3. gone        a block that it needs was evicted, or it is too far before the end of its path
 
 Lifecycle of a unit, which is one position of all groups of one windowed or state specification: `width` blocks that are
@@ -23,9 +23,9 @@ Lifecycle of a run, which is a stretch of published blocks of full attention and
 thousands of blocks is one run, so that sharing, forking and freeing it cost as much as for a short one:
 
     1. published   a commit made it; sequences end in it (`live` counts them, and children with holders of their own)
-    2. extended    while one sequence alone holds it, nothing hangs below and nobody has shared it yet
+    2. extended    while only one sequence holds it, no run is below it and no other sequence has shared it
     3. split       where a prompt leaves it in the middle: the deep part stays the same object, so that sequences that
-                   end in it need not be told; a sequence ends only where a run ends
+                   end in it need no change; a sequence ends only where a run ends
     4. cached      `live` is 0: hittable; a candidate for eviction once nothing hangs below it
     5. trimmed     eviction takes blocks from the deep end, until nothing is left
 
@@ -49,10 +49,10 @@ class Unit(Scoped):
     """The blocks of one position.
 
     Attributes:
-        first_position, first_digest: what it is published as; the digest is empty while it is private.
-        is_published: prompts can hit it. The same as `first_digest != b""`: reading the digest misses the CPU cache.
-        was_hit: a new sequence has begun with it.
-        stops: those that need it; None where there never was one.
+        first_position, first_digest: its key; the digest is empty while it is private.
+        is_published: whether prompts can hit it. A flag, because reading `first_digest` misses the CPU cache.
+        was_hit: whether a new sequence has begun with it.
+        stops: the stops that need it; None if there never was one.
         needed_count: stops that need it, and live sequences that would make one.
         aside_count: stops that need it and are aside.
     """
@@ -86,26 +86,26 @@ class Unit(Scoped):
 
     @property
     def key(self) -> UnitKey | None:
-        """Returns what it is published as; None while it is private."""
+        """Returns the position and digest of a published unit; None while it is private."""
         return (self._position, self._digest) if self._digest else None
 
     def is_needed(self) -> bool:
-        """Tells whether a stop needs it, or a live sequence that would make one."""
+        """Tells whether a stop, or a live sequence that would make one, needs it."""
         return self.needed_count > 0 or self.aside_count > 0
 
     def now_published(self, position: int, digest: bytes) -> None:
-        """Notes what it is published as from now on; without a digest it is private."""
+        """Sets the key under which the unit is published; without a digest it is private."""
         self._position = position
         self._digest = digest
         self.is_published = digest != b""
 
 
 class Run(Stretch):
-    """A stretch of published blocks that is a node of the tree. The root of a namespace has none, and no parent.
+    """A stretch of published blocks that is a node of the tree. The root of a namespace has no blocks and no parent.
 
     Attributes:
-        children: by their first digest.
-        stops: those that stand in it or at its end, the deepest last.
+        children: the runs below it, by first digest.
+        stops: the stops in it or at its end, the deepest last.
     """
 
     __slots__ = ("children", "parent", "stops")
@@ -136,16 +136,16 @@ class Stop:
     """One place at which hits can end.
 
     Attributes:
-        key: what it is filed under.
+        key: the key under which it is filed.
         needed: published positions of windows and checkpoints that a hit which ends here takes; all are there.
-        runs: of each tree of full attention the run that it stands in: at its end, or inside.
+        runs: for each tree of full attention, the run that contains it, at its end or inside.
         parent: the stop before it on its path, when it was made; it may have gone since.
         way_count: stops that were made right after it and are not gone.
-        is_parting: two stops were right after it at once, or another path branches off there.
-        answer_token_count: how far it is after the end of the prompt whose answer made it; 0 where none did.
-        is_early: it is the early stop of a prompt, from which another one may part before the next stop.
-        is_aside: it is continued, and what it needs leaves before what the policy ranks.
-        is_gone: it has ended; only sequences and stops that came by still refer to it.
+        is_parting: whether two stops were right after it at once, or another path branches off there.
+        answer_token_count: how far it is after the end of the prompt whose answer made it; 0 if none did.
+        is_early: whether it is the early stop of a prompt; another prompt may part before the next stop.
+        is_aside: whether it is continued, and its blocks are evicted before those that the policy ranks.
+        is_gone: whether it has ended; sequences and stops that passed it may still refer to it.
     """
 
     __slots__ = (
@@ -175,7 +175,7 @@ class Stop:
 
     @property
     def token_count(self) -> int:
-        """Counts how many tokens come before it."""
+        """Counts the tokens before it."""
         return self.key[1]
 
     @property
@@ -184,7 +184,7 @@ class Stop:
         return self.way_count > 0 and not self.is_parting
 
     def stops_after(self) -> list[Stop]:
-        """Returns the stops of all paths that go on from this one."""
+        """Returns the stops of all paths that continue from this one."""
         found, pending = list[Stop](), [self.runs[0]]
         while pending:
             run = pending.pop()
@@ -194,7 +194,7 @@ class Stop:
 
 
 def living(stop: Stop | None) -> Stop | None:
-    """Returns the stop itself or, where it is gone, the next one before it that is not."""
+    """Returns the stop, or the next one before it that is not gone."""
     while stop is not None and stop.is_gone:
         stop = stop.parent
     return stop

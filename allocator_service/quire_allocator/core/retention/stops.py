@@ -9,7 +9,7 @@ the prompt takes at least as many. A fork has no stops of the answer, and its pa
 
     prompt of 4,096 tokens, blocks of 16, one group of full attention and 24 of states; its end is 4,080
         all is new           255 blocks of attention, 24 of a state: early at 3,568, and at 4,112, 4,128, 4,144, ...
-        4,000 were known     5 blocks of attention are new: no early stop
+        4,000 are cached     5 blocks of attention are new: no early stop
 
 Sources: decisions 19, 24, 56 and 59 in `docs/decisions`.
 """
@@ -28,17 +28,17 @@ _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
 _TOKENS_MAX: Final = 2**32 - 1  # largest token count
-STOPS_MAX: Final = 3 + STEP_COUNT + 22  # of one sequence: `_DISTANCES` are 22
+STOPS_MAX: Final = 3 + STEP_COUNT + 22  # stops of one sequence; `_DISTANCES` has 22
 
 
 class Turn:
     """The stops of one sequence, which computes a prompt and its answer.
 
     Attributes:
-        token_counts: all of them, rising, each at an edge.
-        prompt_end: the end of the prompt; those after it are of the answer. 0 where the prompt has no whole edge.
+        token_counts: all stops, rising, each at an edge.
+        prompt_end: the end of the prompt; later stops are of the answer. 0 if the prompt has no whole edge.
         early: the early stop; 0 if there is none.
-        are_left: the sequence may still reach one of them, so commits check.
+        are_left: whether the sequence may still reach a stop; only then do commits check.
         last: the deepest stop of its prefix that was made or hit; it may be gone since.
     """
 
@@ -72,7 +72,7 @@ class StopRules:
     """Computes the stops of a new sequence.
 
     Attributes:
-        foresees: the pool has early stops and those of answers.
+        foresees: whether the pool has early stops and stops of answers.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], edge_tokens: int, *, foresees: bool) -> None:
@@ -99,7 +99,7 @@ class StopRules:
         return Turn(tuple(sorted(found)), end, early)
 
     def told(self, token_counts: Sequence[int], prompt_token_count: int) -> Turn:
-        """Returns the turn with the stops that the owner of a rebuilt pool has got for it; a fork has no prompt."""
+        """Returns the turn with the stops that the owner of a rebuilt pool reported for it; a fork has no prompt."""
         edge = self._edge_tokens
         kept = sorted({count for count in token_counts if count and not count % edge}) if self._has_any else []
         end = prompt_end(prompt_token_count, edge) if prompt_token_count else max(kept, default=0)
@@ -107,7 +107,7 @@ class StopRules:
 
 
 def prompt_end(prompt_token_count: int, edge_tokens: int) -> int:
-    """Returns the last edge of a prompt that leaves a token to compute; 0 where it has none."""
+    """Returns the last edge of a prompt that leaves a token to compute; 0 if it has none."""
     return (prompt_token_count - 1) // edge_tokens * edge_tokens
 
 

@@ -27,7 +27,7 @@ class Worth:
     """Computes the worth of blocks of one pool.
 
     Attributes:
-        is_even: all are RANKED, and no stops are made.
+        is_even: whether all blocks are RANKED, and no stops are made.
     """
 
     def __init__(self, spec: PoolSpec) -> None:
@@ -38,7 +38,7 @@ class Worth:
         self._edge_tokens = spec.edge_tokens
 
     def of_unit(self, unit: Unit) -> int:
-        """Returns SPARE, ASIDE, RANKED or LED."""
+        """Returns the worth of a unit: SPARE, ASIDE, RANKED or LED."""
         if self.is_even:
             return RANKED
         if unit.needed_count:
@@ -67,7 +67,7 @@ class Worth:
         return min(BURDEN_MAX, ((own + led) // own).bit_length() - 1)
 
     def leaving(self, run: Run, wanted: int) -> int:
-        """Returns how many positions a run loses at once if so many blocks are wanted: at most the number that prompts
+        """Returns how many positions a run loses at once if `wanted` blocks are needed: at most the number that prompts
         usually leave behind at its end, and at most up to the next place at which a hit can end."""
         width = run.scope.manager.width
         positions = min(run.size // DIGEST_BYTES, -(-wanted // width))

@@ -9,7 +9,7 @@ Lifecycle of a sequence:
     4. fork        another sequence shares everything committed, the half-filled last block included
     5. free        references are dropped, tail first
 
-Owners of each part of a sequence, in tokens, with `committed <= token_count <= limit`:
+Who may write each part of a sequence, in tokens, with `committed <= token_count <= limit`:
 
     [0, full)                  full = committed // block_size * block_size: published, shareable by anyone, immutable
     [full, committed)          written; shared with forks until one side grows

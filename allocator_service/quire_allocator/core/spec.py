@@ -62,7 +62,7 @@ class Quota:
     Attributes:
         namespace: its name; `OTHERS` stands for every namespace that is not named.
         held_block_count_max: blocks in the tables of its sequences; beyond that, a grow answers QUOTA.
-        cached_block_count_max: the most cached blocks; beyond that, its own are evicted first.
+        cached_block_count_max: the most cached blocks; beyond that, its own are evicted at once.
     """
 
     namespace: str

@@ -8,7 +8,7 @@ A stop is made if every group can serve it from blocks that the sequence has or 
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that continue do so here
 
-No block is kept for an impossible hit: when a block before a stop is evicted, in any group, the stop is gone. Blocks
+No block is kept for an impossible hit: when a block that its hit would take is evicted, the stop is gone. Blocks
 that it alone needed are then spare in all groups, and are evicted before the next victim is chosen.
 
 A path keeps all stops where paths part, and the last three of the others. In a chat these are the ends of the previous

@@ -24,7 +24,7 @@ class Tree:
     def __init__(
         self, lengths: list[list[int]], new: list[int], device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Takes the number of keys of each node, `lengths[level]`: 1, 2 or 4 nodes, the last level `len(new)` nodes."""
+        """Takes the number of keys of each node, `lengths[level]`. The last level has one node per entry of `new`."""
         self.lengths, self.new, self.device = lengths, new, device
         counts = [[-(-length // PAGE) for length in level] for level in lengths]
         total = sum(map(sum, counts))

@@ -1,4 +1,4 @@
-"""What a turn on a CPU saves: logits are read only once, and work runs beside passes that have no tokens yet."""
+"""A turn on a CPU reads logits only once, and does other work beside passes that give no tokens yet."""
 
 from __future__ import annotations
 

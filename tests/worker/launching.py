@@ -1,4 +1,4 @@
-"""Makes a CPU, which computes every pass at once, launch passes first and finish them later, as a GPU does."""
+"""Makes an engine on a CPU launch passes and finish them later, as on a GPU. The CPU computes each pass at launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model types outside the tested families, which are served because their parts are known."""
+"""Model types outside the tested families; they are served because all of their parts are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory limits of a worker: its own, and those of its control group and of all groups above."""
+"""The memory limits of a worker: its own limit, and the limits of its control group and of all groups above."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ async def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_read(
     monkeypatch.setattr(Runner, "_finish", finished)
     tokens = prompt(20)
     async with running(llama) as harness:
-        harness.engine._plans_beside = True  # as on a GPU, also beside a pass that computes only first tokens
+        harness.engine._plans_beside = True  # as on a GPU, plan even beside a pass for first tokens only
         output = await harness.generate(tokens, max_tokens=40, ignore_eos=True)
     expected = reference_text(llama, tuple(tokens), 40)
     assert output.tokens[0][: len(expected)] == expected

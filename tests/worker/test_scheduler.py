@@ -1,4 +1,4 @@
-"""The scheduler against the allocator's real core, on tokens instead of keys and values (`pretended_worker.py`)."""
+"""The scheduler with the allocator's real core, on tokens instead of keys and values (`pretended_worker.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: which tokens are drafted, and that texts are transformers' with and without drafts."""
+"""Drafts by prompt lookup: the drafted tokens are right, and drafts never change a text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The shared library of CPU kernels, loaded once per process. These places are tried in order:
 
-    beside this file    images have it there: their build ran `build.py`
+    beside this file    images have the library there: their build ran `build.py`
     in the cache        an earlier process compiled it: `$QUIRE_CACHE`, or `quire` in `$XDG_CACHE_HOME` or `~/.cache`
     compiled now        if there is a C++ compiler; the result goes into the cache
 

@@ -1,4 +1,4 @@
-"""Plants faults in kernels, to check that the comparisons which should notice a fault do notice it."""
+"""Plants faults in kernels, to check that the tests' comparisons notice them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Appending by page table against plain torch: the whole cache is compared, bit by bit."""
+"""Appending by page table, compared with plain torch bit by bit over the whole cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Appending by slot, as the worker does, against plain torch and against appending by page table."""
+"""Appending by slot, as the worker does, compared with plain torch and with appending by page table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The FlashInfer-named wrappers against the references: plan, run, graphs, and refusals."""
+"""FlashInfer's wrappers, compared with the references: plan, run, CUDA graphs, and refusals."""
 
 from __future__ import annotations
 

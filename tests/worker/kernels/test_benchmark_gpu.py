@@ -32,7 +32,7 @@ ROW = {"work": "decode", "batch": 32, "context": 8192, "status": "measured", "no
 
 
 def bench(device: torch.device | None = None, **changed: Any) -> gpu.Bench:
-    """Makes a bench whose timer calls the timed function, and reports one millisecond."""
+    """Makes a bench with a timer that calls the timed function, and always reports one millisecond."""
 
     def timer(side: Callable[[], torch.Tensor]) -> float:
         side()

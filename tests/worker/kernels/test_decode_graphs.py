@@ -1,4 +1,4 @@
-"""Replayed decode passes give the logits of passes that are laid out anew.
+"""Replayed decode passes give the same logits as passes that are laid out from scratch.
 
 On a GPU, CUDA graphs are replayed. In the interpreter, a replay computes again from the memory that a graph would read.
 """

@@ -1,4 +1,4 @@
-"""Decode against float64, against PyTorch's attention, and at its edges."""
+"""Decode, compared with float64 and with PyTorch's attention, and its edge cases."""
 
 from __future__ import annotations
 

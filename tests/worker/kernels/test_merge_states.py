@@ -19,7 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", MERGE_TOLERANCE, ids=str)
 def make_states(
     device: torch.device, dtype: torch.dtype = torch.float32, *, states: int = 3, heads: int = 5, dim: int = 80
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes states with empty ones, which have NaN in v.
+    """Makes states; some are empty, and have NaN in v.
 
     Row 0 is empty in all states, row 1 in all but the last, and row 2 in all but the first.
     """

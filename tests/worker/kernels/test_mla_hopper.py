@@ -50,7 +50,7 @@ def parts(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def fits(heads: int = 128, split_keys: bool = True, **changed: torch.Tensor) -> bool:
-    """Returns whether the kernel takes a batch of two; the test has to simulate a Hopper chip."""
+    """Returns whether the kernel accepts a batch of two. The test must pretend that there is a Hopper chip."""
     qo_indptr = torch.arange(3, dtype=torch.int32)
     lengths = torch.tensor([40, 3], dtype=torch.int32)
     sizes = {"ckv_dim": 512, "element_bytes": 2, "page_size": 16}

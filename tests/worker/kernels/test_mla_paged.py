@@ -1,4 +1,4 @@
-"""Multi-head latent attention against float64."""
+"""Multi-head latent attention, compared with float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`BatchMLAPagedAttentionWrapper` against float64: FlashInfer's arguments, plans under a graph, refusals."""
+"""`BatchMLAPagedAttentionWrapper`, compared with float64: arguments, plans of CUDA graphs, and refusals."""
 
 from __future__ import annotations
 

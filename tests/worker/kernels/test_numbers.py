@@ -31,7 +31,7 @@ NO_INTEGERS: list[Any] = [
     -2,
 ]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, np.float32("nan")]
-# The lowest accepted integer of parameters where it is not 1.
+# Parameters with another lowest accepted integer than 1.
 LOWEST = {"window_left": -1, "chunk_size": 0, "nnz": 0, "prefix_length": 0, "top_k": 0}
 NOT_NEGATIVE = ("logits_soft_cap", "temperature", "top_p", "min_p")
 POSITIVE = ("append_paged_kv_cache k_scale", "append_paged_kv_cache v_scale")

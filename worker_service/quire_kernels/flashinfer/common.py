@@ -21,7 +21,7 @@ DType = torch.dtype | str
 
 
 def as_dtype(name: str, dtype: DType) -> torch.dtype:
-    """Returns the dtype that was given itself or by name, such as "float16".
+    """Returns a dtype that is given as a dtype or by name, such as "float16".
 
     Raises:
         ValueError: there is no such dtype; the message names the argument.

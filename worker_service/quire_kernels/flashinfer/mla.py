@@ -243,7 +243,7 @@ class BatchMLAPagedAttentionWrapper:
 def _both(
     name: str, together: Parts | None, apart: tuple[torch.Tensor | None, torch.Tensor | None], ckv_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns latents and their positional part, which were given together or apart."""
+    """Returns latents and their positional part, given together or as two arguments."""
     if together is not None:
         if any(part is not None for part in apart):
             raise ValueError(f"give {name} or its parts, not both")

@@ -22,7 +22,7 @@ is not read after the scores. Shared memory and barriers, each completed once pe
     ready 0: m0 and P0 are written       ready 1: m1 and P1 are written
 
 A separate warp copies queries and whole pages by TMA. It copies those of the next item while the groups write the
-results of this one. Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs if `fits_hopper` is False.
+results of this item. Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs if `fits_hopper` is False.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NUM_WARPS = 4  # warps per group
 REGISTERS = 168  # per thread of all 12 warps; the groups then take the registers that the copying warps release
 # Registers per thread of the copying warp, which would spill its addresses with fewer, and of a group.
 COPY_REGISTERS, GROUP_REGISTERS = 40, 232
-PIECES = 4  # pieces in which half the dims of a tile are copied: products start when the first piece has arrived
+PIECES = 4  # pieces per half of a tile's dims: products start when the first piece has arrived
 PAGE_SIZE_MIN = 16
 TMA_ALIGNMENT = 16  # bytes; required of addresses and strides
 SWITCH = "QUIRE_HOPPER"  # environment variable, read at each launch: "0" selects the Triton kernels, as for prefill
@@ -239,8 +239,8 @@ def attend_second(
     ],
 )
 def mla_hopper_kernel(
-    q_nope, q_pe,  # descriptors of [tokens, HEADS, CKV_DIM], half of the dims a box, and [tokens, HEADS, KPE_DIM]
-    ckv, kpe,  # descriptors of [pages * PAGE_SIZE, CKV_DIM], half of the dims a box, and [pages * PAGE_SIZE, KPE_DIM]
+    q_nope, q_pe,  # descriptors of [tokens, HEADS, CKV_DIM] (boxes have half of CKV_DIM) and [tokens, HEADS, KPE_DIM]
+    ckv, kpe,  # descriptors of [pages * PAGE_SIZE, CKV_DIM] (boxes as for q_nope) and [pages * PAGE_SIZE, KPE_DIM]
     qo_indptr, page_indptr, page_indices,  # int32
     units, unit_indptr,  # see `work_units`; items are keys
     out, lse,  # [tokens, HEADS, CKV_DIM] and float32 [tokens, HEADS], contiguous

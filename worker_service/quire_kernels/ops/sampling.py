@@ -30,7 +30,7 @@ from quire_kernels.shared.numbers import require_finite, require_integer
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK = 2048  # tokens of the vocabulary that are read at a time
-DRAW_BLOCK = 4096  # the same in the last pass, which computes a sum per block
+DRAW_BLOCK = 4096  # tokens that are read at a time in the last pass, which computes a sum per block
 NUM_WARPS = 16
 # For each argument: the lowest and the highest value, and whether each of them is itself allowed.
 RANGES = {

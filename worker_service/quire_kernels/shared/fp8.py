@@ -51,7 +51,7 @@ def e5m2_from_float(x):
 def fp8_from_float(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """Converts fp32 to fp8 with MANTISSA bits of mantissa, as uint8.
 
-    Numbers in the comments are those of e4m3: MANTISSA 3 and BIAS 7.
+    The comments use the numbers of e4m3: MANTISSA 3 and BIAS 7.
     """
     bits = x.to(tl.uint32, bitcast=True)
     sign = ((bits >> 24) & 0x80).to(tl.uint32)

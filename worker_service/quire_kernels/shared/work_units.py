@@ -81,7 +81,7 @@ def divide_work_kernel(
     units_min,
     BLOCK: tl.constexpr,
 ):
-    """Program i counts the units of all requests before i, then writes those of i."""
+    """Counts the units of all requests before i, and writes the units of request i, in program i."""
     request = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     size = tl.full((), 0, tl.int64) + size_min

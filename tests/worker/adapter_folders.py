@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them, and PEFT's own results: the other side of every comparison."""
+"""Adapters that PEFT has saved, and the texts that PEFT itself generates with them, for comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def write_adapter(folder: Path, base: Path, *, seed: int, targets: Any = LINEARS, **options: Any) -> Path:
-    """Writes an adapter of random weights, strong enough to change the text."""
+    """Writes an adapter with random weights that are large enough to change the text."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -46,7 +46,7 @@ def _adapted_model(base: Path, adapter: Path) -> Any:
 
 @cache
 def adapted_text(base: Path, adapter: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Greedy tokens of PEFT's `generate`, end-of-text left out."""
+    """Returns the greedy tokens of PEFT's `generate`, without the end-of-text token."""
     output = (
         _adapted_model(base, adapter)
         .generate(

@@ -1,4 +1,4 @@
-"""Batches for the worker's attention, whatever implements it, and the plain softmax that each is compared with."""
+"""Batches for every implementation of the worker's attention, and the plain softmax that results are compared with."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ON_CPU = (CpuPagedAttention, TorchPagedAttention)
 
 
 def implementation(name: str, device: torch.device) -> PagedAttention:
-    """ "torch", the CPU's in plain torch, "cpu", its kernels, or "triton", the kernels on `device`.
+    """Returns an implementation: plain torch on a CPU ("torch"), CPU kernels ("cpu"), or Triton on `device` ("triton").
 
-    Skips the test where there is no Triton, or neither a library of CPU kernels nor a compiler for it.
+    Skips the test if there is no Triton, or neither a library of CPU kernels nor a compiler for it.
     """
     if name == "torch":
         return TorchPagedAttention()
@@ -37,7 +37,7 @@ def implementation(name: str, device: torch.device) -> PagedAttention:
 
 
 def decoding(*, is_gathered: bool) -> contextlib.AbstractContextManager[object]:
-    """On the CPU's path decoding sequences' keys are gathered, or read where they lie, however many there are."""
+    """Makes the CPU path always gather the keys of decoding sequences, or always read them in place."""
     return mock.patch.object(torch_tiles, "GATHERED_BYTES_MAX", sys.maxsize if is_gathered else 0)
 
 
@@ -48,20 +48,20 @@ def device_of(attention: PagedAttention) -> torch.device:
 
 
 class Scene:
-    """Sequences whose earlier keys are in scattered pages of a pool that is NaN everywhere else."""
+    """Sequences with earlier keys in scattered pages of a pool; all unused slots are NaN."""
 
     def __init__(
         self,
-        lengths: list[tuple[int, int]],  # per sequence: tokens before, new tokens
+        lengths: list[tuple[int, int]],  # per sequence: number of earlier tokens, number of new tokens
         *,
         page_size: int = 16,
         heads: int = 4,
         kv_heads: int = 2,
         head_dim: int = 32,
         dtype: torch.dtype = torch.float32,
-        layers_between: int = 0,  # its pages lie between two of this layer's
+        layers_between: int = 0,  # other layers whose pages lie between two pages of this layer
         latent_dim: int | None = None,
-        shared: list[int] | None = None,  # per sequence: first tokens that lie in pages of the sequence before it
+        shared: list[int] | None = None,  # per sequence: how many first tokens share pages with the previous sequence
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -99,7 +99,7 @@ class Scene:
         return torch.cat([tensor[before:] for (before, _), tensor in zip(self.lengths, tensors, strict=True)])
 
     def run(self, attention: PagedAttention, *, scale: float = 0.2, **options: Any) -> torch.Tensor:
-        """Appends and attends, where the implementation has its memory; the output is on the host."""
+        """Appends and attends on the implementation's device, and returns the output on the host."""
         device = device_of(attention)
         self.pages = self.pages.to(device)
         key, value = (self.new_tokens_of(tensors).to(device) for tensors in (self.keys, self.values))
@@ -117,7 +117,7 @@ class Scene:
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Query by query, head by head, in float64."""
+        """Computes attention query by query and head by head, in float64."""
         output = torch.empty(*self.query.shape[:2], self.values[0].shape[2], dtype=torch.float64)
         group = self.query.shape[1] // self.pages.shape[3]
         token = 0
@@ -136,12 +136,12 @@ class Scene:
 
 
 def tolerance_of(attention: PagedAttention, dtype: torch.dtype) -> float:
-    """Largest error of an implementation, absolute and relative."""
+    """Returns the largest absolute and relative error that an implementation may have."""
     return (CPU_TOLERANCE if isinstance(attention, ON_CPU) else TOLERANCE)[dtype]
 
 
 def assert_equals_reference(scene: Scene, attention: PagedAttention, **options: Any) -> None:
-    """Within the precision of the scene's dtype."""
+    """Compares with the reference, within the precision of the scene's dtype."""
     tolerance = tolerance_of(attention, scene.query.dtype)
     expected = scene.reference(**options)
     torch.testing.assert_close(scene.run(attention, **options).double(), expected, rtol=tolerance, atol=tolerance)

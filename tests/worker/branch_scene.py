@@ -1,4 +1,4 @@
-"""Calls on branches as the service makes them, and transformers' scores."""
+"""Calls on branches in the way the service makes them, and scores by transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def release_all(branches: Branches) -> None:
 
 
 def count_tokens(harness: Harness) -> list[int]:
-    """Tokens of each pass from now on."""
+    """Returns a list that collects the number of tokens of each pass from now on."""
     counts: list[int] = []
     advance = harness.engine.scheduler.advance
 
@@ -68,7 +68,7 @@ def count_tokens(harness: Harness) -> list[int]:
 
 
 async def mix_calls(harness: Harness, folder: Path, dice: random.Random, *, rounds: int) -> None:
-    """Makes calls at random, three and a request at a time, and compares each with transformers."""
+    """Makes random calls, three at a time beside a request, and compares each with transformers."""
     branches = Branches(harness.engine)
     alive = [await root_of(branches, prompt(dice.randrange(1, 70), seed=i)) for i in range(3)]
 
@@ -86,7 +86,7 @@ async def mix_calls(harness: Harness, folder: Path, dice: random.Random, *, roun
         elif kind < 0.85:
             candidates = [prompt(dice.randrange(1, 9), seed=i) for i in range(dice.randrange(1, 6))]
             found = await branches.score(branch, candidates, "")
-            before = list(branch.tokens)  # read afterwards, because it may have had to wait for another call
+            before = list(branch.tokens)  # read after the call, which may have waited for another call on the branch
             for candidate, logprobs in zip(candidates, found.logprobs, strict=True):
                 assert logprobs == pytest.approx(reference_logprobs(folder, before, candidate), abs=2e-4)
         elif len(alive) > 2:

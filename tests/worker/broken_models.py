@@ -1,10 +1,10 @@
-"""Checkpoints with a part that fails at one token or one text, and is in order otherwise.
+"""Checkpoints with a part that fails for one token or one text, and works otherwise.
 
-    poison(folder, token)              the model gives NaN from this input token on
+    poison(folder, token)              the model computes NaN from this input token on
     break_decoder(folder, character)   decoding the token of this single character panics
     break_encoder(folder)              encoding UNENCODABLE panics
 
-The panics are real ones of the compiled tokenizers library, which are no `Exception`.
+The panics are real panics of the compiled tokenizers library. They do not derive from `Exception`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-UNENCODABLE = "a" * 40 + "b"  # more backtracking than the regular expression below may do
+UNENCODABLE = "a" * 40 + "b"  # the regular expression below exceeds its limit of backtracking on this text
 
 
 def poison(folder: Path, token: int) -> None:
-    """The embedding of a token is NaN. Its logit is not, where embeddings are not tied."""
+    """Sets the embedding of a token to NaN. If embeddings are not tied, the token's logit stays finite."""
     file = folder / "model.safetensors"
     weights = load_file(file)
     (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
@@ -30,7 +30,7 @@ def poison(folder: Path, token: int) -> None:
 
 
 def break_decoder(folder: Path, character: str) -> None:
-    """Strips five of this character from the end of each token without asking whether there are as many."""
+    """Makes the decoder strip five of this character from the end of each token, even if there are fewer."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         strip = {"type": "Strip", "content": character, "start": 0, "stop": 5}
@@ -40,7 +40,7 @@ def break_decoder(folder: Path, character: str) -> None:
 
 
 def break_encoder(folder: Path) -> None:
-    """Splits at a pattern that some texts can be matched with in exponentially many ways."""
+    """Makes the encoder split at a pattern that needs exponential backtracking for some texts."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         split = {"type": "Split", "pattern": {"Regex": "(?:a+)+$|(a|a)*c"}, "behavior": "Isolated", "invert": False}
@@ -50,7 +50,7 @@ def break_encoder(folder: Path) -> None:
 
 
 def single_character_token(text: Sequence[int], spared: set[int], decode: Callable[[list[int]], str]) -> int | None:
-    """Returns a place in a text where one printable character is a token of its own, and not one of the spared ones."""
+    """Returns the index of a token that is a single printable character and not in `spared`, or None."""
     for place, token in enumerate(text):
         piece = decode([token])
         if token not in spared and len(piece) == 1 and piece.isascii() and piece > " ":

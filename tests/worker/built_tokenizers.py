@@ -1,4 +1,4 @@
-"""Tokenizers of every kind of decoder, small enough to be built in a test."""
+"""Tokenizers with every kind of decoder, small enough to be built in a test."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ KINDS: dict[str, Callable[[], Backend]] = {
 
 
 def built(kind: str, folder: Path) -> tuple[Tokenizer, Backend]:
-    """Returns a tokenizer as a worker reads it from a folder, and the library's own."""
+    """Returns the tokenizer that a worker loads from a folder, and the tokenizers library's object."""
     backend = KINDS[kind]()
     backend.add_special_tokens([AddedToken(each, special=True) for each in ("<s>", "</s>", "<|user|>")])
     wrapped: Any = PreTrainedTokenizerFast

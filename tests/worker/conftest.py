@@ -1,8 +1,8 @@
-"""The device of kernels in tests: the GPU if there is one, else Triton's interpreter, on CPU tensors.
+"""Chooses where tests run kernels: on the GPU if there is one, otherwise in Triton's interpreter on CPU tensors.
 
-The interpreter is chosen when a function is decorated, so this must happen before the first kernel is imported. Another
-test of the same process may have imported Triton by then (transformers does), with its own library compiled: those
-functions are decorated again. The choice is this process's alone, no child inherits it.
+Triton chooses the interpreter when a function is decorated, so this must run before the first kernel is imported.
+Another test of the same process may have imported Triton before (transformers does), so that Triton's own library is
+not interpreted: its functions are decorated again. The choice holds for this process only; children do not inherit it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.worker.attention_batches import implementation
 
 try:
     import triton
-except ImportError:  # no wheels for this platform
+except ImportError:  # there are no wheels for this platform
     triton = None
 
 
 def use_interpreter() -> None:
-    """Functions decorated from now on are interpreted, and so is Triton's own library."""
+    """Makes Triton interpret functions that are decorated from now on, and Triton's own library."""
     knobs = triton.knobs
     knobs.propagate_env, before = False, knobs.propagate_env
     knobs.runtime.interpret = True
@@ -69,5 +69,5 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["torch", "cpu", "triton"])
 def attention(request: pytest.FixtureRequest, device: torch.device) -> PagedAttention:
-    """Yields every implementation of the worker's attention; a test holds for all."""
+    """Yields every implementation of the worker's attention: the test runs for each."""
     return implementation(request.param, device)

@@ -1,4 +1,4 @@
-"""An engine on a real model and a real allocator over gRPC, all in one event loop, invariants checked every turn."""
+"""An engine with a real model and a real allocator over gRPC, in one event loop; invariants are checked every turn."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ BLOCK_SIZE = 16
 
 
 def prompt(length: int, *, seed: int = 0) -> list[int]:
-    """Returns random tokens, none of which ends a text."""
+    """Returns random tokens without the end-of-text token."""
     dice = random.Random(seed)
     return [dice.randrange(1, 320) for _ in range(length)]
 
 
 @cache
 def paged_model(folder: Path) -> PagedModel:
-    """The model as the worker runs it."""
+    """Loads the model as the worker runs it."""
     return load_model(folder, block_size=BLOCK_SIZE)
 
 
 @cache
 def reference_model(folder: Path) -> Any:
-    """Loads the model as transformers runs it, without SDPA, where releases before 5.21 forget soft caps."""
+    """Loads the model for transformers, without SDPA, because releases before 5.21 ignore soft caps with it."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @cache
 def reference_text(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Greedy tokens of transformers' own `generate`, end-of-text left out."""
+    """Returns the greedy tokens of transformers' own `generate`, without the end-of-text token."""
     model = reference_model(folder)
     output = model.generate(
         torch.tensor([prompt]),
@@ -72,7 +72,7 @@ def reference_text(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tu
 
 
 def unpacked(packed: PackedLogprobs | None) -> tuple[TokenLogprobs, ...]:
-    """Returns what was packed, token by token."""
+    """Unpacks logprobs into one entry per token."""
     if packed is None:
         return ()
     parts = [packed.cut(place, place + 1) for place in range(len(packed))]
@@ -84,7 +84,7 @@ def unpacked(packed: PackedLogprobs | None) -> tuple[TokenLogprobs, ...]:
 
 @dataclass
 class Output:
-    """The output of a request: tokens, text and reason per sample."""
+    """The output of a request: tokens, text and finish reason per sample."""
 
     tokens: list[tuple[int, ...]]
     texts: list[str]
@@ -92,7 +92,7 @@ class Output:
     request: Request
     logprobs: list[tuple[TokenLogprobs, ...]]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    scores: list[float | None] = field(default_factory=list)  # of texts that a beam search has found
+    scores: list[float | None] = field(default_factory=list)  # scores of beam search's texts
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class Played:
     """Prompts and their outputs from `Harness.play`.
 
     Attributes:
-        max_tokens: that each text had.
-        prompts: in order.
-        outputs: of each, at first.
-        again: of each, twice, when all had ended.
+        max_tokens: `max_tokens` of each request.
+        prompts: the prompts, in order.
+        outputs: the first output of each prompt.
+        again: the output of each prompt when all had ended and it was sent again with n=2.
     """
 
     max_tokens: int
@@ -112,7 +112,7 @@ class Played:
     again: list[Output]
 
     def assert_text_of_transformers(self, folder: Path) -> None:
-        """Compares all texts with transformers', and for repeated ones the number of cached tokens."""
+        """Compares all texts with transformers', and checks the number of cached tokens of repeated prompts."""
         for tokens, output, hit in zip(self.prompts, self.outputs, self.again, strict=True):
             expected = reference_text(folder, tuple(tokens), self.max_tokens)
             assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
@@ -122,7 +122,7 @@ class Played:
 
 
 class CheckedEngine(Engine):
-    """Checks the scheduler after every turn, and tells when it is in none."""
+    """An engine that checks its scheduler after every turn, and shows in `in_turn` whether a turn is running."""
 
     in_turn = False
 
@@ -134,7 +134,7 @@ class CheckedEngine(Engine):
 
 
 class AllocatorServer:
-    """An allocator that can be stopped and started again, empty, on the same port."""
+    """An allocator that can be stopped, and started again empty on the same port."""
 
     def __init__(self, permissions: Permissions) -> None:
         self.port = 0
@@ -209,8 +209,10 @@ class Harness:
                 return output
 
     async def play(self, lengths: Sequence[int], *, max_tokens: int = 20) -> Played:
-        """Prompts of these lengths come one after the other, so that prefills meet decodes; then all come again, and
-        each is forked."""
+        """Sends prompts of these lengths, and sends all of them again with n=2 when they have ended.
+
+        Prompts arrive one after the other, so that prefills and decodes share passes.
+        """
         prompts = [prompt(length, seed=length) for length in lengths]
         tasks = []
         for tokens in prompts:
@@ -221,10 +223,10 @@ class Harness:
         return Played(max_tokens, prompts, outputs, again)
 
     async def replace_allocator(self) -> None:
-        """Puts an empty one in the allocator's place and returns once the engine has a session with it.
+        """Replaces the allocator by an empty one, and returns when the engine has a session with it.
 
-        Texts continue meanwhile. That a session is up says nothing by itself: the loss of the old stream may not be
-        seen yet.
+        Texts continue meanwhile. It is not enough to look for an open session, because the engine may not yet have
+        noticed the loss of the old stream.
         """
         changes: list[bool] = []
         self.engine.session.on_change = changes.append
@@ -234,7 +236,7 @@ class Harness:
             await asyncio.sleep(0)
 
     async def free_block_count(self) -> int:
-        """Returns the allocator's count once all requests so far have been applied."""
+        """Waits until the engine is idle, and returns the allocator's number of free blocks."""
         while self.engine.scheduler.roster.has_work or self.engine.in_turn:
             await asyncio.sleep(0)
         return self.allocator.directory.pool("test").pool.blocks.free_count
@@ -258,8 +260,10 @@ async def running(
     graph_batch_max: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> AsyncIterator[Harness]:
-    """Allocator, session and engine for the length of a test; the model is the folder's unless one is given. On a GPU
-    decode of up to `graph_batch_max` samples is captured."""
+    """Runs allocator, session and engine for the duration of a test.
+
+    The model is the folder's unless `model` is given. On a GPU, decode of up to `graph_batch_max` samples is captured.
+    """
     torch.set_num_threads(1)
     model = model or paged_model(folder)
     kv_cache = KVCache(model.cache_spec, blocks, device=model.device)
@@ -270,9 +274,9 @@ async def running(
         for buffer in drafter.cache.buffers:
             buffer.fill_(NAN_BYTE)
     for buffer in kv_cache.buffers:
-        buffer.fill_(NAN_BYTE)  # unwritten places must never be read
+        buffer.fill_(NAN_BYTE)  # unwritten slots must never be read
     graphs = None
-    if graph_batch_max:  # on a GPU: the importing test has not chosen yet where kernels run
+    if graph_batch_max:  # imported here, because importing it chooses where kernels run
         from quire_worker.execution.decode_graphs import decode_graphs_of
 
         graphs = decode_graphs_of(model, kv_cache, graph_batch_max)

@@ -1,4 +1,4 @@
-"""Passes that are launched and finished later, as on a GPU, on a CPU that computes each of them at once."""
+"""Makes an engine on a CPU launch passes and finish them later, as on a GPU. The CPU computes each pass at launch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire_worker.sampling.choice import are_finite
 
 
 def likeliest(_: CpuPagedAttention, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the likeliest tokens as `PagedAttention.likeliest` describes."""
+    """Implements `PagedAttention.likeliest` on a CPU."""
     if len(logits) == 0:
         return torch.empty(0, dtype=torch.int32)
     return torch.where(are_finite(logits), logits.argmax(dim=-1), -1).to(torch.int32)
 
 
 def launch_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes new engines launch every pass that can be launched ahead."""
+    """Makes engines that are created from now on launch every pass that can be launched ahead."""
     monkeypatch.setattr(CpuPagedAttention, "likeliest", likeliest)

@@ -1,7 +1,7 @@
-"""Scheduler, the allocator's real core, and pages that remember which token was written where.
+"""A simulated worker: the real scheduler and the allocator's real core, with pages that record tokens.
 
-The model is replaced by arithmetic (the next token is a hash of all tokens before it), so thousands of turns take a
-second and the right text of every sample is known beforehand.
+Arithmetic replaces the model (the next token is a hash of all tokens before it). So thousands of turns take a second,
+and the right text of every sample is known in advance.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 
 
 def next_token(tokens: list[int], index: int) -> int:
-    """Returns the next token after `tokens`, of the pretended model and sampler, for the sample of that index."""
+    """Returns the token that the simulated model and sampler choose after `tokens` for the sample of that index."""
     digest = hashlib.sha256(repr((tokens, index)).encode()).digest()
     return 10 + digest[0] if digest[1] > 5 else STOP
 
 
 def expected_output(prompt: list[int], index: int, max_tokens: int, longest: int) -> tuple[list[int], FinishReason]:
-    """The text that a sample must end with, whatever happens to it on the way."""
+    """Returns the text and the finish reason that a sample must have, whatever happens to it in between."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens and len(tokens) < longest:
         token = next_token(tokens, index)
@@ -52,7 +52,7 @@ def expected_output(prompt: list[int], index: int, max_tokens: int, longest: int
 
 
 class _Laid(NamedTuple):
-    """A batch, and the tables and states of its samples as they were when it was planned."""
+    """A batch, with the tables and states that its samples had when it was planned."""
 
     batch: Batch
     tables: list[list[array[int]]]
@@ -67,23 +67,24 @@ class _Laid(NamedTuple):
 
 
 class PretendedWorker:
-    """Scheduler, the allocator's pool, and pages that hold tokens instead of keys and values.
+    """The scheduler, the allocator's pool, and pages that hold tokens instead of keys and values.
 
     Args:
-        groups: of the pool; one of full attention if there are none. Pages of states hold the tokens that went in.
-        sequence_tokens_max: as the scheduler's; by default what fits with every token in every group.
-        chunk_tokens_max: what the pool is told of its owner's largest chunk.
-        is_pipelined: as the engine, it plans the next batch while one is computed, where it can.
-        swap_slots: blocks that fit into host memory.
-        ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
+        groups: groups of the pool; by default one group of full attention. Pages of states hold the tokens that the
+            state has seen.
+        sequence_tokens_max: the scheduler's limit; by default the tokens that fit if every group holds all of them.
+        chunk_tokens_max: the largest chunk that is announced to the pool.
+        is_pipelined: whether the worker plans the next batch while one is computed, as the engine does.
+        swap_slots: number of blocks that fit into host memory.
+        ahead_tokens: the scheduler's option. None: every turn asks for blocks, and none are requested during a batch.
 
     Attributes:
-        is_silent: what is asked for is applied, and not answered as long as anybody can go on without.
-        may_wait: commits and frees go along with the next step that somebody waits for.
-        waited_count: turns in which nobody could.
-        plan_count: steps that went out before a batch, which had to wait for the answer.
-        asks: of each step that went out while a batch was computed, room for how many tokens it asked for whom.
-        behind_count: batches that were planned while the one before was computed.
+        is_silent: whether the allocator applies steps, but does not answer while any sample can continue without it.
+        may_wait: whether commits and frees wait for the next step that a sample needs.
+        waited_count: number of turns in which no sample could continue without an answer.
+        plan_count: number of steps that were sent before a batch, so that the batch had to wait for the answer.
+        asks: for each step that was sent during a batch, the samples and the number of tokens each needs room for.
+        behind_count: number of batches that were planned while the previous one was computed.
     """
 
     def __init__(
@@ -114,10 +115,11 @@ class PretendedWorker:
             commit_blocks_max=commit_blocks_max,
             swap_slot_count=swap_slots,
         )
-        self.host: dict[int, tuple[dict[int, int], list[int] | None]] = {}  # slot -> tokens by offset, and a state
-        self.states: dict[int, list[int]] = {}  # block -> tokens that its state is of
+        # slot -> (tokens by offset, tokens of a state)
+        self.host: dict[int, tuple[dict[int, int], list[int] | None]] = {}
+        self.states: dict[int, list[int]] = {}  # block -> tokens that its state has seen
         self.asks: list[list[tuple[Sample, int]]] = []
-        self.commit_block_counts: list[int] = []  # of each step
+        self.commit_block_counts: list[int] = []  # committed blocks of each step
         self._asks_ahead = ahead_tokens is not None
         self.is_silent = False
         self.may_wait = False
@@ -154,7 +156,7 @@ class PretendedWorker:
         return request
 
     def ask(self, plan: Plan) -> StepOutcome:
-        """Does the work of the allocator's server for a step."""
+        """Applies a step as the allocator's server does."""
         message, reply = step_of(plan).message, packed.StepReply()
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), reply)
@@ -185,13 +187,13 @@ class PretendedWorker:
         self._compute(current)
 
     def finish(self) -> None:
-        """Computes what is under way, and puts nothing behind it."""
+        """Computes the batches that were planned, and plans no further ones."""
         if self._under_way is not None:
             current, self._under_way = self._under_way, None
             self._compute(current)
 
     def _behind(self, work: list[Work]) -> _Laid | None:
-        """Plans the batch after one that is computed, as the engine does it."""
+        """Plans the next batch while one is computed, as the engine does."""
         if not self.is_silent:
             self.take_in()
         ready = self.scheduler.plan_without_asking(work)
@@ -202,14 +204,14 @@ class PretendedWorker:
         return _Laid.of(batch, self.scheduler.roster.block_size) if batch.work else None
 
     def take_in(self) -> None:
-        """Takes in the answer to what was asked."""
+        """Gives the answer of the outstanding step to the scheduler."""
         if self._asked is not None:
             self.scheduler.take_in(*self._asked)
             self.scheduler.roster.check_invariants()
             self._asked = None
 
     def _plan(self) -> tuple[Plan, StepOutcome]:
-        """As the engine does it."""
+        """Makes a plan and sends it, as the engine does."""
         ready = self.scheduler.plan_without_asking() if self._asks_ahead else Plan(is_whole=False)
         if not self.scheduler.has_to_ask(ready):
             return ready, NOTHING_ASKED
@@ -228,7 +230,7 @@ class PretendedWorker:
         return self._plan()
 
     def _check_pool(self) -> None:
-        """The allocator knows of who runs what the scheduler does."""
+        """Checks that allocator and scheduler agree about the running samples."""
         for sample in self.scheduler.roster.running:
             if sample.fork_of is None:
                 sequence = self.pool.sequences[sample.sequence_id]
@@ -247,7 +249,7 @@ class PretendedWorker:
         for slots, blocks in laid.restores:
             for slot, block in zip(slots, blocks, strict=True):
                 self._fill(block, *self.host[slot])
-        # Who ended with the token before has none in this place; the model computes whatever it sampled there.
+        # A sample that ended with the previous token has no token here. The real model would compute the sampled one.
         tokens = [[*item.sample.tokens, STOP][: item.end] for item in batch.work]
         for item, tables, states, known in zip(batch.work, laid.tables, laid.states, tokens, strict=True):
             if not item.is_restored:
@@ -262,14 +264,14 @@ class PretendedWorker:
         self.scheduler.roster.check_invariants()
 
     def _content(self, block: int) -> tuple[dict[int, int], list[int] | None]:
-        """The contents of a page."""
+        """Returns the contents of a page."""
         offsets = range(self.scheduler.roster.block_size)
         return {each: self.pages[block, each] for each in offsets if (block, each) in self.pages}, self.states.get(
             block
         )
 
     def _fill(self, block: int, tokens: dict[int, int], state: list[int] | None) -> None:
-        """Makes a page hold the same."""
+        """Writes contents that `_content` returned to a page."""
         self.pages |= {(block, offset): token for offset, token in tokens.items()}
         if state is not None:
             self.states[block] = state
@@ -286,7 +288,7 @@ class PretendedWorker:
             self.states[block] = known[: item.end]
 
     def _read(self, item: Work, tables: list[array[int]], known: list[int]) -> None:
-        """Returns what the tokens of `item` read: of each group as far back as its window goes."""
+        """Checks what the tokens of `item` read in each group, back to the start of the group's window."""
         size = self.scheduler.roster.block_size
         for table, group in zip(tables, self.scheduler.roster.groups, strict=True):
             first = group.first_read(item.start)
@@ -328,6 +330,6 @@ def numbers(count: int, *, seed: int = 0) -> list[int]:
 
 
 def lasting_prompts(count: int, *, output_tokens: int) -> list[list[int]]:
-    """Prompts of 20 tokens that no stop token ends too early."""
+    """Returns prompts of 20 tokens with texts that no stop token ends before `output_tokens`."""
     prompts = (numbers(20, seed=seed) for seed in range(1000))
     return [p for p in prompts if len(expected_output(p, 0, output_tokens, 10**6)[0]) == output_tokens][:count]

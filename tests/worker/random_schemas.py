@@ -1,4 +1,4 @@
-"""Random JSON schemas whose values are all of bounded length."""
+"""Random JSON schemas that allow only values of bounded length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORMATS = ("ipv4", "uuid")
 
 
 def random_schema(dice: random.Random, depth: int = 3) -> dict[str, Any]:
-    """Returns a schema of any kind, at most so deep."""
+    """Returns a schema of any kind, nested at most `depth` levels."""
     simple = [_boolean, _null, _integer, _string, _pattern, _format, _enum, _const]
     kinds = simple if depth == 0 else [*simple, _array, _object, _object, _any_of]
     return dice.choice(kinds)(dice, depth)

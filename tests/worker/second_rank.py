@@ -1,7 +1,7 @@
-"""Rank 1 of a crew, with a test as rank 0: `python -m tests.worker.second_rank RENDEZVOUS`.
+"""Rank 1 of a crew; a test is rank 0: `python -m tests.worker.second_rank RENDEZVOUS`.
 
-Each line on standard input names a model's folder, blocks and optionally a token on which this rank's part fails. The
-rank loads it, and follows rank 0 until that says stop. The end of input ends the process.
+Each line on standard input has a model's folder, a number of blocks, and optionally a token on which this rank's part
+fails. The rank loads the model, and follows rank 0 until rank 0 stops it. The end of input ends the process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RANK_TIMEOUT_S = 60.0
 
 
 def join(rank: int, rendezvous: Path) -> Crew:
-    """The crew of two, once both have come."""
+    """Joins the crew of two, and returns it when both ranks are there."""
     identity = RankIdentity(rank, 2, rank, 2, rendezvous)
     return Crew(identity, device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
 
 
 def fail_on(token: int, error: str) -> None:
-    """Makes passes fail that hold a token, in the middle: after the first sum."""
+    """Makes passes with this token fail in the middle, after the first sum over ranks."""
     forward, classes = PagedModel.forward, {"memory": MemoryError, "value": ValueError}
 
     def failing(model: PagedModel, batch: ForwardBatch, cache: KVCache, *rest: Any) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Run by `test_warm_up.py` in a process of its own: Triton's compilations for sm_90, found without a GPU.
+"""Lists Triton's compilations for sm_90 without a GPU; `test_warm_up.py` runs this in a separate process.
 
     python -m tests.worker.specialisations FOLDER DTYPE [LADDER]
 
-Every launch is noted by the key that Triton compiles it under (dtypes, alignments, compile-time values, options), and
-left out: results are whatever the memory holds, which nothing on the host depends on. Prints as JSON the launches of
-warming up, and the additional ones of random batches afterwards.
+Every launch is recorded by Triton's compilation key (dtypes, alignments, compile-time values, options), but not run.
+Results are arbitrary memory contents, and nothing on the host depends on them. Prints as JSON the launches of warming
+up, and then the additional launches of random batches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
 class Launches:
-    """The keys of all launches since `install`."""
+    """Records the keys of all launches since `install`."""
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
@@ -52,11 +52,11 @@ class Launches:
             self.keys.add(f"{kernel.__name__} {specialization} {sorted(options.items())}")
 
         triton.runtime.jit.JITFunction.run = run
-        launch.is_interpreted = lambda kernel: True  # lets tensors on the CPU through, which no launch will read
+        launch.is_interpreted = lambda kernel: True  # accepts CPU tensors, which no launch will read
 
 
 def serve(model: PagedModel) -> None:
-    """Random batches: chunks and decodes at random places of their sequences."""
+    """Runs random batches of chunks and decodes at random positions of their sequences."""
     dice = random.Random(0)
     cache = KVCache(model.cache_spec, 40 * 16)
     for _ in range(BATCHES):
@@ -79,7 +79,7 @@ def serve(model: PagedModel) -> None:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Warms up, runs random batches, and prints the launches, as the top of the file describes."""
     assert isinstance(triton.language.sum, JITFunction), "must not be interpreted"
     folder, dtype, *ladder = sys.argv[1:]
     if ladder:

@@ -1,4 +1,4 @@
-"""Requests that a draft could change in every way, and the comparison of their results."""
+"""Requests with options that drafts could break, and the comparison of their results with and without drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker.engine_harness import Harness, Output, prompt
 
-# Everything that a token can depend on: tokens before it, random numbers, the number of tokens.
+# The options cover everything that a token can depend on: earlier tokens, random numbers, the number of tokens.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.4, "seed": 3},
@@ -24,7 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def repetitive(dice: random.Random) -> list[int]:
-    """A prompt that repeats itself, as code and tables do."""
+    """Returns a prompt with repetitions, as in code and tables."""
     piece = prompt(dice.randrange(3, 12), seed=dice.randrange(1000))
     return (piece * 8)[: dice.randrange(20, 60)]
 
@@ -41,7 +41,7 @@ async def texts_of(harness: Harness, *, max_tokens: int = 40) -> list[Output]:
 
 
 def check_same(drafted: Sequence[Output], plain: Sequence[Output]) -> None:
-    """Compares texts, reasons and logprobs with drafts and without."""
+    """Checks that texts, finish reasons and logprobs with drafts equal those without."""
     for without, with_drafts in zip(plain, drafted, strict=True):
         assert with_drafts.tokens == without.tokens
         assert with_drafts.texts == without.texts

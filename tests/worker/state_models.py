@@ -1,7 +1,7 @@
-"""Checkpoints of a few thousand random weights whose layers keep recurrent states; see `tiny_models`.
+"""Checkpoints of a few thousand random weights with recurrent layers; see `tiny_models`.
 
-The same arguments give the same bytes. How fast states decay is drawn so that texts depend on tokens hundreds of
-positions back, where random initial values would forget within five.
+The same arguments give the same bytes. The decay of states is drawn such that texts depend on tokens hundreds of
+positions back. With random initial values a state would forget a token within five.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
-# By the start of the classes' names, the changes of the common shape. Numbers of layers, groups and heads differ, so
-# that states lie in one page, in several, or several in one.
+# Prefix of the class names -> changes to the common configuration. Numbers of layers, groups and heads differ, so that
+# a state fills one page or several, or several states share a page.
 STATE_FAMILIES: dict[str, dict[str, Any]] = {
     "Bamba": _MAMBA2 | {"num_hidden_layers": 4, "attn_layer_indices": [1]},
     "Jamba": {
@@ -79,7 +79,7 @@ STATE_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Other types with states, which are served because their parts are known.
+# Other model types with states; they are served because all of their parts are known.
 FURTHER: dict[str, dict[str, Any]] = {
     "KimiLinear": {
         "num_hidden_layers": 4,
@@ -114,9 +114,9 @@ def _classes(name: str) -> tuple[Any, Any]:
 
 
 def write_with_states(name: str, folder: Path, **changes: Any) -> Path:
-    """Writes a model of one of these names with a tokenizer, `changes` being made to its configuration."""
+    """Writes a model of one of these types with a tokenizer; `changes` override its configuration."""
     shape = tiny_shape() | (STATE_FAMILIES | FURTHER)[name] | changes
-    if "layers_block_type" in shape:  # which says how many there are
+    if "layers_block_type" in shape:  # the list determines the number of layers
         del shape["num_hidden_layers"]
     config_class, model_class = _classes(name)
     config = config_class(**shape)

@@ -1,4 +1,4 @@
-"""The files of an adapter: read once, from where they may lie, and refused where PEFT would change the base."""
+"""An adapter's files are read once, only from allowed folders, and refused if PEFT would change the base model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_files_of_an_adapter_that_a_call_loads_are_below_the_folder_too(
         await adapters.load("a", "a")
     assert caught.value.reason is Reason.ADAPTER_UNUSABLE
     (root / "blobs").mkdir()
-    (tmp_path / name).rename(root / "blobs" / "x")  # as the cache of Hugging Face has it
+    (tmp_path / name).rename(root / "blobs" / "x")  # Hugging Face's cache has this layout
     (root / "a" / name).unlink()
     (root / "a" / name).symlink_to(root / "blobs" / "x")
     assert (await adapters.load("a", "a")).name == "a"

@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters, several and none in one batch, against PEFT's text for each."""
+"""Requests with different LoRA adapters, or none, in one batch; each text is compared with PEFT's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 class Model(NamedTuple):
-    """A checkpoint, and its adapters by name; none is called ""."""
+    """A checkpoint, and its adapters by name; the name "" stands for no adapter."""
 
     base: Path
     adapters: dict[str, Path]
@@ -87,8 +87,10 @@ def assert_texts(model: Model, asked: list[tuple[str, list[int]]], outputs: list
 async def test_mixed_batches_of_several_adapters_and_none_give_the_text_of_each(
     models: dict[str, Model], name: str
 ) -> None:
-    """Prompts of 1 to 130 tokens, prefilled in chunks of at most 64 beside others that decode; each one twice, so that
-    the second is a hit in the cache."""
+    """Sends prompts of 1 to 130 tokens twice, so that the second request is a hit in the cache.
+
+    They are prefilled in chunks of at most 64 tokens, in passes with other requests that decode.
+    """
     model = models[name]
     lengths = [1, 20, 33, 130]
     asked = [(adapter, prompt(length, seed=length)) for length in lengths for adapter in ("", "a", "b")]
@@ -162,7 +164,7 @@ async def test_adapters_survive_that_the_allocator_is_replaced_by_an_empty_one(l
 
 
 def test_the_kernels_of_a_cpu_stay_in_place(llama: Model) -> None:
-    """The texts of Llama count, because the model has merged linears and a decoder in C."""
+    """Uses Llama, because its model has merged linears and a decoder in C."""
     kinds = {type(module) for module in paged_model(llama.base).module.modules()}
     assert {Decoder, GatedMlp} <= kinds
 
@@ -209,7 +211,8 @@ async def test_adapters_come_and_go_while_requests_are_computed(llama: Model, tm
         with pytest.raises(QuireError) as caught:
             harness.submit(tokens, adapter="one", max_tokens=2)
         assert caught.value.reason is Reason.ADAPTER_UNKNOWN
-        await engine.adapters.load("one", "two")  # under its name, another: nothing of the first is hit
+        # Another adapter under the same name: cached blocks of the first must not be hit.
+        await engine.adapters.load("one", "two")
         output = await harness.generate(tokens, adapter="one", max_tokens=8)
         assert output.request.usage.cached_token_count == 0
         assert output.tokens[0] == adapted_text(llama.base, llama.adapters["b"], tuple(tokens), 8)
@@ -327,7 +330,7 @@ def test_what_cannot_be_served_is_refused_by_name(llama: Model, tmp_path: Path, 
 
 
 def test_layers_that_latent_attention_does_not_call_are_refused(models: dict[str, Model], tmp_path: Path) -> None:
-    """DeepSeek's `kv_b_proj` is merged into the queries: a change of it would be lost silently."""
+    """DeepSeek's `kv_b_proj` is merged into the queries, so an adapter for it would be ignored silently."""
     model = models["deepseek_v3"]
     folder = write_adapter(tmp_path / "adapter", model.base, seed=1, targets=["kv_b_proj"])
     with pytest.raises(AdapterError, match="kv_b_proj, which is no layer of this model that an adapter can change"):

@@ -1,4 +1,4 @@
-"""Work beside the event loop: within its limits, in its turn, and without delaying the end."""
+"""Work beside the event loop respects its limits, runs in order, and does not delay the end of the process."""
 
 from __future__ import annotations
 

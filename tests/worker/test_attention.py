@@ -1,8 +1,8 @@
-"""The worker's attention, on a CPU and through the kernels, against a plain float64 softmax per query.
+"""The worker's attention, on a CPU and through the kernels, compared with a plain float64 softmax per query.
 
-Every case runs over all implementations: plain torch where keys lie and gathered, the kernels for CPUs, and those in
-Triton, which are interpreted where there is no GPU. Batches are as small as the tests allow; larger ones, for the CPU's
-two alone, are in `test_torch_attention.py` and `test_cpu_attention.py`.
+Every case runs for all implementations: plain torch with keys in place and gathered, the CPU kernels, and the Triton
+kernels, which are interpreted without a GPU. Batches are as small as the tests allow. Larger batches, only for the two
+CPU implementations, are in `test_torch_attention.py` and `test_cpu_attention.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.worker.attention_batches import (
 
 @pytest.fixture(params=["torch, in place", "torch, gathered", "cpu", "triton"])
 def attention(request: pytest.FixtureRequest, device: torch.device) -> Iterator[PagedAttention]:
-    """Every implementation, and the one in plain torch in both of its ways to decode."""
+    """Yields every implementation, and plain torch with both of its ways to decode."""
     name, _, way = request.param.partition(", ")
     with decoding(is_gathered=way == "gathered"):
         yield implementation(name, device)
@@ -221,7 +221,7 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
     plan = attention.plan(scene.batch, scene.spec)
     plan.append(key, value, scene.pages)
     output = plan.attend(query, scene.pages, scale=0.2).cpu()
-    # Equal numbers by the same implementation: far closer than either has to be to the reference.
+    # The same implementation computes both, so they must be far closer than each must be to the reference.
     torch.testing.assert_close(output, expected, rtol=2e-6, atol=2e-6)
 
 

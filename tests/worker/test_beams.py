@@ -1,4 +1,4 @@
-"""Beam search: its choices by themselves and through the engine, against transformers' `generate(num_beams=...)`."""
+"""Beam search, alone and through the engine, compared with transformers' `generate(num_beams=...)`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found_by_transformers(folder: Path, tokens: list[int], rule: Rule, n: int) -> list[tuple[tuple[int, ...], float]]:
-    """Texts, without the tokens that end them, and scores."""
+    """Returns texts without their end tokens, and their scores."""
     ends = sorted(rule.end_token_ids)
     found = reference_model(folder).generate(
         torch.tensor([tokens]),
@@ -54,7 +54,7 @@ def found_by_transformers(folder: Path, tokens: list[int], rule: Rule, n: int) -
 
 
 def found_by_search(folder: Path, tokens: list[int], rule: Rule) -> list[Hypothesis]:
-    """Returns the search's result where a model of transformers gives it the likeliest tokens."""
+    """Returns the result of our search when transformers' model gives it the likeliest tokens."""
     search, texts, rows = BeamSearch(rule), [tokens], row_count(rule.beam_count, rule.end_token_ids)
     while texts:
         with torch.inference_mode():
@@ -65,7 +65,7 @@ def found_by_search(folder: Path, tokens: list[int], rule: Rule) -> list[Hypothe
 
 
 def liked_tokens(folder: Path, tokens: list[int], count: int, dice: random.Random) -> frozenset[int]:
-    """Tokens that the model is likely to choose somewhere, so that texts end with them."""
+    """Returns tokens that the model is likely to choose somewhere, to use as end tokens."""
     greedy = reference_model(folder).generate(
         torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), max_new_tokens=24, do_sample=False,
         eos_token_id=None, pad_token_id=0,
@@ -165,7 +165,10 @@ async def test_beams_outlive_the_allocator(folder: Path) -> None:
 
 
 def blocks_of(samples: list[Sample], length_of: Callable[[Sample], int]) -> int:
-    """The least that hold so many tokens of each: one block for all that have the same tokens up to its end."""
+    """Returns the fewest blocks that hold `length_of` tokens of each sample.
+
+    Samples with the same tokens up to a block's end share that block.
+    """
     return len(
         {
             (place, *sample.tokens[: min((place + 1) * BLOCK_SIZE, length_of(sample))])

@@ -1,4 +1,4 @@
-"""Copy-on-write's copies, by every implementation; the kernel has tests of its own beside."""
+"""The copies of copy-on-write, by every implementation; the kernel also has tests of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def filled_layers(attention: PagedAttention, dtype: torch.dtype = torch.float32)
     ("sources", "destinations", "blocks"),
     [
         ([0, 4, 0], [1, 3, 5], [0, 0, 2, 4, 4, 0]),
-        ([0, 1, 2], [1, 2, 0], [2, 0, 1, 3, 4, 5]),  # all are read before any is written
+        ([0, 1, 2], [1, 2, 0], [2, 0, 1, 3, 4, 5]),  # all sources are read before any block is written
         ([], [], [0, 1, 2, 3, 4, 5]),
     ],
 )

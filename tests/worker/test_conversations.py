@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, and the limits of callers' texts."""
+"""Conversations rendered by chat templates, and the limits of callers' texts."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_special_tokens_in_messages_are_ordinary_text(kind: str, tmp_path: Path)
     assert honest == backend.encode("<|user|>hello</s>", add_special_tokens=False).ids
     attacked = tokens_of(INJECTED)
     assert [token for token in attacked if token in {end, user, start}] == [user, end]
-    if kind != "unigram":  # which has no piece for every character
+    if kind != "unigram":  # the unigram tokenizer does not have a piece for every character
         assert tokenizer.written(attacked[1:-1]).strip() == INJECTED
     unsigned = Conversation([{"role": "user", "content": INJECTED}], [], {}, False)
     kept = tokenizer.encode_continuation(tokenizer.chat_template.text(unsigned))

@@ -1,7 +1,7 @@
-"""The kernels of `quire_cpu` for attention, on every instruction set that this CPU has.
+"""The attention kernels of `quire_cpu`, with every instruction set that this CPU has.
 
-Cases that hold for every implementation are in `test_attention.py`. These are longer, or are about parts that only
-these kernels have: blocks of keys, tiles of queries, vectors of several widths.
+`test_attention.py` has the cases that hold for every implementation. The cases here are longer, or cover parts that
+only these kernels have: blocks of keys, tiles of queries, vectors of several widths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INSTRUCTION_SETS = ["avx512bf16", "avx512", "avx2", "baseline"]
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def attention(request: pytest.FixtureRequest) -> Iterator[CpuPagedAttention]:
-    """The kernels of one instruction set."""
+    """Returns attention with the kernels of one instruction set."""
     found = implementation("cpu", torch.device("cpu"))
     assert isinstance(found, CpuPagedAttention)
     if request.param not in found.library.instruction_sets:
@@ -33,7 +33,7 @@ def attention(request: pytest.FixtureRequest) -> Iterator[CpuPagedAttention]:
 
 
 def random_scene(seed: int) -> tuple[Scene, dict[str, Any]]:
-    """A mixed batch, and options."""
+    """Returns a random mixed batch, and random options."""
     choose = random.Random(f"cpu {seed}")
     befores, news = [0, 1, 15, 16, 40, 63, 64, 130, 200], [1, 1, 1, 2, 3, 16, 19, 70]
     lengths = [(choose.choice(befores), choose.choice(news)) for _ in range(choose.randint(1, 6))]
@@ -65,14 +65,15 @@ def test_random_mixed_batches_equal_the_reference(seed: int, attention: CpuPaged
 def test_random_mixed_batches_equal_plain_torch(seed: int, attention: CpuPagedAttention) -> None:
     scene, options = random_scene(seed)
     if scene.query.dtype == torch.bfloat16:
-        options |= {"soft_cap": 0.0, "sinks": None}  # which torch's path computes of scores rounded to bfloat16
+        # Torch's path computes these from scores that are rounded to bfloat16.
+        options |= {"soft_cap": 0.0, "sinks": None}
     tolerance = 2 * tolerance_of(attention, scene.query.dtype)
     ours, torchs = scene.run(attention, **options), scene.run(TorchPagedAttention(), **options)
     torch.testing.assert_close(ours, torchs, rtol=tolerance, atol=tolerance)
 
 
 def forked_scene(seed: int) -> Scene:
-    """Sequences that fork from one another at random lengths, between others that share nothing."""
+    """Returns sequences that fork from one another at random lengths, among sequences that share nothing."""
     choose = random.Random(f"forks {seed}")
     page_size, kv_heads = choose.choice([8, 16, 32]), choose.choice([1, 2])
     lengths, shared = [(choose.choice([0, 70, 300]), choose.choice([1, 3, 40]))], [0]
@@ -126,7 +127,7 @@ def test_several_threads_give_the_bits_of_one(dtype: torch.dtype) -> None:
 def test_a_nan_reaches_the_result_of_its_own_sequence_and_no_other(
     new: int, part: str, attention: CpuPagedAttention
 ) -> None:
-    """A worker finds requests with NaN by their logits, so attention must not hide them."""
+    """A worker detects failed requests by NaN in their logits, so attention must not hide NaN."""
     scene = Scene([(70, new), (70, new)])
     tensors = scene.keys if part == "key" else scene.values
     tensors[0][70:] = float("nan")
@@ -137,7 +138,7 @@ def test_a_nan_reaches_the_result_of_its_own_sequence_and_no_other(
 
 @pytest.mark.parametrize("new", [1, 40])
 def test_pages_may_lie_apart(new: int, attention: CpuPagedAttention) -> None:
-    """Pages may be apart, as those of layers that share a slot are."""
+    """Pages may have gaps between them, as the pages of layers that share a slot do."""
     scene = Scene([(70, new), (3, new)])
     pages = scene.pages
     apart = torch.full((pages.shape[0], 3, *pages.shape[1:]), float("nan"))

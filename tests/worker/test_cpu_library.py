@@ -1,4 +1,4 @@
-"""The library of CPU kernels: found, made, refused."""
+"""The library of CPU kernels: how it is found, compiled and refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire_cpu import build, library
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, for a library that is not optimised, which compiles in a few seconds."""
+    """Returns an empty cache folder, and turns off optimization, so that the library compiles in a few seconds."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS[:1], "-O0", *build.FLAGS[2:]))
     library.load.cache_clear()
@@ -70,7 +70,7 @@ def test_without_a_folder_for_libraries_the_reason_says_what_to_set(
     assert "set QUIRE_CACHE to a folder of your own that can be written" in str(library.load())
     for name in ("QUIRE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)  # a user whom the system does not know, as in some containers
+    monkeypatch.setattr(Path, "home", no_home)  # some containers run as a user that the system does not know
     library.load.cache_clear()
     assert "home directory.: set QUIRE_CACHE" in str(library.load())
 
@@ -89,7 +89,7 @@ def test_a_library_that_was_cut_off_is_made_again(cache: Path, size: int) -> Non
     damaged = cache / "copy"
     damaged.write_bytes(data[:size])
     damaged.chmod(0o755)
-    damaged.replace(whole.path)  # not in place: this process has it loaded
+    damaged.replace(whole.path)  # replaced, not overwritten, because this process has it loaded
     library.load.cache_clear()
     again = library.load()
     assert isinstance(again, library.Library)
@@ -162,7 +162,7 @@ def test_it_is_switched_off_by_the_environment(cache: Path, monkeypatch: pytest.
 
 
 def test_the_structures_are_as_large_as_the_header_says() -> None:
-    """ctypes and the C compiler pad alike; a field that one of them lacks would move all that follow it."""
+    """ctypes and the C compiler pad in the same way, so a field that is missing on one side changes the size."""
     header = (build.SOURCES / "quire_cpu.h").read_text(encoding="utf-8")
     from quire_cpu import interface
 

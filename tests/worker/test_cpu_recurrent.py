@@ -1,4 +1,4 @@
-"""The kernels of recurrent layers, against float64, on every instruction set that this CPU has."""
+"""The kernels of recurrent layers, compared with float64, with every instruction set that this CPU has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STARTS = torch.tensor([0, 5, 6, 8, 9, 18])
 def test_a_convolution_goes_on_from_each_sequences_last_inputs(
     channels: int, kernel: int, activation: str | None, dtype: torch.dtype, library: Library
 ) -> None:
-    x = drawn(18, channels + 8, dtype=dtype)[:, 8:]  # a part of a wider projection
+    x = drawn(18, channels + 8, dtype=dtype)[:, 8:]  # a slice of a wider projection
     weight, bias = drawn(channels, kernel, dtype=dtype, seed=1), drawn(channels, dtype=dtype, seed=2)
     before = drawn(5, kernel, channels, dtype=dtype, seed=3)
     states = before.clone()

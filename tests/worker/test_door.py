@@ -1,4 +1,4 @@
-"""Refusals before a request waits, and ends while it waits; on a real model."""
+"""Refusal of requests at submission, and requests that end while they wait, with a real model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_who_cannot_be_done_in_time_is_refused_at_the_door_and_others_are_not(folder: Path) -> None:
     async with running(folder) as harness:
-        await harness.generate(prompt(20), max_tokens=20, ignore_eos=True)  # passes are measured
+        # Lets the engine measure how long a pass takes.
+        await harness.generate(prompt(20), max_tokens=20, ignore_eos=True)
         pass_s = harness.engine.scheduler.roster.pace.pass_s
         assert pass_s > 0
         sampling = {"max_tokens": 1000, "ignore_eos": True}
@@ -31,19 +32,19 @@ async def test_who_cannot_be_done_in_time_is_refused_at_the_door_and_others_are_
             harness.submit(prompt(5), time_left_s=500 * pass_s, **sampling)
         assert caught.value.reason is Reason.DEADLINE
         assert not harness.engine.scheduler.roster.has_work
-        # It may end with its first token, which is not known yet.
+        # This request may end with its first token, so it is not refused.
         kept = harness.submit(prompt(5), time_left_s=500 * pass_s, max_tokens=1000)
         harness.engine.cancel(kept)
 
 
 async def test_who_waits_too_long_is_told_so_and_never_computed(folder: Path) -> None:
-    looks = itertools.count()  # each look at the clock is a millisecond later, so that all passes take equally long
+    looks = itertools.count()  # every reading of the clock adds a millisecond, so all passes seem to take equally long
     async with running(folder, blocks=12, clock=lambda: next(looks) / 1000) as harness:
         first = harness.submit(prompt(40), max_tokens=120, ignore_eos=True)
         while first.usage.output_token_count < 10:
             await asyncio.sleep(0)
         pass_s = harness.engine.scheduler.roster.pace.pass_s
-        # It needs 12 blocks, so that it has to wait for the first; and 20 tokens that take a pass each.
+        # The late request needs 12 blocks, so it waits for the first. It also needs 20 passes, one per token.
         late = harness.submit(prompt(170, seed=1), time_left_s=21 * pass_s, max_tokens=20, ignore_eos=True)
         with pytest.raises(DeadlineExceededError) as caught:
             await harness.collect(late)
@@ -139,7 +140,7 @@ def test_a_pace_is_that_of_the_shortest_pass_and_of_the_largest_prompt() -> None
     pace = Pace()
     assert pace.pass_s == 0
     assert pace.seconds_for(100) is None
-    pace.observe(0, 0.001)  # nothing was computed
+    pace.observe(0, 0.001)  # a pass that computed nothing
     pace.observe(1, 0.01)
     pace.observe(64, 0.04)
     assert pace.pass_s == 0.01

@@ -1,6 +1,6 @@
-"""Drafts by a second model: texts do not depend on them, and its pages hold its own keys.
+"""Drafts by a second model: texts do not depend on them, and the draft model has pages with its own keys.
 
-A model that drafts for itself is always right as long as its own pages are. A lower acceptance shows a missing key.
+A model that drafts for itself is always right if its draft pages are right. So a lower acceptance shows a missing key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model of other heads, which is right now and then by chance."""
+    """Writes another model with other heads; its drafts are right now and then by chance."""
     return write_tiny_qwen3(tmp_path_factory.mktemp("tiny") / "qwen3", seed=5, heads=2, kv_heads=1, head_dim=32)
 
 
@@ -174,7 +174,7 @@ def test_a_worker_takes_the_pages_of_its_draft_model_from_the_pool(llama: Path, 
 
 
 def draft_for(draft: Path, model: Path, block_size: int = 16) -> PagedModel | None:
-    """The draft model as the worker loads it for a model that it has loaded with blocks of that size."""
+    """Loads a draft model as the worker does, for a model that was loaded with blocks of that size."""
     arguments = ["--model", str(model), "--draft-model", str(draft), "--speculative-tokens", "4"]
     target = paged_model(model) if block_size == 16 else load_model(model, block_size=block_size)
     return load_draft_model(parse_arguments(arguments), target, "cpu")
@@ -195,7 +195,7 @@ def test_checkpoints_without_a_tokenizer_are_compared_by_the_number_of_tokens(ll
 
 
 def with_other_tokens(folder: Path) -> Path:
-    """Changes two tokens of a folder's tokenizer."""
+    """Swaps two tokens of a folder's tokenizer, and returns the folder."""
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""A request that cannot be computed ends alone: the others of its batch get the text of transformers, to the token."""
+"""A request that cannot be computed fails alone: the others of its batch get exactly transformers' text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def poisoned(healthy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["a kernel looks at logits", "torch does", "passes are launched"])
 def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Yields all ways to find out which logits are finite and likeliest."""
+    """Runs a test with each way of finding the finite and the largest logits."""
     if request.param == "torch does":
         monkeypatch.setattr(CpuPagedAttention, "look", lambda *_: None)
     if request.param == "passes are launched":
@@ -62,7 +62,7 @@ def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Company:
-    """Some requests that are being computed while something fails, and the text that they must get."""
+    """Requests that are computed while another one fails, and the text that they must get."""
 
     def __init__(self, harness: Harness, folder: Path, count: int = 3, *, length: int = 30) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class Company:
         self._outputs = asyncio.gather(*map(harness.collect, self.requests))
 
     async def decoding(self) -> None:
-        """Returns when all of them have tokens."""
+        """Returns when all of the requests have tokens."""
         while not all(request.usage.output_token_count > 2 for request in self.requests):
             await asyncio.sleep(0)
 
@@ -91,7 +91,7 @@ async def fails(harness: Harness, request: Request, reason: Reason) -> None:
 
 @contextmanager
 def forward_fails(folder: Path, error: type[Exception], when: Callable[[list[int]], bool]) -> Iterator[None]:
-    """The model of that folder raises wherever the tokens of a pass are so; `when` may count."""
+    """Makes the folder's model raise for passes whose tokens satisfy `when`, which may also count calls."""
 
     def before(_module: torch.nn.Module, _arguments: Any, options: Any) -> None:
         if when(options["input_ids"].flatten().tolist()):
@@ -125,7 +125,8 @@ async def test_a_result_that_stays_ends_only_who_asks_for_it(
         await company.decoding()
         for seed in range(5):
             bad = [harness.submit(prompt(20, seed=seed), namespace="other", n=2, max_tokens=5) for _ in range(2)]
-            good = harness.submit(prompt(25, seed=seed), max_tokens=20, ignore_eos=True)  # in the same step
+            # Shares the allocator step with the bad ones.
+            good = harness.submit(prompt(25, seed=seed), max_tokens=20, ignore_eos=True)
             for request in bad:
                 await fails(harness, request, reason)
             assert (await harness.collect(good)).tokens[0] == reference_text(healthy, tuple(good.prompt), 20)
@@ -134,7 +135,7 @@ async def test_a_result_that_stays_ends_only_who_asks_for_it(
         assert await harness.free_block_count() == BLOCKS
 
 
-# -- no numbers --------------------------------------------------------------------------------------------------------
+# -- logits that are not numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("looks")
@@ -143,7 +144,7 @@ async def test_a_prompt_that_gives_nan_ends_alone_and_frees_its_blocks(poisoned:
         company = Company(harness, poisoned)
         await company.decoding()
         bad = harness.submit([*prompt(20), POISON, *prompt(5, seed=1)], max_tokens=5)
-        good = harness.submit(prompt(25, seed=2), max_tokens=40, ignore_eos=True)  # in the same pass
+        good = harness.submit(prompt(25, seed=2), max_tokens=40, ignore_eos=True)  # shares a pass with the bad one
         await fails(harness, bad, Reason.MODEL_FAILED)
         assert not company.requests[0].is_done
         await company.check()
@@ -185,7 +186,7 @@ async def test_nothing_is_published_of_a_prompt_that_gave_nan_in_an_early_chunk(
 
 
 async def test_pages_full_of_nan_do_no_harm_to_whoever_gets_them_next(poisoned: Path) -> None:
-    async with running(poisoned, blocks=8) as harness:  # so few that every page is used again
+    async with running(poisoned, blocks=8) as harness:  # so few that every page is reused
         for turn in range(4):
             bad = harness.submit([POISON, *prompt(100, seed=turn)], max_tokens=5, namespace=str(turn))
             await fails(harness, bad, Reason.MODEL_FAILED)
@@ -196,7 +197,7 @@ async def test_pages_full_of_nan_do_no_harm_to_whoever_gets_them_next(poisoned: 
         assert await harness.free_block_count() == 8
 
 
-# -- no memory ---------------------------------------------------------------------------------------------------------
+# -- out of memory -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens_max", [1, 3, 20])
@@ -319,7 +320,7 @@ def test_an_allocation_that_fails_for_real_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(caught.value)
 
 
-# -- anything else -----------------------------------------------------------------------------------------------------
+# -- other errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -1,4 +1,4 @@
-"""Every family of models through the engine, token by token against transformers' own `generate`."""
+"""Every family of models through the engine, compared token by token with transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.worker.engine_harness import paged_model, prompt, reference_model, re
 from tests.worker.tiny_models import FAMILIES, write_tiny
 
 LENGTHS = [1, 15, 16, 17, 31, 33, 48, 100, 131, 200]
-BLOCKS = 256  # of each group
+BLOCKS = 256  # blocks per group
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def pool_of(folder: Path, block_count: int) -> int:
-    """Blocks of a pool that has so many for each group."""
+    """Returns the size of a pool that has `block_count` blocks for each group."""
     return block_count * len(paged_model(folder).cache_spec.groups)
 
 
@@ -56,7 +56,8 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
 ) -> None:
     folder = folders[family]
     prompts = [prompt(1 + i, seed=i) for i in range(4)]
-    blocks = pool_of(folder, 4)  # two are admitted, and a window of 24 tokens alone is three blocks of each of them
+    # Two requests are admitted, but a window of 24 tokens alone takes three blocks of each.
+    blocks = pool_of(folder, 4)
     async with running(folder, blocks=blocks) as harness:
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
@@ -99,22 +100,23 @@ def test_a_pool_with_less_than_a_block_for_each_group_is_refused_with_what_it_ta
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_of_latent_attention_pages_hold_one_vector_per_token(folders: dict[str, Path], family: str) -> None:
     spec = paged_model(folders[family]).cache_spec
-    assert spec.bytes_per_block == len(spec.layers) * 16 * (32 + 8) * 4  # tokens, latent and rotated part, float32
+    # The factors are layers, tokens, dims of latent and rotary part, and bytes of float32.
+    assert spec.bytes_per_block == len(spec.layers) * 16 * (32 + 8) * 4
 
 
-# -- what a family needs beyond keys and values: without it, logits are others -----------------------------------------
+# -- features of a family beyond keys and values: without them, logits differ ------------------------------------------
 
 
 NOTHING = {"window_left": -1, "soft_cap": 0.0}
 
 
 def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """Attention that drops one of its options."""
+    """Returns a fault: attention ignores one of its options."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in (TorchAttentionPlan, CpuAttentionPlan):
             monkeypatch.setattr(kind, "attend", forgetful(kind.attend))
-        if option in NOTHING:  # layers in one call never call `attend`: they only take its arguments
+        if option in NOTHING:  # layers that run in one call use the arguments of `attend`, but do not call it
             arguments_of = CpuAttentionPlan.arguments_of
             monkeypatch.setattr(
                 CpuAttentionPlan,
@@ -133,18 +135,18 @@ def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def batch_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that counts positions from the start of the batch."""
+    """Makes the cache count positions from the start of the batch."""
     monkeypatch.setattr(PositionsView, "get_seq_length", lambda *_: 0)
 
 
 def no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every key before a query is seen."""
+    """Makes every query see all keys before it."""
     full = GroupSpec(GroupKind.FULL_ATTENTION, 16)
     monkeypatch.setattr(CacheSpec, "groups", property(lambda spec: tuple(full for _ in spec.plan.groups)))
 
 
 def keys_of_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that share read the pages of the first layer."""
+    """Makes layers that share another layer's pages read the pages of the first layer."""
     places = CacheSpec.layer_pages
 
     def misplaced(spec: CacheSpec) -> Iterator[LayerPages]:

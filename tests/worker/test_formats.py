@@ -1,4 +1,4 @@
-"""Formats of pages: fp8 with scales, and HND, on every path, against plain pages that hold the same numbers."""
+"""Page formats (fp8 with scales, and HND) on every path, compared with plain pages that hold the same numbers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.worker.engine_harness import prompt, reference_model, reference_text,
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Allowed difference of logits from those of plain pages, as a share of their norm, for a model of random weights drawn
-# ten times wider than usual. The seen difference is half of that.
+# Allowed difference of logits from those with plain pages, as a share of their norm, for a model with random weights
+# that are ten times larger than usual. The measured difference is half of this.
 LOGITS_DIFFER_MAX = {"fp8_e4m3": 0.2, "fp8_e5m2": 0.4}
 SCALES = Scales(0.5, 0.25)
 
@@ -44,7 +44,7 @@ def device() -> torch.device:
 def run_stored(
     scene: Scene, attention: PagedAttention, stored: torch.dtype, *, is_hnd: bool, window: int
 ) -> torch.Tensor:
-    """Runs a scene on pages of another format: earlier keys are appended, too."""
+    """Runs a scene on pages of another format; the scene's earlier keys are appended too."""
     device, spec = device_of(attention), scene.spec
     pages_shape = (scene.pages.shape[0], *spec.page_shape)
     own = replace(spec, dtype=stored, computed_in=spec.dtype, is_hnd=is_hnd, stride=None)
@@ -72,7 +72,7 @@ def test_pages_of_any_format_are_attended_to_as_what_they_hold(
 ) -> None:
     scene = Scene(lengths)
     got = run_stored(scene, attention, stored or torch.float32, is_hnd=is_hnd, window=20)
-    if stored is not None:  # the reference's keys are those that the pages hold
+    if stored is not None:  # the reference uses the rounded keys that the pages hold
         for numbers, scale in zip((scene.keys, scene.values), SCALES, strict=True):
             numbers[:] = [restored(quantised(own, scale, stored), scale, torch.float32) for own in numbers]
     tolerance = tolerance_of(attention, torch.float32)
@@ -133,14 +133,14 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[Path, PagedModel]:
-    """Returns the model that the harness runs in place of a folder's."""
+    """Returns a dictionary of models that the harness runs in place of a folder's model."""
     models = dict[Path, PagedModel]()
     monkeypatch.setattr(engine_harness, "paged_model", lambda folder: models[folder])
     return models
 
 
 def logits_of(model: PagedModel, tokens: list[int]) -> torch.Tensor:
-    """Returns the logits after the last of some tokens, in two chunks, through pages that were never written."""
+    """Returns the logits after the last token, computed in two chunks through new pages."""
     groups, length = model.cache_spec.groups, -(-len(tokens) // 16)
     cache = KVCache(model.cache_spec, length * len(groups))
     for buffer in cache.buffers:
@@ -182,7 +182,7 @@ async def test_fp8_is_close_in_logits_and_its_text_depends_on_no_other_request(
     for own in prompts:
         async with running(folder) as harness:
             alone.append((await harness.generate(own, max_tokens=20)).tokens[0])
-    async with running(folder, blocks=40) as harness:  # in one batch, from the cache and forked
+    async with running(folder, blocks=40) as harness:  # now in one batch, then from the cache and forked
         outputs = await asyncio.gather(*(harness.generate(own, max_tokens=20) for own in prompts))
         again = await asyncio.gather(*(harness.generate(own, max_tokens=20, n=2) for own in prompts))
     assert [output.tokens for output in outputs] == [[text] for text in alone]
@@ -224,7 +224,8 @@ def test_pages_are_divided_by_the_scales_of_the_checkpoint(folder: Path, tmp_pat
         chunk = Chunk(prompt(16, seed=1), 0, [[1]], needs_logits=True)
         model.forward(build_batch([chunk], groups=model.cache_spec.groups), cache)
         stored.append(cache.layers[0].pages[1].float())
-    factors = torch.tensor([8.0, 2.0]).view(2, 1, 1, 1)  # powers of two: the mantissas are the same, but for subnormals
+    # Scaling by powers of two keeps the mantissas, except for subnormals.
+    factors = torch.tensor([8.0, 2.0]).view(2, 1, 1, 1)
     torch.testing.assert_close(stored[0] * factors, stored[1], rtol=0, atol=8 * 2.0**-10)
 
 

@@ -1,4 +1,4 @@
-"""Model types that are not among the families, and are served because their parts are."""
+"""Model types outside the tested families; they are served because all of their parts are known."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ THREE_TO_ONE: dict[str, Any] = {
     "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
 }
 
-# Prefix of the class names -> what differs from the common configuration.
+# Prefix of the class names -> changes to the common configuration.
 SERVED: dict[str, dict[str, Any]] = {
     "Apertus": {},
     "Arcee": {},
@@ -49,7 +49,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "Glm4Moe": EXPERTS,
     "Granite": {},
     "HunYuanDenseV1": {},
-    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},  # asks a linear layer's weight for its dtype
+    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},  # reads the dtype of a linear layer's weight
     "MiniCPM3": {
         "kv_lora_rank": 32,
         "q_lora_rank": 24,
@@ -68,7 +68,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "Phimoe": {
         "num_local_experts": 4,
         "sliding_window": 512,
-    },  # passes no window on, and has one as long as its context
+    },  # its window is as long as its context, and it does not pass the window on
     "Qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 3},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "SeedOss": {},
@@ -92,7 +92,7 @@ LLAMA4_VISION = VISION | {
     "pixel_shuffle_ratio": 0.5,
 }
 
-# Models that read images, too: the family of the text model, and the configuration around it.
+# Models that also read images -> the family of their text model, and the configuration around it.
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3": ("gemma3", {"vision_config": VISION | {"intermediate_size": 32}, "mm_tokens_per_image": 4}),
     "Llama4": ("llama4", {"vision_config": LLAMA4_VISION}),
@@ -109,7 +109,7 @@ def write(name: str, folder: Path, changes: dict[str, Any]) -> Path:
 
 
 def check_logits(folder: Path, model_class: Any) -> None:
-    """Checks the logits of 70 tokens through pages, in two chunks."""
+    """Compares the logits of 70 tokens, computed in two chunks through pages."""
     model, tokens = load_model(folder), prompt(70, seed=7)
     own: Any = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
@@ -134,7 +134,7 @@ def test_logits_equal_those_of_transformers_beyond_every_window(name: str, tmp_p
 def test_of_a_model_that_reads_images_the_text_model_is_served(name: str, tmp_path: Path) -> None:
     family, around = WITH_IMAGES[name]
     _, text_class, own = FAMILIES[family]
-    tokens = {"image_token_index": 317, "boi_token_index": 318, "eoi_token_index": 319}  # none of the prompt's
+    tokens = {"image_token_index": 317, "boi_token_index": 318, "eoi_token_index": 319}  # the prompt has none of these
     text_config = text_class(**(tiny_shape() | own)).to_dict()
     config = getattr(transformers, f"{name}Config")(text_config=text_config, **around, **tokens)
     model_class: Any = getattr(transformers, f"{name}ForConditionalGeneration")

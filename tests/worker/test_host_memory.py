@@ -1,4 +1,4 @@
-"""The memory limits of a worker: those of its own control group and of all above it, and its own."""
+"""The memory limits of a worker: its own limit, and the limits of its control group and of all groups above."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = "32 31 0:29 / /elsewhere rw - cgroup cgroup rw,cpu\n"
 
 
 def scene(folder: Path, cgroup: str, mounts: str, **limits: str) -> list[int]:
-    """Returns the limits read in groups like these, the innermost first."""
+    """Writes control groups with these limits, and returns the limits that are read, the innermost first."""
     proc, top = folder / "proc", folder / "a mount"
     proc.mkdir()
     (proc / "cgroup").write_text(cgroup)

@@ -1,4 +1,4 @@
-"""One thread, in order; nothing that was submitted is lost when it ends."""
+"""A lane runs work on one thread and in order; submitted work is not lost when the lane ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout that is made of the one before is the one that would have been made anew."""
+"""A layout that is derived from the previous one equals the layout that is computed from scratch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 4
 
 
 def same(one: Any, other: Any) -> bool:
-    """Compares every field of two layouts, dtypes included."""
+    """Compares every field of two layouts, including dtypes."""
     for field in fields(one):
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, torch.Tensor):
@@ -36,14 +36,14 @@ def same(one: Any, other: Any) -> bool:
 
 
 def cache_of(*kinds: GroupKind) -> Any:
-    """Returns as much of a cache as layouts read."""
+    """Returns a stand-in for a cache with the attributes that layouts read."""
     windows = {GroupKind.SLIDING_WINDOW: 8, GroupKind.CHUNKED_LOCAL: 8}
     groups = tuple(GroupSpec(kind, SIZE, windows.get(kind, 0)) for kind in kinds)
     return SimpleNamespace(spec=SimpleNamespace(groups=groups, block_size=SIZE))
 
 
 class Pretended:
-    """Samples that decode, and the possible changes of their tables."""
+    """Samples that decode, with random changes of their tables."""
 
     def __init__(self, dice: random.Random, group_count: int) -> None:
         self.dice = dice
@@ -59,7 +59,7 @@ class Pretended:
         return sample
 
     def parts(self) -> list[Part]:
-        """The next token of everybody, with room ahead."""
+        """Returns the next token of every sample, with room ahead in its tables."""
         found = []
         for sample in self.samples:
             for table in sample.tables:
@@ -71,7 +71,7 @@ class Pretended:
         return found
 
     def disturb(self) -> None:
-        """One leaves or comes, the order changes, or a block is swapped for its twin."""
+        """Removes or adds a sample, changes the order, or replaces a block by an equal one."""
         what = self.dice.randrange(4)
         if what == 0 and len(self.samples) > 1:
             self.samples.remove(self.dice.choice(self.samples))
@@ -158,7 +158,7 @@ def test_a_sketch_with_its_blocks_is_what_would_be_laid_out_anew(
             parts.append(part._replace(start=start, tokens=tokens))
         laid_out.sketch([part._replace(tables=[]) for part in parts])
         with monkeypatch.context() as patched:
-            patched.setattr(layouts, "layout_of", None)  # nothing is laid out anew
+            patched.setattr(layouts, "layout_of", None)  # computing a layout from scratch would fail
             found = laid_out.of(parts)
         assert same(found, layout_of(parts, cache))
 

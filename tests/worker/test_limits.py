@@ -1,4 +1,4 @@
-"""The worker's limits are exact: a request at one is accepted, one more is refused with its reason."""
+"""The worker's limits are exact: a request at a limit is accepted, and one above it is refused with its reason."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from quire_worker.sampling.params import (
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen
 
-VOCABULARY = 2048  # of the model that is asked
-POOL_TOKENS = 64 * 16  # of the worker that is asked
+VOCABULARY = 2048  # of the tested model
+POOL_TOKENS = 64 * 16  # tokens that fit into the tested worker's pool
 GENERATE = "/quire.v1.WorkerService/Generate"
 
 
@@ -78,7 +78,7 @@ CASES: dict[str, Case] = {
     "priority": (request(priority=PRIORITY_MAX), request(priority=PRIORITY_MAX + 1), Reason.BAD_PARAMETER),
     "low priority": (request(priority=-PRIORITY_MAX), request(priority=-PRIORITY_MAX - 1), Reason.BAD_PARAMETER),
     "prompt": (
-        request(tokens=prompt(POOL_TOKENS - 1)),  # one token has to follow
+        request(tokens=prompt(POOL_TOKENS - 1)),  # leaves room for one generated token
         request(tokens=prompt(POOL_TOKENS)),
         Reason.PROMPT_TOO_LONG,
     ),
@@ -120,7 +120,8 @@ CASES: dict[str, Case] = {
         Reason.BAD_PARAMETER,
     ),
     "low temperature": (
-        request(sampling={"temperature": TEMPERATURE_MIN * 1.001}),  # as float32 it must not fall below
+        # Rounding to float32 must not bring it below the limit.
+        request(sampling={"temperature": TEMPERATURE_MIN * 1.001}),
         request(sampling={"temperature": TEMPERATURE_MIN * 0.999}),
         Reason.BAD_PARAMETER,
     ),
@@ -141,7 +142,7 @@ CASES: dict[str, Case] = {
             ),
             (
                 "low repetition penalty",
-                {"repetition_penalty": REPETITION_PENALTY_MIN},  # as float32 it is a little less
+                {"repetition_penalty": REPETITION_PENALTY_MIN},  # accepted although float32 rounds it to slightly less
                 {"repetition_penalty": REPETITION_PENALTY_MIN * 0.999},
             ),
             ("presence penalty", {"presence_penalty": PENALTY_MAX}, {"presence_penalty": PENALTY_MAX * 1.001}),
@@ -233,8 +234,8 @@ def test_every_limit_of_sampling_has_a_case() -> None:
     limits = {name for name in vars(params) if name.endswith(("_MAX", "_MIN"))}
     assert limits == {
         "LENGTH_PENALTY_MAX",
-        "INT32_MAX",  # max_tokens, top_k
-        "SAMPLE_COUNT_MAX",  # n, best_of
+        "INT32_MAX",  # limit of max_tokens and top_k
+        "SAMPLE_COUNT_MAX",  # limit of n and best_of
         "BIAS_COUNT_MAX",
         "BIAS_MAX",
         "CHOICE_COUNT_MAX",
@@ -250,6 +251,6 @@ def test_every_limit_of_sampling_has_a_case() -> None:
         "STOP_TOKEN_COUNT_MAX",
         "TEMPERATURE_MAX",
         "TEMPERATURE_MIN",
-        "UINT64_MAX",  # of a seed: the range of its field
+        "UINT64_MAX",  # limit of a seed: the range of its field
     }
     assert math.log2(params.UINT64_MAX + 1) == 64

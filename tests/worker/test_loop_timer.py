@@ -1,4 +1,4 @@
-"""The time of a timer: the earliest one, and not before a loop that stood still has read its messages."""
+"""A timer fires at its earliest time, but after a stall only when the loop has read its messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def test_it_rings_once_at_the_earliest_of_its_times() -> None:
     for later_s in (30.0, 0.05, 0.1):
         timer.set(begun_s + later_s)
     assert begun_s + 0.05 <= await asyncio.wait_for(rung.get(), 20) < begun_s + 20
-    timer.set(begun_s + 0.2)  # its callback sets it anew, after the earlier time has passed
+    timer.set(begun_s + 0.2)  # the callback sets the timer again when the earlier time has passed
     assert await asyncio.wait_for(rung.get(), 20) >= begun_s + 0.2
     timer.set(begun_s)
     await asyncio.wait_for(rung.get(), 20)
@@ -32,7 +32,7 @@ async def test_a_loop_that_stood_still_reads_before_it_rings() -> None:
     timer = LoopTimer(ring, time.monotonic)
 
     async def message() -> None:
-        for _ in range(20):  # as a call goes through the loop several times before it is heard
+        for _ in range(20):  # a call takes several turns of the loop before it is handled
             await asyncio.sleep(0)
         events.append("read")
 

@@ -1,4 +1,4 @@
-"""Models run on pages, against transformers' own logits and greedy text."""
+"""Models on pages, compared with transformers' own logits and greedy text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def own_model(folder: Path) -> Any:
 
 
 def own_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
-    """Returns the logits of every position, `[tokens, vocabulary]`, from transformers alone."""
+    """Returns transformers' logits of every position, `[tokens, vocabulary]`."""
     with torch.inference_mode():
         logits: torch.Tensor = own_model(folder)(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
@@ -72,7 +72,7 @@ def random_prompt(length: int, *, seed: int, vocabulary: int = VOCABULARY) -> li
 
 
 class Bench:
-    """A model, and sequences on scattered blocks of a pool that is NaN in every unwritten place."""
+    """A model, and sequences on scattered blocks of a pool; unwritten slots are NaN."""
 
     def __init__(self, folder: Path, *, block_size: int = 16, token_count: int = 2000) -> None:
         self.model: PagedModel = load_model(folder, block_size=block_size)
@@ -85,7 +85,7 @@ class Bench:
         self.lengths: dict[int, int] = {}
 
     def step(self, work: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """Runs the next tokens of some sequences in one pass; the logits after the last of each, `[vocabulary]`."""
+        """Computes the next tokens of some sequences in one pass; returns each one's last logits, `[vocabulary]`."""
         chunks = []
         for sequence, tokens in work.items():
             start = self.lengths.get(sequence, 0)
@@ -99,7 +99,7 @@ class Bench:
 
 
 def assert_logits_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    # Not of attention alone: both sides round in every layer, in another order, and neither is the right one.
+    # Both sides round in every layer and in different orders, not only in attention, and neither is exact.
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -115,7 +115,7 @@ def test_logits_of_whole_prompts_in_one_batch_equal_those_of_transformers(folder
 def test_chunked_prefill_mixed_with_decode_equals_transformers_at_every_step(
     folders: dict[str, Path], name: str
 ) -> None:
-    """Sequences arrive at different steps, are cut at random and end by decoding single tokens."""
+    """Sequences arrive at different steps, are cut into random chunks, and decode single tokens at the end."""
     bench = Bench(folders[name])
     choose = random.Random(name)
     texts = {sequence: random_prompt(choose.choice([40, 90]), seed=sequence) for sequence in range(5)}
@@ -140,7 +140,7 @@ def test_greedy_text_equals_that_of_generate(folders: dict[str, Path], name: str
     text: dict[int, list[int]] = {length: [] for length in prompts}
     for _ in range(24):
         for length, row in logits.items():
-            text[length].append(1 + int(row[1:].argmax()))  # not the end of text, as `min_new_tokens` has it
+            text[length].append(1 + int(row[1:].argmax()))  # skips end-of-text, as `min_new_tokens` does
         logits = bench.step({length: text[length][-1:] for length in prompts})
     for length, prompt in prompts.items():
         assert text[length] == own_greedy_text(folders[name], prompt, 24)
@@ -277,7 +277,7 @@ def test_a_layer_that_drops_the_step_is_refused() -> None:
 
 
 class ForgetfulAttention(TorchPagedAttention):
-    """Reads its last page in place of its first, like a model whose state got lost on the way."""
+    """Reads a sequence's last page instead of its first, as if state had been lost."""
 
     def plan(self, batch: Any, spec: Any) -> Any:
         plan = super().plan(batch, spec)

@@ -1,4 +1,4 @@
-"""The moment when the event loop hears of a pass: with the kernels of the next one, or at once without a next one."""
+"""When the event loop learns that a pass has ended: with the next pass's kernels, or at once if there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_S = 20
 
 
 class Batch:
-    """A pass that continues on request, and its events so far."""
+    """A pass that continues when the test says so, and its events so far."""
 
     def __init__(
         self,
@@ -118,14 +118,15 @@ async def test_it_waits_no_longer_than_a_moment(thread: ModelThread) -> None:
     first, second = submit(thread, one, two)
     one.let_end()
     two.let_end()
-    found = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)  # no event lets it continue
+    # The thread must continue without an event from the loop.
+    found = await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)
     assert found == [one.result, two.result]
 
 
 async def test_a_pass_that_finds_the_thread_idle_has_begun_when_its_kernels_do(thread: ModelThread) -> None:
     one = Batch("one", is_behind=False)
     (first,) = submit(thread, one)
-    await thread.begun()  # no pass has said yet that it has kernels
+    await thread.begun()  # no pass has reported its kernels yet
     one.let_end()
     await asyncio.wait_for(first, WAIT_S)
     two = Batch("two", is_behind=False)
@@ -179,7 +180,7 @@ async def test_one_that_nobody_waits_for_any_more_has_begun_too(thread: ModelThr
     two = Batch("two", is_behind=False)
     (second,) = submit(thread, two)
     second.cancel()
-    two.let_end()  # the thread may have been faster
+    two.let_end()  # the thread may have computed it already
     await asyncio.wait_for(thread.begun(), WAIT_S)
     assert second.cancelled()
     assert thread._begun_count == 2

@@ -1,7 +1,7 @@
-"""Every family of models on a GPU, token by token against transformers' own `generate` on the CPU.
+"""Every family of models on a GPU, compared token by token with transformers' own `generate` on the CPU.
 
-`test_families.py` and `test_states.py` run the same scenes on a CPU. Here decode is captured as CUDA graphs where the
-model lets itself be captured, and once more launched by the host.
+`test_families.py` and `test_states.py` run the same scenes on a CPU. Here decode runs twice: as CUDA graphs if the
+model can be captured, and launched by the host.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.worker.tiny_models import FAMILIES, write_tiny, write_tiny_llama, wri
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# Models for graphs: no recurrent states (the host moves them), no float32 experts (torch picks them on the host), and
-# no values made on the host in each pass, as Gemma-3n's are.
+# Models that can be captured. Not among them are models with recurrent states (the host moves them), with float32
+# experts (torch picks them on the host), and Gemma-3n (it computes values on the host in each pass).
 CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gemma3"]
 LAUNCHED = ["llama", "qwen3", *FAMILIES, *STATE_FAMILIES]
 
@@ -32,7 +32,7 @@ LAUNCHED = ["llama", "qwen3", *FAMILIES, *STATE_FAMILIES]
 def write(name: str, folder: Path) -> Path:
     if name in STATE_FAMILIES:
         return write_with_states(name, folder)
-    if name in FAMILIES:  # kernels take rotated parts of latents from 16 dims on
+    if name in FAMILIES:  # kernels need at least 16 dims in the rotary part of latents
         wider = {"qk_rope_head_dim": 16, "head_dim": 16} if name.startswith("deepseek") else {}
         return write_tiny(name, folder, **wider)
     return {"llama": write_tiny_llama, "qwen3": write_tiny_qwen3}[name](folder)
@@ -77,7 +77,7 @@ async def test_requests_that_outgrow_their_pool_finish_with_the_same_text(tmp_pa
 
 
 def test_a_worker_that_sizes_its_own_pool_streams_the_text_of_transformers(tmp_path: Path) -> None:
-    # Kernels are compiled, the largest batch is measured, decode is captured; all by a process of its own.
+    # A separate process compiles kernels, measures the largest batch and captures decode.
     prompts = [prompt(length, seed=length) for length in (1, 16, 21, 130)]
     folder = write_tiny_llama(tmp_path / "model")
     logs = tmp_path / "logs"

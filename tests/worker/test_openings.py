@@ -1,4 +1,4 @@
-"""Texts that a grammar leaves free up to an opening; `tests/gateway/test_free_text.py` follows them token by token."""
+"""Text that a grammar leaves free until an opening; `tests/gateway/test_free_text.py` checks it token by token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_a_grammar_is_not_asked_before_the_texts_up_to_which_it_leaves_a_t
         async def held(head: str, opening: str) -> tuple[str, int]:
             structure = Structure(StructureKind.GRAMMAR, (head + rules % opening,))
             request = submitted(harness, structure, temperature=0.0, max_tokens=40)
-            asked.clear()  # of the masks that were made while it was compiled
+            asked.clear()  # forgets masks that were requested while the grammar was compiled
             return (await harness.collect(request)).texts[0], len(asked)
 
         head = '%%llguidance {"x-free-until": ["%s"]}\n'

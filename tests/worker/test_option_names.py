@@ -1,4 +1,4 @@
-"""Names of the worker's options: its own, and vLLM's for those that mean the same."""
+"""Names of the worker's options: its own names, and vLLM's names for options with the same meaning."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The order of admission: priorities, shares of namespaces, deadlines, and requests that may pass one that does not
-fit."""
+"""The order of admission: priorities, shares of namespaces, deadlines, and passing a head that does not fit."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range
 
 
 def busy_worker(*, block_count: int = 20) -> tuple[PretendedWorker, Request]:
-    """One request holds the pool for twenty turns."""
+    """Returns a worker with one request that holds the pool for twenty turns."""
     worker = PretendedWorker(block_count=block_count, block_size=4, batch_tokens=64, running_max=1)
     request = worker.submit(lasting_prompts(1, output_tokens=20)[0], max_tokens=20)
     worker.turn()
@@ -34,7 +33,7 @@ def busy_worker(*, block_count: int = 20) -> tuple[PretendedWorker, Request]:
 
 
 def starts(worker: PretendedWorker, requests: list[Request]) -> list[int]:
-    """Runs everything, and returns the requests' places in the order of first admission."""
+    """Runs everything, and returns the requests' indices in the order of their first admission."""
     order: list[int] = []
     while worker.scheduler.roster.has_work:
         worker.turn()
@@ -108,7 +107,8 @@ def test_namespaces_that_all_wait_are_served_alike(seed: int) -> None:
     served = dict.fromkeys(names, 0)
     longest = 0
     for number in range(400):
-        for name, weight in zip(names, (8, 3, 1), strict=False):  # how many of each wait; one is always enough
+        # Number of waiting requests per namespace; even one is enough.
+        for name, weight in zip(names, (8, 3, 1), strict=False):
             waiting[name] = [each for each in waiting[name] if not each.is_done]
             while sum(not each.admitted for each in waiting[name]) < weight:
                 prompt = numbers(dice.randint(1, 30), seed=len(names) * number + dice.randrange(10**6))
@@ -116,7 +116,7 @@ def test_namespaces_that_all_wait_are_served_alike(seed: int) -> None:
                 longest = max(longest, len(prompt) + OUTPUT_TOKEN_COST * 25)
         worker.turn()
         served = {name: worker.scheduler.roster.shares.counter(name) for name in names}
-        # As many as run may have been admitted while a counter lagged, and each is charged later for its tokens.
+        # While a counter lags, its namespace may get all running places, and is charged for their tokens only later.
         assert max(served.values()) - min(served.values()) <= (worker.scheduler.running_max + 1) * longest
     assert min(served.values()) > 10 * longest, "the bound means something by now"
 
@@ -144,11 +144,11 @@ def test_counters_are_bounded_and_nobody_gains_by_being_forgotten() -> None:
     assert shares.counter("0") >= before
 
 
-# -- who may pass a head that does not fit -----------------------------------------------------------------------------
+# -- passing a head that does not fit ----------------------------------------------------------------------------------
 
 
 class World:
-    """A workload that is the same each time it is played."""
+    """A workload that is the same whenever it is played."""
 
     def __init__(self, seed: int) -> None:
         dice = random.Random(seed)
@@ -166,7 +166,7 @@ class World:
                 self.arrivals.setdefault(turn, []).append(request)
 
     def play(self, *, turns: int) -> tuple[PretendedWorker, list[Request]]:
-        """The world after so many turns."""
+        """Returns the worker and its requests after this many turns."""
         worker = PretendedWorker(
             block_count=self.block_count,
             block_size=self.size,
@@ -199,7 +199,7 @@ def test_a_head_that_is_passed_starts_in_the_turn_in_which_it_would_have_without
     world = World(seed)
     depth = admission.DEPTH
     worker, requests = world.play(turns=0)
-    expected: dict[int, int] = {}  # request -> the turn in which it starts if no other passes it from now on
+    expected: dict[int, int] = {}  # request -> the turn in which it starts if no request passes it from now on
     for turn in itertools.count():
         world.arrive(worker, requests, turn)
         if turn > 60 and not worker.scheduler.roster.has_work:
@@ -220,7 +220,7 @@ def test_a_head_that_is_passed_starts_in_the_turn_in_which_it_would_have_without
 
 
 def test_the_promise_was_put_to_the_test() -> None:
-    """Heads are passed, and some requests that passed them are preempted for them, in the worlds of the test above."""
+    """In the worlds of the test above, heads are passed, and some requests that passed a head are preempted for it."""
     head_count = victim_count = 0
     for seed in range(30):
         world = World(seed)
@@ -246,7 +246,7 @@ def test_short_ones_do_not_wait_for_a_head_with_blocks_free(seed: int, is_pipeli
     prompts = lasting_prompts(2, output_tokens=80)
     long = worker.submit(prompts[0], max_tokens=80)
     worker.turn()
-    head = worker.submit(numbers(240, seed=seed), max_tokens=4)  # all but four blocks
+    head = worker.submit(numbers(240, seed=seed), max_tokens=4)  # needs all blocks but four
     short = [worker.submit(numbers(3, seed=seed + i), max_tokens=4) for i in range(1, 7)]
     waited = 0
     while not all(request.is_done for request in short):
@@ -263,7 +263,7 @@ def test_short_ones_do_not_wait_for_a_head_with_blocks_free(seed: int, is_pipeli
 def test_everybody_ends_in_pools_from_one_request_up(seed: int) -> None:
     print(f"QUIRE_SEED={seed}")
     dice = random.Random(seed)
-    size, block_count = dice.choice([1, 2, 4, 16]), 4 + seed % 12  # the first holds one request alone
+    size, block_count = dice.choice([1, 2, 4, 16]), 4 + seed % 12  # the smallest pool holds only one request
     worker = PretendedWorker(
         block_count=block_count,
         block_size=size,

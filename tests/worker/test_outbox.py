@@ -1,4 +1,4 @@
-"""Tokens in quick succession share a message; the first one and the end do not wait."""
+"""Tokens in quick succession share a message; the first token and the end are sent at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def no_failure(_request: Request, error: TokenizerError | QuireError) -> None:
 
 
 async def taken(request: Request) -> list[Any]:
-    """Returns the queue's contents once the event loop has become idle."""
+    """Waits until the event loop is idle, and returns the contents of the request's queue."""
     for _ in range(3):
         await asyncio.sleep(0)
     return [request.deliveries.get_nowait() for _ in range(request.deliveries.qsize())]
@@ -74,7 +74,7 @@ async def test_without_an_interval_every_token_is_a_message(tokenizer: Tokenizer
 
 
 async def test_who_wants_fewer_messages_gets_the_first_token_and_the_rest_with_the_end(tokenizer: Tokenizer) -> None:
-    """The interval of a request counts where it is the longer one; another request has that of the worker."""
+    """The longer of the request's and the worker's interval counts; other requests keep the worker's interval."""
     patient, other, outbox = request_of(tokenizer), request_of(tokenizer), Outbox(0, no_failure)
     patient.interval_s = NEVER_S
     tokens = tokenizer.encode(TEXT)
@@ -135,11 +135,11 @@ async def test_of_a_request_that_was_cancelled_nothing_is_delivered(tokenizer: T
 
 
 EMPTY_UNREAD = DELIVERY_BYTES + sys.getsizeof("")
-TOKEN_UNREAD = EMPTY_UNREAD + TOKEN_BYTES + 1  # of a token that is spelled with one character
+TOKEN_UNREAD = EMPTY_UNREAD + TOKEN_BYTES + 1  # unread bytes of a token of one character
 
 
 class Unread:
-    """Requests of an outbox that holds no more than two unread tokens of a namespace that is alone, and their ends."""
+    """Requests of an outbox that allows a lone namespace two unread tokens, and a record of how requests end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.ended: list[tuple[Request, Reason | None]] = []
@@ -167,7 +167,7 @@ async def test_the_request_that_has_most_unread_ends_and_all_of_it_is_given_back
     idle, reading = scene.request(), scene.request()
     for _ in range(2):
         await scene.note(idle)
-    for _ in range(9):  # each is read before the next
+    for _ in range(9):  # each token is read before the next comes
         await scene.note(reading)
         assert isinstance(await scene.outbox.next_delivery(reading), Delivery)
     assert scene.ended == [(idle, Reason.LIMIT)]
@@ -216,7 +216,7 @@ async def test_logprobs_count_before_they_are_delivered_and_once_where_they_come
     finish(request.samples[0])
     outbox.note(request.samples[0], [])
     await outbox.next_delivery(request)
-    tokens = TOKEN_BYTES + PLACE_BYTES  # of its prompt, and of its sample that has begun with it
+    tokens = TOKEN_BYTES + PLACE_BYTES  # the token of its prompt, and its place in the sample
     assert request.unread_bytes == EMPTY_UNREAD + tokens, "a request that has ended keeps them"
 
 

@@ -1,4 +1,4 @@
-"""Logprobs that wait for their caller: packed, and cut into messages."""
+"""Logprobs that wait for the caller are packed, and split into messages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_samples_that_are_held_to_their_end_have_a_limit_of_logprobs_that_names_
     most = HELD_LOGPROB_VALUES_MAX // 64 // 21
     best = SamplingParams(best_of=64, logprobs=20, max_tokens=1 << 30)
     check_logprobs(best, 10, 10 + most)
-    check_logprobs(SamplingParams(n=64, logprobs=20, max_tokens=1 << 30), 10, 1 << 20)  # they go as they come
+    # These are sent as they are computed, so there is no limit.
+    check_logprobs(SamplingParams(n=64, logprobs=20, max_tokens=1 << 30), 10, 1 << 20)
     what = r"best_of 64 samples of 1,561 tokens with 21 logprobs each is 2,097,984 values, .* may hold 2,097,152"
     with pytest.raises(QuireError, match=what) as refused:
         check_logprobs(best, 10, 11 + most)

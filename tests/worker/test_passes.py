@@ -1,4 +1,4 @@
-"""The scheduler's cuts of prompts: at stops in pools with states, and where a pass would be too long."""
+"""How the scheduler cuts prompts into passes: at stops in pools with states, and if a pass would be too long."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from quire_worker.scheduling.request import FinishReason
 
 from tests.worker.pretended_worker import PretendedWorker, numbers
 
-STATE = GroupSpec(GroupKind.STATE, 1024)  # no checkpoint but those at boundaries
+STATE = GroupSpec(GroupKind.STATE, 1024)  # has checkpoints only at boundaries
 SHARED = numbers(64, seed=99)
 
 
 def full(block_size: int) -> GroupSpec:
-    """A group of full attention."""
+    """Returns a group of full attention."""
     return GroupSpec(GroupKind.FULL_ATTENTION, block_size)
 
 
@@ -25,7 +25,7 @@ def prompt(user: int) -> list[int]:
 
 
 def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_third_hits() -> None:
-    states = (STATE,) * 24  # so many that prompts of six blocks have no early end
+    states = (STATE,) * 24  # with this many states, prompts of six blocks have no early end
     worker = PretendedWorker(block_count=200, block_size=16, batch_tokens=256, groups=(full(16), *states))
     cached = []
     for user in range(3):
@@ -48,7 +48,7 @@ def test_who_goes_on_from_an_answer_hits_soon_before_its_end() -> None:
     worker.check_text(request)
     text = request.samples[0].tokens
     assert len(text) == 146
-    # Its last boundary is 80; the answer ends at 144, the next one would be 176.
+    # The prompt's last boundary is 80 and the next one would be 176, but the answer has a checkpoint at its end, 144.
     again = worker.submit([*text, *numbers(20, seed=9)], max_tokens=3)
     worker.run()
     worker.check_text(again)
@@ -68,7 +68,8 @@ def test_a_long_prompt_is_cut_at_its_early_end_and_the_first_to_part_from_it_beh
         worker.run()
         worker.check_text(request)
         cached.append((request.usage.cached_token_count, ends))
-    # Ends at 304; 38 before is 266. Of the second one a block is new behind its junction: it has no early end.
+    # The first prompt's early end is at 256: its end is 304, and 38 before is 266. The second prompt has only one new
+    # block behind its junction, so it has no early end.
     assert cached == [(0, [256, 304, 320]), (256, [288, 304, 320])]
 
 
@@ -118,7 +119,7 @@ def test_with_states_every_text_is_what_it_is_without(seed: int, ahead_tokens: i
 
 
 def test_a_pass_that_is_too_long_for_the_pool_is_made_smaller_and_nobody_is_preempted() -> None:
-    # 40 tokens are 10 blocks of full attention, and as many of the window at once; in small passes it takes 3 to 5.
+    # 40 tokens take 10 blocks of full attention. In one pass the window takes 10 more, in small passes only 3 to 5.
     window = GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=8)
     groups = (full(4), window)
     worker = PretendedWorker(block_count=15, block_size=4, batch_tokens=64, groups=groups, sequence_tokens_max=60)
@@ -136,9 +137,9 @@ def test_who_has_ended_keeps_room_behind_what_it_commits_so_that_no_checkpoint_i
     while len(sample.tokens) < 32:
         worker.turn()
     assert sample.granted > 32
-    sample.computed = 32  # the pass behind it has computed the token that ended it, too
+    sample.computed = 32  # the next pass has also computed the token that ended it
     worker.scheduler.roster.finish(sample, FinishReason.STOP)
-    worker.submit(numbers(150, seed=2), max_tokens=1)  # others give back their room ahead for it
+    worker.submit(numbers(150, seed=2), max_tokens=1)  # makes others give back their room ahead
     plan = worker.scheduler.plan()
     assert sample in [commit.sample for commit in plan.commits]
     assert sample.granted > 32

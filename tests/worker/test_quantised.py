@@ -1,4 +1,4 @@
-"""Checkpoints that torchao has quantised, against transformers' text on the same checkpoint."""
+"""Checkpoints that torchao has quantized, compared with transformers' text for the same checkpoint."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ async def test_quantised_weights_give_transformers_text(folders: dict[str, Path]
 def test_the_kernels_of_a_cpu_leave_quantised_layers_as_they_are(folders: dict[str, Path], kind: str) -> None:
     module: Any = load_model(folders[kind]).module
     assert type(module.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao")
-    assert type(module.lm_head) is Linear  # which torchao has not quantised
+    assert type(module.lm_head) is Linear  # torchao has not quantized the head
 
 
 def test_without_torchao_the_error_names_it(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' question before it loads such a checkpoint is answered as if torchao were not installed."""
+    """Makes transformers believe that torchao is not installed."""
     for module in ("transformers.utils.quantization_config", "transformers.quantizers.quantizer_torchao"):
         monkeypatch.setattr(f"{module}.is_torchao_available", lambda: False)
     with pytest.raises(UnsupportedModelError, match=r"quantised by torchao, and cannot be loaded here: .*torchao"):

@@ -1,4 +1,4 @@
-"""Ranks without processes: their heads, their messages, and their meeting place."""
+"""Parts of ranks, tested in one process: their heads, their messages, and their rendezvous."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_senseless_numbers_are_refused(
 
 
 def test_ranks_on_loopback_follow_no_inherited_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine's profile may name the network's interface, on which others could read the messages of ranks."""
+    """A machine's profile may name its network interface, where others could read the ranks' messages."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "eth0")
     seen: list[tuple[str, str]] = []

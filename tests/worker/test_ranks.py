@@ -1,4 +1,4 @@
-"""Two ranks: this process is rank 0, with an engine and an allocator, and another one follows it."""
+"""Two ranks: this process is rank 0 with an engine and an allocator, and a second process follows as rank 1."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Pair:
-    """This rank's end of the crew, and the process of the other one."""
+    """The crew as rank 0 sees it, and the process of rank 1."""
 
     crew: Crew
     process: subprocess.Popen[str]
@@ -92,7 +92,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def write(name: str, folder: Path) -> Path:
-    """A tiny model: one of the families, or a Llama by its KV heads."""
+    """Writes a tiny model: one of the families, or "llama:" with a number of KV heads."""
     family, _, kv_heads = name.partition(":")
     if family in STATE_FAMILIES:
         return write_with_states(family, folder)
@@ -107,14 +107,15 @@ def split_modules(model: PagedModel) -> Counter[str]:
 ATTENTION, MLP, EXPERTS, SHARED = "self_attn", "mlp", "experts", "shared_experts"
 
 
-# The split modules, and the KV heads of one rank: half of them, or the one that there is.
+# The number of split modules by name, and the KV heads of one rank: half of them, or the only one.
 @pytest.mark.parametrize(
     ("name", "parts", "kv_heads"),
     [
         ("llama:4", {ATTENTION: 2, MLP: 2}, 2),
         ("llama:1", {ATTENTION: 2, MLP: 2}, 1),
         ("gemma2", {ATTENTION: 4, MLP: 4}, 1),
-        ("gemma3n", {ATTENTION: 6, MLP: 4}, 1),  # two of its MLPs keep the largest of all elements, and stay whole
+        # Two MLPs of Gemma-3n select the largest of all elements, so they are not split.
+        ("gemma3n", {ATTENTION: 6, MLP: 4}, 1),
         ("gpt_oss", {ATTENTION: 4, EXPERTS: 4}, 1),
         ("llama4", {ATTENTION: 4, EXPERTS: 2, "shared_expert": 2, "feed_forward": 2}, 1),
         ("deepseek_v3", {ATTENTION: 2, MLP: 1, EXPERTS: 1, SHARED: 1}, 1),
@@ -170,17 +171,17 @@ async def test_a_pass_that_fails_on_one_rank_is_tried_again_in_parts_on_both(
 
 async def test_half_precision_is_added_up_and_rewritten_modules_add_up_too(pair: Pair, tmp_path: Path) -> None:
     folder = write("llama:2", tmp_path)
-    async with pair.running(folder, dtype="bfloat16") as harness:  # loading compares the logits
+    async with pair.running(folder, dtype="bfloat16") as harness:  # loading compares logits with transformers'
         output = await harness.generate(prompt(40), max_tokens=8, ignore_eos=True)
         names = {type(part).__name__ for part in harness.engine.model.module.modules()}
     assert len(output.tokens[0]) == 8
     if isinstance(load(), Library):
         assert {"MergedAttention", "GatedMlp"} <= names
-        assert "Decoder" not in names  # which would add up nothing
+        assert "Decoder" not in names  # the decoder does not sum over ranks
 
 
 def test_a_part_that_is_wrong_is_found_at_load(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this rank the MLPs' sums are right, and attention has heads of the other rank."""
+    """Gives this rank's attention the heads of the other rank; the MLPs' sums stay right."""
     folder = write("llama:4", tmp_path)
     monkeypatch.setattr(
         attention, "heads_of_rank", lambda *counts, rank, size: heads_of_rank(*counts, rank=1, size=size)

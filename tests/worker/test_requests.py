@@ -1,4 +1,4 @@
-"""Requests of a worker as operators see them: lists, the way of one, their end by hand, and the log."""
+"""A worker's requests for operators: lists, the history of one request, canceling, and the log."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Scene(NamedTuple):
-    """A worker and a client of it."""
+    """A worker, and a client that calls it."""
 
     client: AsyncClient
-    asks_as: list[Permissions]  # of the caller, where there are any
+    asks_as: list[Permissions]  # the caller's permissions; empty: none are checked
 
 
 @asynccontextmanager
@@ -63,7 +63,7 @@ async def served(folder: Path, rate: str = "all", **options: Any) -> AsyncIterat
 
 
 async def started(scene: Scene, request_id: str, **options: Any) -> asyncio.Task[Any]:
-    """A request that the worker has."""
+    """Starts a request, and returns when the worker has it."""
     task = asyncio.create_task(
         scene.client.generate(prompt(20), max_tokens=480, ignore_eos=True, request_id=request_id, **options)
     )
@@ -75,7 +75,7 @@ async def started(scene: Scene, request_id: str, **options: Any) -> asyncio.Task
 async def test_a_list_says_who_runs_who_waits_and_why_and_a_cancelled_one_leaves(folder: Path) -> None:
     async with served(folder, running_max=1) as scene:
         first = await started(scene, "first", namespace="a")
-        # A prompt that is being computed would be waited for by those that share its prefix.
+        # Waits for the first token: requests that share the prefix would wait while the prompt is computed.
         while (await scene.client.requests("first"))[0].output_token_count == 0:
             pass
         assert (await scene.client.requests("first"))[0].state is RequestState.RUNNING
@@ -173,7 +173,7 @@ async def test_each_request_is_one_line_of_numbers_when_it_ends(folder: Path) ->
 def test_a_share_of_requests_is_chosen_by_their_ids_and_errors_are_all_there() -> None:
     ids = [f"request-{number}" for number in range(1_000)]
     with structlog.testing.capture_logs() as lines:
-        for _ in range(2):  # gateway and worker
+        for _ in range(2):  # once as the gateway and once as the worker
             log = RequestLog(rate_of("0.25"), clock=lambda: 0.0)
             for each in ids[:400]:
                 log.ended(each, error="")

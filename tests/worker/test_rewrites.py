@@ -1,4 +1,4 @@
-"""The pass that puts kernels into a loaded model: replaced modules, untouched modules, and nothing twice."""
+"""The rewrites that put kernels into a loaded model: which modules are replaced, and that none is replaced twice."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ LATE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
-# Per family: its model, and how often each rewrite has to fit it.
+# Family -> its model, and how often each rewrite must apply to it.
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)), LAYERS + Counter(LinearRewrite=1)),
     "llama, tied": (lambda: LlamaForCausalLM(LlamaConfig(**TIED)), LAYERS + Counter(TiedHead=1)),
@@ -103,27 +103,27 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
         ),
         LAYERS + Counter(LinearRewrite=1),
     ),
-    # Its queries have a temperature from position 32 on, beyond the first tokens that modules are compared on.
+    # Queries have a temperature from position 32 on, but modules are compared on fewer tokens.
     "ministral": (lambda: Ministral3ForCausalLM(Ministral3Config(**SHAPE, rope_parameters=LATE)), WITHOUT_ATTENTION),
-    # It cuts off elements of queries and keys that are larger than any of these.
+    # It clips elements of queries and keys, but none of them is as large as the limit.
     "olmo": (
         lambda: OlmoForCausalLM(OlmoConfig(**SHAPE, clip_qkv=1000.0)),
         WITHOUT_ATTENTION - Counter(NormRewrite=5),
     ),
-    # Its activation is an approximated GELU, and its norms count from 1. Its embedding is scaled, so that it and the
-    # head that shares its weights are not replaced.
+    # Its activation is an approximate GELU, and its norms multiply by 1 + weight. Its embedding is scaled, so the
+    # embedding and the head that shares its weights are not replaced.
     "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**TIED)), LAYERS),
-    # Its activation is GELU itself, so that its layers stay, and the three products of each are packed by themselves.
+    # Its activation is the exact GELU, so its layers stay, and the three products of each layer are packed separately.
     "llama, exact gelu": (
         lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")),
         Counter(AttentionRewrite=2, LinearRewrite=7, NormRewrite=5),
     ),
-    # It asks its embedding's weight for its device before it looks anything up.
+    # It reads the device of its embedding's weight before any lookup.
     "llama4, tied": (
         lambda: Llama4ForCausalLM(Llama4TextConfig(**TIED, num_local_experts=2, intermediate_size_mlp=96)),
         Counter(TiedHead=1, NormRewrite=5, LinearRewrite=12),
     ),
-    # Its layers are made of `Conv1D`, which nothing knows.
+    # Its layers use `Conv1D`, which no rewrite supports.
     "gpt2": (
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)),
         Counter(TiedHead=1),
@@ -133,12 +133,12 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
 
 @pytest.fixture(autouse=True)
 def needs_the_kernels() -> None:
-    """Skips where they can neither be found nor made."""
+    """Skips the test if the CPU kernels can neither be found nor compiled."""
     implementation("cpu", torch.device("cpu"))
 
 
 def folder_of(family: str, tmp_path: Path) -> Path:
-    """Returns a checkpoint whose norms and biases are not the initial ones and zeros."""
+    """Writes a checkpoint with random norms and biases instead of the initial ones and zeros."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = FAMILIES[family][0]()
@@ -151,7 +151,7 @@ def folder_of(family: str, tmp_path: Path) -> Path:
 
 
 def load_counted(folder: Path, **options: str) -> tuple[PagedModel, Counter[str]]:
-    """Loads a model, and returns the number of its rewrites."""
+    """Loads a model, and returns it with the number of each rewrite."""
     found: list[Counter[str]] = []
 
     def count(*arguments: Any) -> Rewritten:
@@ -166,7 +166,7 @@ def load_counted(folder: Path, **options: str) -> tuple[PagedModel, Counter[str]
 
 
 def logits_of(model: PagedModel) -> torch.Tensor:
-    """Returns the logits of a chunk, and of a prompt beside a decoding sequence."""
+    """Returns the logits of a chunk, and of a prompt in one pass with a decoding sequence."""
     groups = model.cache_spec.groups
     cache = KVCache(model.cache_spec, 16 * len(groups))
     tables, others = ([range(start, start + 4) for start in range(first, 16 * len(groups), 16)] for first in (0, 8))
@@ -179,7 +179,7 @@ def logits_of(model: PagedModel) -> torch.Tensor:
 
 
 def load_untouched(folder: Path, **options: str) -> PagedModel:
-    """Loads the model as it is without the kernels."""
+    """Loads the model without the kernels."""
     with mock.patch.object(loading, "backend_for", return_value=TorchPagedAttention()):
         return load_model(folder, **options)
 
@@ -189,7 +189,7 @@ def test_every_family_is_rewritten_as_far_as_it_fits_and_keeps_its_logits(family
     folder = folder_of(family, tmp_path)
     model, counts = load_counted(folder)
     assert counts == FAMILIES[family][1]
-    # Both sides round in every layer, in another order.
+    # Both sides round in every layer, in different orders.
     torch.testing.assert_close(logits_of(model), logits_of(load_untouched(folder)), rtol=1e-4, atol=1e-4)
 
 
@@ -223,7 +223,7 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(dtype: str, fami
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_some_tokens_are_the_bits_of_those_among_all(dtype: str, tmp_path: Path) -> None:
-    """The last layer leaves out the others, after its attention."""
+    """After its attention, the last layer computes only the tokens whose logits are needed."""
     model = load_model(folder_of("llama, biases", tmp_path), dtype=dtype)
     cache = KVCache(model.cache_spec, 12)
     last, none, each = (
@@ -272,7 +272,7 @@ def test_several_threads_give_the_bits_of_one(tmp_path: Path) -> None:
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:
-    """Returns the bytes of all storages that can be reached from the modules."""
+    """Returns the bytes of all storages that are reachable from a module."""
     found: dict[int, int] = {}
 
     def add(value: object) -> None:
@@ -302,7 +302,7 @@ def test_no_weight_is_there_twice(family: str, tmp_path: Path) -> None:
     gc.collect()
     assert replaced
     assert not [weight for weight in replaced if weight() is not None]
-    panels = 1.25  # of 64 columns: the largest part of a tiny model's weight that is padding
+    panels = 1.25  # panels have 64 columns, so up to a quarter of a tiny model's weight is padding
     assert tensor_bytes(model.module) < panels * tensor_bytes(load_untouched(folder).module)
 
 

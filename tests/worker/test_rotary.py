@@ -1,4 +1,4 @@
-"""Rotary frequencies by the length of the request: long and short ones in a batch, against `generate` of each alone."""
+"""Rotary frequencies that depend on a request's length: mixed batches give the text of `generate` for each alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
 }
-# Around the edge, and far from it; 40 more tokens take those from 32 on across it.
+# Lengths around the limit and far from it. With 40 more tokens, prompts from 32 tokens on cross it.
 LENGTHS = [1, 17, 32, 48, 63, 64, 65, 66, 80, 130, 200]
 MORE = 40
 
@@ -90,9 +90,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def text_alone(folder: Path, tokens: list[int]) -> tuple[int, ...]:
-    """Returns the text of a fresh model: a longer request would leave its frequencies behind."""
+    """Returns the text of a fresh model, because a longer earlier request would leave its frequencies behind."""
     with torch.no_grad():
-        reference_model(folder)(torch.tensor([[1]]))  # sets them back
+        reference_model(folder)(torch.tensor([[1]]))  # resets the frequencies
     return reference_text(folder, tuple(tokens), MORE)
 
 
@@ -134,8 +134,8 @@ async def test_preempted_requests_are_rotated_as_before(folders: dict[str, Path]
     assert [output.tokens[0] for output in outputs] == [text_alone(folder, tokens) for tokens in prompts]
 
 
-# Tokens found in the cache by prompts of 64, 64, 100, 100 and 150 tokens that begin alike, one after the other. Beyond
-# 64 tokens the first two have begun again, of some models; of others each length is alone.
+# Tokens found in the cache by consecutive prompts of 64, 64, 100, 100 and 150 tokens with a common beginning. With some
+# models, the first two requests recompute their keys beyond 64 tokens; with others, each length has keys of its own.
 @pytest.mark.parametrize(
     ("name", "hits"),
     [
@@ -156,11 +156,11 @@ async def test_a_prompt_finds_only_keys_that_are_rotated_as_its_own(
             assert output.request.usage.cached_token_count == hit, f"prompt of {length}"
 
 
-# -- each correction is missed -----------------------------------------------------------------------------------------
+# -- without each correction, texts differ -----------------------------------------------------------------------------
 
 
 async def texts_of(folder: Path) -> list[tuple[int, ...]]:
-    """Returns the texts of short and long requests that begin alike; some are sent twice."""
+    """Returns the texts of short and long requests with a common beginning; some are sent twice."""
     tokens = prompt(90, seed=3)
     async with running(folder) as harness:
         outputs = await asyncio.gather(
@@ -172,12 +172,12 @@ async def texts_of(folder: Path) -> list[tuple[int, ...]]:
 
 
 def batch_lengths(patch: pytest.MonkeyPatch) -> None:
-    """Frequencies of the longest request of a batch."""
+    """Makes all requests of a batch use the frequencies of the longest."""
     patch.setattr(TokenLengths, "of_pass", property(lambda _: None, lambda *_: None), raising=False)
 
 
 def only_positions(patch: pytest.MonkeyPatch) -> None:
-    """Makes lengths that forget the request's first length: chunks of a long prompt are rotated as a short one's."""
+    """Makes chunks forget the prompt's length, so that chunks of a long prompt are rotated like a short prompt."""
     batch = build_batch
 
     def forgetful(chunks: Sequence[Chunk], **options: Any) -> ForwardBatch:
@@ -187,12 +187,12 @@ def only_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_root(patch: pytest.MonkeyPatch) -> None:
-    """Digests that do not tell long requests from short ones."""
+    """Makes long and short requests share digests."""
     patch.setattr(Rotation, "key_of", lambda *_: b"")
 
 
 def no_new_beginning(patch: pytest.MonkeyPatch) -> None:
-    """Makes requests continue with their old keys."""
+    """Makes requests that outgrow their frequencies continue with their old keys."""
     patch.setattr(Rotation, "is_outgrown", lambda *_: False)
 
 

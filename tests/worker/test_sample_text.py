@@ -1,4 +1,4 @@
-"""Stop texts: wherever the text is cut into tokens, nothing of one is handed out, and nothing else is held back."""
+"""Stop texts, for every split of a text into tokens: no part of a stop text is sent, and nothing else is held back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from quire_worker.model.tokenizer import Tokenizer
 
 
 def first_stop(text: str, stops: list[str]) -> str | None:
-    """The text before the stop text that is complete first, of several such the longest; character by character."""
+    """Returns the text before the stop text that completes first, checked character by character.
+
+    If several complete at once, the longest counts.
+    """
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -21,7 +24,7 @@ def first_stop(text: str, stops: list[str]) -> str | None:
 
 
 def splits(text: str) -> list[list[str]]:
-    """Every way to cut a text into pieces."""
+    """Returns every way to cut a text into pieces."""
     cuts = itertools.product((False, True), repeat=len(text) - 1)
     found = []
     for cut in cuts:
@@ -35,7 +38,7 @@ def splits(text: str) -> list[list[str]]:
 
 
 def streamed(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    """Returns the streamed pieces; none may be more than the text up to the first stop text."""
+    """Streams the pieces, and returns the text and whether a stop text was found."""
     finder, out = StopTexts(stops), ""
     for piece in pieces:
         ready, is_found = finder.push(piece)

@@ -1,4 +1,4 @@
-"""Sampling, against the logits warpers of transformers."""
+"""Sampling, compared with the logits warpers of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Biases, penalties, masks and ends that come too early, against the logits processors of transformers."""
+"""Biases, penalties, masks and minimum lengths, compared with the logits processors of transformers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_batch_of_edits_is_what_transformers_gives_row_by_row_as_the_text_grow
 
 
 def test_presence_and_frequency_follow_the_published_formula() -> None:
-    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, of the text alone; transformers has neither."""
+    """The formula is mu[j] - c[j] * frequency - (c[j] > 0) * presence, without the prompt; transformers has neither."""
     params = SamplingParams(presence_penalty=0.7, frequency_penalty=-0.4)
     prompt, output = tokens_of(30, seed=1), tokens_of(50, seed=2)
     sampler, logits = sampler_of(params, prompt), logits_of(1, seed=3)

@@ -1,4 +1,4 @@
-"""Requests and results of a caller, from the client through the wire and the engine and back."""
+"""A caller's options and results, from the client over gRPC to the engine and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_logprobs_of_text_and_prompt_come_with_their_tokens(client: Client) -> N
     generation = client.generate(TEXT, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     (sample,) = generation.samples
     assert [each.token_id for each in sample.logprobs] == list(sample.token_ids)
-    for each in sample.logprobs:  # greedy: the likeliest is the one that was chosen
+    for each in sample.logprobs:  # greedy: the chosen token is the likeliest
         assert each.top[0] == (each.token_id, each.logprob)
         assert len(each.top) == 2
     assert len(generation.prompt_logprobs) == generation.usage.prompt_token_count - 1
@@ -53,7 +53,8 @@ def test_the_best_samples_keep_to_a_choice(client: Client) -> None:
 def test_the_same_parameters_are_the_same_again_and_wrong_ones_wrong_again() -> None:
     for _ in range(2):
         assert sampling_of(pb.SamplingParams(max_tokens=7, temperature=1.5), 300) == SamplingParams(7, 1.5)
-        for vocabulary, biases in ((300, {299: 1.0}), (299, None)):  # an option may be right for one model only
+        # The option is valid only for a model with this vocabulary.
+        for vocabulary, biases in ((300, {299: 1.0}), (299, None)):
             message = pb.SamplingParams(logit_bias_token_ids=[299], logit_bias=[1.0])
             if biases is None:
                 with pytest.raises(QuireError, match="vocabulary"):
@@ -80,7 +81,7 @@ def test_beams_come_best_first_with_their_scores(client: Client) -> None:
     assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
     assert len({sample.token_ids for sample in found.samples}) == 3
     assert client.generate(TEXT, max_tokens=8).samples[0].score is None
-    # A sum of logprobs without a penalty is the likelihood of the tokens, one after the other.
+    # Without a length penalty, the score is the sum of the tokens' logprobs.
     plain = client.generate(TEXT, length_penalty=0.0, **options).samples[0]  # type: ignore[arg-type]
     with client.prefill(TEXT) as root:
         (told,) = root.score([plain.token_ids])

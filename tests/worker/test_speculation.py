@@ -1,5 +1,4 @@
-"""Drafts by prompt lookup: the drafted tokens, and that texts are the same with and without, and those of
-transformers."""
+"""Drafts by prompt lookup: the drafted tokens are right, and drafts never change a text."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def followed_naively(tokens: Sequence[int], ngram_min: int, ngram_max: int, count: int) -> list[int]:
-    """vLLM's rule: the longest n-gram that the text ends with and that is there before, at its first place."""
+    """Drafts by vLLM's rule: what followed the first occurrence of the longest n-gram that the text ends with."""
     for size in range(min(ngram_max, len(tokens) - 1), ngram_min - 1, -1):
         for start in range(len(tokens) - size):
             if list(tokens[start : start + size]) == list(tokens[-size:]):

@@ -1,4 +1,4 @@
-"""Single tokens, for tokenizers that write bytes and spaces in different ways."""
+"""The spelling of single tokens, for tokenizers that write bytes and spaces in different ways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = ("The for statement", "naïve \N{SNOWMAN} \N{GRINNING FACE}", "  two spa
 
 
 def byte_fallback_tokenizer() -> Backend:
-    """A tokenizer as SentencePiece makes them: spaces as lower blocks, unknown characters as bytes."""
+    """Builds a tokenizer like SentencePiece's: spaces are U+2581, and unknown characters are bytes."""
     backend = Backend(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # type: ignore[assignment]
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -1,4 +1,4 @@
-"""Branches of models with recurrent states: these are shared, copied and given back, and never step back."""
+"""Branches of models with recurrent states: states are shared, copied and given back, but never step back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.worker.engine_harness import prompt, reference_text, running
 from tests.worker.state_models import write_with_states
 from tests.worker.test_states import spare_pool_of
 
-FAMILIES = ["Bamba", "Qwen3Next"]  # of one size of states, and of two
+FAMILIES = ["Bamba", "Qwen3Next"]  # one has states of one size, the other of two sizes
 
 
 @pytest.fixture(scope="module")

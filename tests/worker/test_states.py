@@ -1,4 +1,4 @@
-"""Models with recurrent states through the engine, token by token against transformers' own `generate`."""
+"""Models with recurrent states through the engine, compared token by token with transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.worker.engine_harness import paged_model, prompt, reference_model, re
 from tests.worker.state_models import FURTHER, STATE_FAMILIES, write_with_states
 from tests.worker.test_families import LENGTHS, pool_of
 
-MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # mixers with kernels on a CPU
+MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # their mixers have CPU kernels
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers
 
 
 def spare_pool_of(folder: Path, table_length: int) -> int:
-    """Blocks of a pool that has two sequences' states, and so many for each group of attention."""
+    """Returns the size of a pool with states for two sequences and `table_length` blocks per attention group."""
     groups = paged_model(folder).cache_spec.groups
     states = sum(group.kind is GroupKind.STATE for group in groups)
     return 2 * states + table_length * (len(groups) - states)
@@ -63,7 +63,7 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
 ) -> None:
     folder = folders[family]
     prompts = [prompt(18 + i, seed=i) for i in range(3)]
-    blocks = spare_pool_of(folder, 7)  # two are admitted with two blocks each, and grow to five
+    blocks = spare_pool_of(folder, 7)  # two requests are admitted with two blocks each, and both grow to five
     async with running(folder, blocks=blocks) as harness:
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
@@ -89,7 +89,8 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
             await asyncio.sleep(0)
         await harness.replace_allocator()
         output = await task
-        again = await harness.generate(tokens, max_tokens=60, ignore_eos=True)  # from the report
+        # Hits the blocks that the engine reported to the new allocator.
+        again = await harness.generate(tokens, max_tokens=60, ignore_eos=True)
         assert await harness.free_block_count() == blocks
     expected = reference_text(folders[family], tuple(tokens), 60)
     for each in (output, again):
@@ -124,7 +125,7 @@ async def test_prompts_with_a_shared_prefix_begin_from_a_checkpoint_in_it(folder
     prompts = [shared + prompt(30, seed=seed) for seed in (2, 3, 4)]
     async with running(folder, blocks=pool_of(folder, 64)) as harness:
         outputs = [await harness.generate(tokens, max_tokens=20) for tokens in prompts]
-    # At 64 the first one has its early end.
+    # The first prompt has its early end at 64.
     assert [output.request.usage.cached_token_count for output in outputs] == [0, 64, 64]
     for tokens, output in zip(prompts, outputs, strict=True):
         assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
@@ -157,8 +158,10 @@ async def test_a_pass_that_fails_midway_leaves_states_as_they_were(folders: dict
 
 
 def difference(folder: Path, dtype: str = "float32") -> float:
-    """Returns how far the logits after two chunks of a prompt, among others and in pages of NaN, are from transformers'
-    in float32."""
+    """Returns the distance of logits from transformers' in float32.
+
+    A prompt is computed in chunks, beside another sequence, in pages that held NaN.
+    """
     model, tokens = load_model(folder, dtype=dtype), prompt(70, seed=7)
     with torch.inference_mode():
         expected = reference_model(folder)(torch.tensor([tokens])).logits[0, -1]
@@ -168,7 +171,7 @@ def difference(folder: Path, dtype: str = "float32") -> float:
         buffer.fill_(NAN_BYTE)
     tables = [[range(first + 10 * group, first + 10 * group + 5) for group in range(len(groups))] for first in (0, 5)]
     for start, stop in ((0, 41), (41, 69), (69, 70)):
-        chunks = [  # the other one is gone through at the same time
+        chunks = [  # another sequence shares the passes
             Chunk(tokens[start:stop][::-1], start, tables[1], needs_logits=False),
             Chunk(tokens[start:stop], start, tables[0], needs_logits=True, begun_with=len(tokens)),
         ]
@@ -220,7 +223,7 @@ async def test_decays_that_a_checkpoint_holds_rounded_are_computed_anew(tmp_path
     folder = write_with_states("MiniMax", tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     tokens = prompt(40, seed=40)
-    async with running(folder, blocks=pool_of(folder, 16)) as harness:  # computed in float32
+    async with running(folder, blocks=pool_of(folder, 16)) as harness:  # this model computes in float32
         output = await harness.generate(tokens, max_tokens=20)
     assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
 
@@ -241,11 +244,11 @@ def test_in_bfloat16_logits_are_about_as_near_as_those_of_transformers(folders: 
 def test_what_rounding_alone_does_to_a_model_in_bfloat16_is_no_reason_to_refuse_it(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its experts are chosen otherwise after a last bit."""
+    """A difference in the last bit can make MiniMax choose other experts."""
     assert load_model(folders["MiniMax"], dtype="bfloat16").cache_spec.dtype == torch.bfloat16
     monkeypatch.setattr(SegmentView, "get_linear_cache", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="through pages its logits differ from its own"):
-        load_model(folders["MiniMax"], dtype="bfloat16")  # which is found in float32
+        load_model(folders["MiniMax"], dtype="bfloat16")  # a comparison in float32 finds the fault
     monkeypatch.setattr(loading, "available_bytes", lambda: 1_000)
     with pytest.raises(UnsupportedModelError, match=r"moves .* by 0\.\d+ of .*, which takes 1\.6 MiB, and 1,000 bytes"):
         load_model(folders["MiniMax"], dtype="bfloat16")
@@ -256,7 +259,7 @@ def test_layers_of_minimax_that_attend_may_have_a_window(tmp_path: Path) -> None
 
 
 def test_a_layer_of_the_cache_gives_the_states_that_it_is_asked_for() -> None:
-    """Transformers before 5.21 asks this way."""
+    """Transformers before 5.21 passes `state_idx`."""
     view = SegmentView(cast("Any", None), Segment(slice(0, 2), torch.tensor([0]), is_begun=False))
     inputs, state = torch.ones(1, 4, 2), torch.ones(1, 5)
     view.update_conv_state(inputs, 3, state_idx=1)

@@ -1,4 +1,4 @@
-"""Texts under a structure: always of the requested form, whatever the model's logits."""
+"""Texts under a structure always have the requested form, whatever the model's logits are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.worker.random_schemas import random_schema
 DEMO = Path("models/demo")
 VOCABULARY, EOS = 2048, 0
 SCHEMA_COUNT = int(os.environ.get("QUIRE_SCHEMA_COUNT", "300"))
-ROWS = 100  # of a batch
+ROWS = 100  # rows per batch
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def schema_of(value: Any) -> Structure:
 
 
 def random_texts(grammars: Grammars, tokenizer: Tokenizer, structures: list[Structure], *, seed: int) -> list[str]:
-    """A text of each, of tokens that a model with random weights draws; all in one batch."""
+    """Returns one text per structure, drawn from random logits, all in one batch."""
     params = SamplingParams(temperature=1.0, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     samplers = [

@@ -1,4 +1,4 @@
-"""Pages of preempted samples in host memory: the same text, all kinds of groups and dtypes, and when it is done."""
+"""Pages of preempted samples in host memory: texts stay the same, for all kinds of groups and dtypes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
-# -- decisions and tokens, without a model -----------------------------------------------------------------------------
+# -- without a model: decisions and tokens -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
@@ -69,7 +69,7 @@ def test_who_was_swapped_reads_back_its_own_tokens_and_computes_them_once(
 
 
 def sample_of(token_count: int) -> Sample:
-    """A sample that runs, with all but its last token computed."""
+    """Returns a running sample with all tokens computed but the last."""
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=256)
     request: Request = worker.submit(lasting_prompts(1, output_tokens=40)[0][:token_count], max_tokens=40)
     worker.turn()
@@ -78,12 +78,13 @@ def sample_of(token_count: int) -> Sample:
 
 def test_swapping_is_tried_once_and_then_done_where_it_is_cheaper() -> None:
     pace = Pace()
-    pace.observe(100, 1.0)  # 10 ms a token
+    pace.observe(100, 1.0)  # 10 ms per token
     swap = SwapSpace(16, pace)
     sample = sample_of(20)  # five blocks
     assert swap.swap_out(sample, 0, 4) is not None, "nobody knows what it costs"
     swap.release(sample)
-    swap.cost.block_count, swap.cost.seconds = 10, 0.1  # 10 ms a block: 100 ms both ways, instead of 200
+    # 10 ms per block: 100 ms for both ways, where computing takes 200 ms.
+    swap.cost.block_count, swap.cost.seconds = 10, 0.1
     assert swap.swap_out(sample, 0, 4) is not None
     swap.release(sample)
     swap.cost.seconds = 0.3
@@ -105,14 +106,14 @@ def test_what_does_not_fit_the_budget_is_computed_again() -> None:
     assert swap.free_count == 4
 
 
-# -- pages, and models -------------------------------------------------------------------------------------------------
+# -- with pages and models ---------------------------------------------------------------------------------------------
 
 
 def test_pages_of_all_buffers_come_back_byte_by_byte(folder: Path) -> None:
     cache = KVCache(load_model(folder, block_size=BLOCK_SIZE).cache_spec, 12)
     for number, buffer in enumerate(cache.buffers):
         buffer.random_(generator=None)
-        buffer[3] = 0xFF - number  # NaN and other bytes alike
+        buffer[3] = 0xFF - number  # bytes that are NaN in some dtypes
     before = [buffer.clone() for buffer in cache.buffers]
     host = HostPages(cache, 5)
     host.copy_out([3, 7, 1], [4, 0, 2])
@@ -129,7 +130,7 @@ def test_pages_of_all_buffers_come_back_byte_by_byte(folder: Path) -> None:
 async def texts_of(
     folder: Path, model: PagedModel, *, blocks: int, swap_slots: int, tokens: int
 ) -> tuple[list[tuple[int, ...]], int]:
-    """The texts of eight requests, and how many were swapped on their way."""
+    """Returns the texts of eight requests, and how many samples were swapped meanwhile."""
     async with running(folder, model=model, blocks=blocks, swap_slots=swap_slots) as harness:
         outputs = await asyncio.gather(
             *(harness.generate(prompt(40, seed=i), max_tokens=tokens, ignore_eos=True) for i in range(8))
@@ -158,7 +159,7 @@ async def test_windows_and_fp8_pages_are_swapped_to_the_same_text(tmp_path: Path
     model = load_model(folder, block_size=BLOCK_SIZE, kv_cache_dtype=dtype)
     roomy, swap_count = await texts_of(folder, model, blocks=512, swap_slots=0, tokens=56)
     assert swap_count == 0
-    for blocks in (12,) if family == "llama" else (32, 40, 48):  # one sequence of gemma3 takes at most 22
+    for blocks in (12,) if family == "llama" else (32, 40, 48):  # one sequence of gemma3 takes at most 22 blocks
         tight, count = await texts_of(folder, model, blocks=blocks, swap_slots=320, tokens=56)
         assert tight == roomy
         swap_count += count

@@ -1,4 +1,4 @@
-"""A worker's metrics for Prometheus, in the format that Prometheus asks for first."""
+"""A worker's metrics, in the format that Prometheus requests first."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ async def test_the_metrics_are_valid_openmetrics_under_the_names_that_are_docume
         registry = CollectorRegistry()
         registry.register(WorkerCollector(harness.engine))
         page = generate_latest(registry).decode()
-    families = list(text_string_to_metric_families(page))  # strict: refuses names that clash
+    families = list(text_string_to_metric_families(page))  # this parser refuses names that clash
     assert {f"{family.name}_total" if family.type == "counter" else family.name for family in families} == METRIC_NAMES
-    assert not [family.name for family in families if family.name.endswith("_total")]  # of counters alone
+    # Only counters end in _total, and the parser strips it.
+    assert not [family.name for family in families if family.name.endswith("_total")]
     samples = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
     assert samples["quire_worker_blocks",] == 8
     assert samples["quire_worker_samples", "running"] == samples["quire_worker_samples", "waiting"] == 0
@@ -34,7 +35,7 @@ async def test_the_metrics_are_valid_openmetrics_under_the_names_that_are_docume
 async def test_histograms_count_each_request_token_and_pass_and_what_preemption_costs_is_what_was_computed_twice() -> (
     None
 ):
-    async with running(DEMO, blocks=12) as harness:  # two of 40 + 56 tokens take six blocks each
+    async with running(DEMO, blocks=12) as harness:  # fits two requests: 40 + 56 tokens take six blocks
         scheduler, numbers = harness.engine.scheduler, harness.engine.telemetry
         advance, passes = scheduler.advance, list[list[Work]]()
 
@@ -47,7 +48,7 @@ async def test_histograms_count_each_request_token_and_pass_and_what_preemption_
         outputs = await asyncio.gather(*(harness.generate(each, max_tokens=56, ignore_eos=True) for each in prompts))
         for output in outputs:
             harness.engine.cancel(output.request)
-            harness.engine.cancel(output.request)  # ends it once
+            harness.engine.cancel(output.request)  # the second call has no effect
     computed = [(item.sample.age, place) for work in passes for item in work for place in range(item.start, item.end)]
     assert scheduler.roster.preemption_count > 0
     assert scheduler.roster.recomputed_token_count == len(computed) - len(set(computed)) > 0

@@ -1,4 +1,4 @@
-"""The text of an answer is the text of prompt and answer minus the prompt's: streamed, whole, and in bytes."""
+"""An answer's text is the text of prompt and answer without the prompt's: streamed, whole, and in bytes."""
 
 from __future__ import annotations
 

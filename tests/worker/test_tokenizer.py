@@ -92,7 +92,7 @@ def test_the_tiny_tokenizer_has_the_vocabulary_of_the_tiny_models(tmp_path: Path
 
 
 def sentencepiece_like(folder: Path) -> Tokenizer:
-    """Spaces as U+2581, bytes as <0x..>, and a leading space that is dropped: as in Llama 2 and Gemma."""
+    """Builds a tokenizer like Llama 2's and Gemma's: spaces are U+2581, bytes <0x..>, a leading space is dropped."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))

@@ -1,6 +1,6 @@
-"""The CPU's path alone: tiles and gathering, longer shapes that need them, and float64.
+"""The plain torch path for CPUs: tiles and gathering, longer shapes that need them, and float64.
 
-Cases that hold for every implementation are in `test_attention.py`.
+`test_attention.py` has the cases that hold for every implementation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.worker.attention_batches import Scene, decoding
 
 
 def assert_equals_reference(scene: Scene, **options: Any) -> None:
-    """In both ways to decode."""
+    """Compares with the reference in both ways to decode."""
     for is_gathered in (False, True):
         with decoding(is_gathered=is_gathered):
             attention_batches.assert_equals_reference(scene, TorchPagedAttention(), **options)
@@ -44,14 +44,15 @@ def test_random_mixed_batches_equal_the_reference(seed: int) -> None:
 
 
 def units_of(scene: Scene, **options: Any) -> list[list[int]]:
-    """The tokens of each unit of a plan."""
+    """Returns the tokens of each unit of a scene's plan."""
     plan = TorchPagedAttention().plan(scene.batch, scene.spec)
     return [torch.arange(scene.query.shape[0])[unit.tokens].tolist() for unit in plan.work(**options).units]
 
 
 def test_decoding_sequences_of_very_different_length_are_grouped_without_mixing() -> None:
     lengths = [(length, 1) for length in (700, 3, 699, 350, 0, 1, 340, 12)]
-    scene = Scene(lengths, head_dim=256, dtype=torch.bfloat16)  # 2 KiB a token: a call costs 64 padded tokens
+    # 2 KiB per token: a call costs as much as 64 padded tokens.
+    scene = Scene(lengths, head_dim=256, dtype=torch.bfloat16)
     assert units_of(scene) == [[0, 2], [3, 6], [7, 1, 5, 4]]
     assert_equals_reference(scene)
 
@@ -71,8 +72,8 @@ def test_more_keys_than_one_gather_holds_are_taken_in_several() -> None:
     assert_equals_reference(scene)
 
 
-LARGE: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_dim": 128}  # a tile has the fewest of their keys
-LONGEST = TILE_BYTES_MAX // (4 * 2 * 32)  # tile of a `Scene` that says nothing else
+LARGE: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_dim": 128}  # so large that tiles have the minimum of keys
+LONGEST = TILE_BYTES_MAX // (4 * 2 * 32)  # keys per tile with the default shape of `Scene`
 
 
 @pytest.mark.parametrize("count", [TILE_TOKENS_MIN - 1, TILE_TOKENS_MIN, TILE_TOKENS_MIN + 1, 3 * TILE_TOKENS_MIN + 5])
@@ -84,7 +85,7 @@ def test_decoding_over_several_tiles_equals_the_reference(count: int, options: d
 
 
 def tiles_of(lengths: list[int], **shape: Any) -> tuple[int, list[int]]:
-    """Keys of a tile, and the sequence of each tile, where sequences of so many tokens decode."""
+    """Returns the keys per tile, and the sequence of each tile, for decode of sequences with these lengths."""
     scene = Scene([(length - 1, 1) for length in lengths], **shape)
     tiles = TorchPagedAttention().plan(scene.batch, scene.spec).work().tiles
     assert tiles is not None
@@ -127,7 +128,7 @@ def test_a_chunk_of_several_blocks_of_queries_equals_the_reference(before: int, 
 @pytest.mark.parametrize("heads", [2, 4, 6, 8])
 def test_decoding_in_bfloat16_equals_the_reference_with_any_ratio_of_heads(heads: int) -> None:
     shape: dict[str, Any] = {"heads": heads, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16}
-    cached = LONE_BYTES_MAX // (2 * 2 * 2 * 128)  # tokens with that many bytes of keys and values
+    cached = LONE_BYTES_MAX // (2 * 2 * 2 * 128)  # tokens whose keys and values have that many bytes
     for lengths in ([40, 33, 35], [cached - 1], [cached]):
         assert_equals_reference(Scene([(length, 1) for length in lengths], **shape), scale=128**-0.5)
 
@@ -177,7 +178,8 @@ def test_options_equal_the_reference_in_every_dtype(is_gathered: bool, dtype: to
     scene = Scene(LENGTHS, dtype=dtype, seed=3)
     for options in ({"window_left": 9}, {"soft_cap": 2.0}, {"sinks": scene.sinks}):
         expected = scene.reference(**options)
-        tolerance = max(CPU_TOLERANCE[dtype], CPU_TOLERANCE[torch.float32])  # soft cap and sinks are computed in it
+        # Soft cap and sinks are computed in float32.
+        tolerance = max(CPU_TOLERANCE[dtype], CPU_TOLERANCE[torch.float32])
         with decoding(is_gathered=is_gathered):
             output = scene.run(TorchPagedAttention(), **options).double()
         torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)

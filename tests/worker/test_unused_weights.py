@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that its architecture does not have: refused by name where the text is computed."""
+"""Tensors of a checkpoint that its architecture lacks are refused by name if they belong to the text model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why requests wait, as the scheduler says it."""
+"""The scheduler's reasons why requests wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.worker.pretended_worker import PretendedWorker, lasting_prompts, numb
 
 
 def busy_worker(*, block_count: int = 20, running_max: int = 8) -> tuple[PretendedWorker, Request]:
-    """A pool of blocks of 4 tokens, some of which one request holds for twenty turns."""
+    """Returns a worker with blocks of 4 tokens, and a request that holds some of them for twenty turns."""
     worker = PretendedWorker(block_count=block_count, block_size=4, batch_tokens=64, running_max=running_max)
     request = worker.submit(lasting_prompts(1, output_tokens=20)[0], max_tokens=20)
     worker.turn()
@@ -32,10 +32,10 @@ def test_a_request_that_fits_waits_for_the_next_pass_alone() -> None:
 def test_the_first_that_does_not_fit_is_short_of_as_many_blocks_as_are_missing() -> None:
     worker, running = busy_worker(block_count=20)
     request = worker.submit(numbers(60, seed=1), max_tokens=3)
-    worker.turn()  # the allocator says how many blocks are free
+    worker.turn()  # the allocator reports how many blocks are free
     wait = waits_of(worker.scheduler)[request]
     assert wait.reason is WaitReason.BLOCKS
-    # 15 of its own and one for each of both samples' next token, of what the running one does not hold.
+    # It needs 15 blocks, and one for the next token of each of both samples. The running request holds the others.
     assert wait.missing_block_count == 15 + 2 - (20 - running.block_count)
     while not running.is_done:
         worker.turn()
@@ -68,7 +68,7 @@ def test_the_same_prompt_waits_for_the_one_that_computes_it() -> None:
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=16)
     prompt = numbers(41)
     worker.submit(prompt, max_tokens=3)
-    worker.turn()  # its first chunk
+    worker.turn()  # computes its first chunk
     assert reason(worker, worker.submit(prompt, max_tokens=3)) is WaitReason.PASS_FULL
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=64)
     first, second = worker.submit(prompt, max_tokens=3), worker.submit(prompt, max_tokens=3)

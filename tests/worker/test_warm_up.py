@@ -1,4 +1,4 @@
-"""Warming up launches everything that serving launches, so that nothing is compiled in the middle of it."""
+"""Warming up launches every kernel that serving launches, so that serving compiles nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def launches(module: str, *arguments: str) -> dict[str, list[str]]:
-    """Returns the output of a module, run in a process in which Triton is not interpreted."""
+    """Runs a module in a process without Triton's interpreter, and returns its output."""
     command = [sys.executable, "-m", module, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -37,7 +37,7 @@ def launches(module: str, *arguments: str) -> dict[str, list[str]]:
 
 
 def launches_of(folder: Path, *arguments: str) -> dict[str, list[str]]:
-    """Returns the findings of `tests.worker.specialisations`."""
+    """Returns the launches that `tests.worker.specialisations` prints."""
     return launches("tests.worker.specialisations", str(folder), *arguments)
 
 

@@ -1,4 +1,4 @@
-"""Weights on their way into memory: refusals, log lines, and memory."""
+"""Loading of weights: refusals, log lines, and memory use."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_reading_tells_how_far_it_is(llama: Path, monkeypatch: pytest.MonkeyPatc
     assert [line["bytes"] for line in lines if line["event"] == "weights read"] == [sum(sizes)]
 
 
-# The output of a process of its own: its peak memory before and after loading, and the bytes of the weights.
+# A separate process prints its peak memory before and after loading, and the bytes of the weights.
 _MEASURE = """
 import sys, torch
 from pathlib import Path
@@ -222,8 +222,10 @@ print(before, peak())
 
 
 def test_loading_takes_no_more_memory_than_the_weights_and_an_mlp(tmp_path: Path, llama: Path) -> None:
-    """A gated MLP is packed for the kernels while the original is still there, and products have buffers of their own,
-    which do not grow with the model."""
+    """A gated MLP is packed for the kernels while the original still exists.
+
+    Matrix products need buffers, but these do not grow with the model.
+    """
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
@@ -236,7 +238,7 @@ def test_loading_takes_no_more_memory_than_the_weights_and_an_mlp(tmp_path: Path
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     before, after = map(int, output.stdout.splitlines()[-1].split())
     slack = mlp_bytes + (32 << 20)
-    assert byte_count > 3 * slack  # twice the weights would not pass
+    assert byte_count > 3 * slack  # so the test would notice twice the weights
     assert byte_count < after - before < byte_count + slack, (byte_count, after - before)
 
 

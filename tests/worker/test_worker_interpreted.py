@@ -1,4 +1,4 @@
-"""The whole worker on the Triton kernels: a process of its own, in which Triton interprets them, on CPU tensors."""
+"""The whole worker on the Triton kernels, in a separate process where Triton interprets them on CPU tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_prompt(length: int) -> list[int]:
 
 
 def drawn_reference(folder: Path, prompt: list[int]) -> tuple[int, ...]:
-    """The logits of transformers, drawn from in plain torch."""
+    """Returns a text that is drawn in plain torch from transformers' logits."""
     model, generator, tokens = reference_model(folder), new_generator(DRAWN.seed, 0), list(prompt)
     for _ in range(OUTPUT_TOKENS):
         with torch.inference_mode():
@@ -40,7 +40,7 @@ def drawn_reference(folder: Path, prompt: list[int]) -> tuple[int, ...]:
 
 
 def write_two_groups(folder: Path) -> Path:
-    """A window and full attention, with sinks."""
+    """Writes a model with a sliding window and full attention, with sinks."""
     layer_types = ["sliding_attention", "full_attention"]
     return write_tiny("gpt_oss", folder, num_hidden_layers=2, layer_types=layer_types)
 
@@ -51,14 +51,14 @@ def test_text_through_the_kernels_is_that_of_transformers(
 ) -> None:
     pytest.importorskip("triton")
     folder = write(tmp_path / "model")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # inherited by the worker alone: the allocator knows no Triton
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # only the worker uses it: the allocator does not import Triton
     prompts = [random_prompt(length) for length in (1, 16, 21, 40)]
     logs = tmp_path / "logs"
     logs.mkdir()
     arguments = ["--blocks", "64", "--max-batch-tokens", "24", "--log-format", "json"]
     stack = LocalStack(folder, worker_arguments=arguments, log_folder=logs)
     with stack, Client(stack.worker_address) as client:
-        # The longest prompt comes in two chunks; the second time its prefix is found, and two samples share it.
+        # The longest prompt takes two chunks. The second time its prefix is a hit, and two samples share it.
         outputs = [client.generate(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
         again = client.generate(prompts[3], max_tokens=OUTPUT_TOKENS, n=2)
         drawn = client.generate(

@@ -1,11 +1,11 @@
-"""Checkpoints of a few thousand random weights, for tests that need a model but no sense.
+"""Checkpoints of a few thousand random weights, for tests that need a model, but not sensible text.
 
     write_tiny_llama(tmp_path / "llama")        GQA 4:2, tied embeddings
     write_tiny_qwen3(tmp_path / "qwen3")        GQA 4:2, normalised queries and keys
-    write_tiny("gemma2", tmp_path / "gemma2")   and so on, every family of `FAMILIES`
+    write_tiny("gemma2", tmp_path / "gemma2")   and likewise for every family of `FAMILIES`
 
-The same arguments give the same bytes. Weights are drawn ten times wider than usual, so that logits are far apart and
-greedy text depends on every token before it.
+The same arguments give the same bytes. Random weights are ten times larger than usual, so that logits are far apart,
+and greedy text depends on every earlier token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_tiny_qwen3(folder: Path, *, seed: int = 0, heads: int = 4, kv_heads: i
 
 
 def write_tiny(family: str, folder: Path, **changes: Any) -> Path:
-    """Writes a model of one of `FAMILIES` with a tokenizer, `changes` being made to its configuration."""
+    """Writes a model of one of `FAMILIES` with a tokenizer; `changes` override its configuration."""
     model_class, config_class, own = FAMILIES[family]
     shape = tiny_shape() | own | changes
     return _write(folder, 0, lambda: model_class(config_class(**shape)))
@@ -105,8 +105,8 @@ _LATENT: dict[str, Any] = {
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-# Windows of 24 tokens end inside blocks of 16. A soft cap of 2, a temperature that changes every 8 tokens: effects too
-# weak for a checkpoint of this size are made strong.
+# Windows of 24 tokens end inside blocks of 16. Some effects would be too weak in a checkpoint of this size, so they are
+# made strong: a soft cap of 2, and a temperature that changes every 8 tokens.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
     "gemma2": (
@@ -167,7 +167,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def tiny_shape(heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> dict[str, Any]:
-    """Returns the names that configurations of most model types give their sizes."""
+    """Returns the sizes of a tiny model, under the names that most model types' configurations use."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 16 * heads,

@@ -1,14 +1,14 @@
 """Kernels for CPUs in C++, behind a plain C interface: attention over pages, linear layers, norms, rotary embedding.
 
-    build       compiles `csrc/`: once for each instruction set, into one shared library
-    library     finds the library or has it made, and loads it; says why where neither can be done
-    interface   the structures of `csrc/quire_cpu.h`, as ctypes has them
-    ops         norms, rotary embedding, linear layers and the greedy choice, called with tensors; attention and the
-                loop over layers are called by the worker, which has their pages
+    build       compiles `csrc/` once for each instruction set, into one shared library
+    library     finds the library or compiles it, and loads it; if that fails, reports the reason
+    interface   the structures of `csrc/quire_cpu.h` for ctypes
+    ops         norms, rotary embedding, linear layers and the greedy choice, called with tensors; the worker calls
+                attention and the loop over layers itself, because it owns their pages
 
-Nothing in the library knows torch: it gets pointers, sizes and strides, so one build serves every release. Loading the
-library picks the instruction set among AVX2, AVX-512, AVX-512 with bfloat16, and the compiler's baseline of the same
-source elsewhere (NEON on ARM).
+The library does not depend on torch: it gets pointers, sizes and strides, so one build serves every torch release.
+Loading the library picks the best instruction set: AVX2, AVX-512, or AVX-512 with bfloat16. Other CPUs run the
+compiler's baseline of the same source (NEON on ARM).
 """
 
 from importlib.metadata import version

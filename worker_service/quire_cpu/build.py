@@ -1,7 +1,7 @@
-"""Compiles `csrc/` to one shared library; an image's build runs this file with the folder to put it in.
+"""Compiles `csrc/` to one shared library; an image's build runs this file with the target folder as argument.
 
-`kernels.cpp` is compiled once for each instruction set of the architecture, the other files once. It takes about ten
-seconds of CPU and a C++17 compiler: `$CXX`, or the first of `c++`, `g++`, `clang++`.
+`kernels.cpp` is compiled once per instruction set of the architecture, the other files once. Compiling takes about ten
+seconds of CPU and needs a C++17 compiler: `$CXX`, or the first of `c++`, `g++`, `clang++`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
 COMPILE_S_MAX = 300.0
 _DIGEST_BYTES = 32
 
-# By architecture: the instruction sets beside "baseline", which is the compiler's default. Levels as x86-64-v3 are
-# spelled out: GCC before 11 and Clang before 12 know only what is in them.
+# Instruction sets per architecture, besides "baseline", the compiler's default. Levels such as x86-64-v3 are spelled
+# out, because GCC before 11 and Clang before 12 do not know the levels' names.
 _V3 = tuple(f"-m{name}" for name in ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt", "xsave"))
 _V4 = (*_V3, *(f"-mavx512{name}" for name in ("f", "bw", "cd", "dq", "vl")))
 INSTRUCTION_SETS = {"x86_64": {"avx2": _V3, "avx512": _V4, "avx512bf16": (*_V4, "-mavx512bf16")}}
 
 
 class BuildError(Exception):
-    """The library cannot be made here. The message has the missing part, or the compiler's output."""
+    """The library cannot be compiled here. The message names the missing part, or has the compiler's output."""
 
 
 def library_name() -> str:
-    """Returns the file name of the library that these sources and flags make on this architecture."""
+    """Returns the library's file name, which depends on the sources, the flags and the architecture."""
     state = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS, sysconfig.get_platform())).encode())
     for path in sorted(SOURCES.iterdir()):
         state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -57,10 +57,10 @@ def compiler() -> str:
 def build(folder: Path) -> Path:
     """Compiles the library into a folder and returns its path.
 
-    It appears there whole or not at all, and two processes may build it at once.
+    The file appears complete or not at all. Two processes may build it at the same time.
 
     Raises:
-        BuildError: there is no compiler, it fails, or the folder cannot be written.
+        BuildError: there is no compiler, the compiler fails, or the folder cannot be written.
     """
     program = compiler()
     target = folder / library_name()
@@ -74,7 +74,7 @@ def build(folder: Path) -> Path:
                 except BuildError:
                     if name == "baseline":
                         raise
-                    continue  # a compiler that is older than this set: without it
+                    continue  # this compiler does not know the instruction set: leave it out
                 known.append(f"-DQUIRE_HAS_{name}")
             objects.append(_compile(program, "dispatch.cpp", Path(made) / "dispatch.o", known))
             linked = Path(made) / target.name
@@ -87,15 +87,14 @@ def build(folder: Path) -> Path:
 
 
 def _seal(path: Path) -> None:
-    """Appends the digest of a library to its file, after the part that loaders read, and makes it writable by its owner
-    alone."""
+    """Appends a library's digest to its file, where loaders ignore it, and lets only the owner write the file."""
     with path.open("ab") as file:
         file.write(hashlib.sha256(path.read_bytes()).digest())
     path.chmod(0o755)
 
 
 def is_whole(path: Path) -> bool:
-    """Returns whether a library is as `build` has written it. One that was cut off would end the process."""
+    """Returns whether a library is intact since `build` wrote it. Loading a truncated one would crash the process."""
     data = path.read_bytes()
     return hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
 

@@ -9,7 +9,7 @@ import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2}  # activations of gated layers
-PANEL = 64  # columns of a panel of a packed weight
+PANEL = 64  # columns per panel of a packed weight
 
 
 class Attend(ctypes.Structure):

@@ -1,11 +1,11 @@
-"""The shared library: found beside this file, found in a cache, or made; loaded once for a process.
+"""The shared library of CPU kernels, loaded once per process. These places are tried in order:
 
-    beside this file    what an image has, whose build ran `build.py`
-    in the cache        what an earlier process made, in `$QUIRE_CACHE`, or `quire` in `$XDG_CACHE_HOME` or `~/.cache`
-    made                where there is a C++ compiler, into the cache
+    beside this file    images have the library there: their build ran `build.py`
+    in the cache        an earlier process compiled it: `$QUIRE_CACHE`, or `quire` in `$XDG_CACHE_HOME` or `~/.cache`
+    compiled now        if there is a C++ compiler; the result goes into the cache
 
-A library is known by the hash of sources and flags in its name, so that one of other sources is never loaded.
-`QUIRE_CPU=0` in the environment does without.
+The file's name contains a hash of sources and flags, so a library of other sources is never loaded.
+`QUIRE_CPU=0` in the environment turns the library off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire_cpu.build import BuildError, build, is_whole, library_name
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Library:
-    """The loaded kernels. Calls block, and may run on as many threads as torch's own do."""
+    """The loaded kernels. Calls block, and run on as many threads as torch's operations."""
 
     path: Path
     functions: ctypes.CDLL
@@ -34,41 +34,41 @@ class Library:
 
     @property
     def instruction_sets(self) -> list[str]:
-        """Returns those that this CPU has, best first."""
+        """Returns the instruction sets that this CPU has, best first."""
         names: bytes = self.functions.quire_instruction_sets()
         return names.decode().split(",")
 
     def use(self, instruction_set: str) -> None:
-        """Runs another set of kernels than the best one, for tests and benchmarks.
+        """Selects the kernels of one instruction set instead of the best, for tests and benchmarks.
 
         Raises:
-            ValueError: this CPU has it not.
+            ValueError: this CPU does not have the instruction set.
         """
         if self.functions.quire_use(instruction_set.encode()):
             known = ", ".join(self.instruction_sets)
             raise ValueError(f"no kernels for {instruction_set!r} run on this CPU; there are {known}")
 
     def follow_torch_threads(self) -> None:
-        """Takes as many threads as `torch.get_num_threads()` says, of torch's own pool."""
+        """Uses `torch.get_num_threads()` threads of torch's own pool from now on."""
         self.functions.quire_threads(self.omp_parallel, torch.get_num_threads() if self.omp_parallel else 1)
 
 
 class Missing(NamedTuple):
-    """Why there is no library."""
+    """The reason why there is no library."""
 
     reason: str
 
 
 @functools.cache
 def load() -> Library | Missing:
-    """Returns the library of this process; compiles it where it has to, for some ten seconds."""
+    """Returns the library of this process. Compiles it if needed, which takes about ten seconds."""
     if os.environ.get("QUIRE_CPU") == "0":
         return Missing("QUIRE_CPU=0 switches them off")
     try:
         path = _find()
     except BuildError as error:
         return Missing(str(error))
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         return Missing(f"{error}: set QUIRE_CACHE to a folder of your own that can be written")
     try:
         functions = ctypes.CDLL(str(path))
@@ -93,11 +93,11 @@ def _find() -> Path:
     made = folder / name
     if made.is_file() and not made.is_symlink() and not _others_may_write(made) and is_whole(made):
         return made
-    return build(folder)  # in the place of one that was cut off, or that others may have written
+    return build(folder)  # replaces a truncated library, or one that other users could have written
 
 
 def cache_folder() -> Path:
-    """Returns where libraries are kept that were made on this machine."""
+    """Returns the folder of libraries that were compiled on this machine."""
     named = os.environ.get("QUIRE_CACHE")
     if named:
         return Path(named)
@@ -105,7 +105,7 @@ def cache_folder() -> Path:
 
 
 def _refuse_what_others_may_write(folder: Path) -> None:
-    """Refuses a folder that others may write to, because a cached library runs with this process's rights.
+    """Refuses a folder that other users may write to: a cached library runs with this process's rights.
 
     Raises:
         BuildError: another user owns the folder, or may write to it.
@@ -120,8 +120,7 @@ def _others_may_write(path: Path) -> bool:
 
 
 def _omp_parallel() -> int | None:
-    """Returns where torch's OpenMP begins a parallel region, if it is GNU's (`GOMP_parallel`, which Clang's has as
-    well)."""
+    """Returns the address of `GOMP_parallel` in torch's OpenMP runtime, GNU's or Clang's; None without it."""
     try:
         return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError):

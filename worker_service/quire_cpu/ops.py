@@ -1,6 +1,6 @@
-"""The kernels that need no pages, called with tensors: on a CPU, float32 or bfloat16, dense in the last dimension.
+"""The kernels that need no pages. Tensors are on the CPU, float32 or bfloat16, and dense in the last dimension.
 
-Each call makes one structure of pointers, sizes and strides. Arguments that do not fit raise ValueError here, since the
+Each call makes one structure of pointers, sizes and strides. Invalid arguments raise ValueError here, because the
 library checks nothing.
 """
 
@@ -17,7 +17,7 @@ import torch
 from quire_cpu.interface import DTYPES, GATES, PANEL, Draw, Embed, Greedy, Linear, Norm, Pack, Rotate
 from quire_cpu.library import Library
 
-AT_ONCE_MAX = 1 << 20  # logits that are looked at without letting go of the interpreter: 50 us or so
+AT_ONCE_MAX = 1 << 20  # up to this many logits are searched without releasing the GIL: about 50 us
 
 
 def norm(library: Library, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -43,7 +43,7 @@ def norm(library: Library, x: torch.Tensor, weight: torch.Tensor, epsilon: float
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
-    """RMSNorm of each query head and of each key head before they are turned, as Qwen3 has it."""
+    """Weights of the RMSNorm of each query head and key head before rotation, as in Qwen3."""
 
     query: torch.Tensor  # [head_dim]
     key: torch.Tensor  # [head_dim]
@@ -59,16 +59,16 @@ def rotate_(
     query_heads: int,
     norms: HeadNorms | None = None,
 ) -> None:
-    """Turns queries and keys by their positions, in place: x * cos + rotate_half(x) * sin (Su et al., 2021).
+    """Rotates queries and keys by their positions, in place: x * cos + rotate_half(x) * sin (Su et al., 2021).
 
     Args:
         library: the kernels.
         heads: `[tokens, query_heads + kv_heads, head_dim]`, dense in its last two dimensions.
-        cosine: `[tokens, rotary_dim]` of heads' dtype, whose second half repeats the first; dims of a head beyond
+        cosine: `[tokens, rotary_dim]` of heads' dtype; the second half repeats the first. Dims of a head beyond
             `rotary_dim` are not rotated.
-        sine: the same.
-        query_heads: of `heads`, the first ones.
-        norms: of the heads, before.
+        sine: as `cosine`.
+        query_heads: how many of `heads` are queries; they come first.
+        norms: applied to the heads before rotation.
     """
     tokens, head_count, head_dim = heads.shape
     if heads.stride()[1:] != (head_dim, 1):
@@ -95,15 +95,14 @@ def rotate_(
 
 
 class GreedyChoice:
-    """The greedy choice of rows of logits, and which rows have any; keeps its memory from call to call, so that two
-    calls may not run at once.
+    """Chooses the likeliest token of each row of logits, and tells which rows are valid.
 
-    A thread that lets go of the interpreter gets it back when another one is done with it. A call that takes less than
-    that, which is most, keeps it.
+    Reuses its buffers from call to call, so two calls must not run at the same time. Most calls are short and keep the
+    GIL, because a thread that releases it waits until another thread gives it back.
     """
 
     def __init__(self, library: Library, bound: float) -> None:
-        """Takes the kernels, and how large a largest logit may be."""
+        """Takes the kernels, and the largest absolute value that a row's maximum may have."""
         self._choose = library.functions.quire_greedy
         self._call: Callable[..., None] = self._choose
         self._choose_at_once = PYFUNCTYPE(None, POINTER(Greedy))(("quire_greedy", library.functions))
@@ -114,8 +113,10 @@ class GreedyChoice:
         self._strides: tuple[int, ...] = ()
 
     def __call__(self, logits: torch.Tensor) -> tuple[list[int], bytes]:
-        """Returns the place of the first largest of each row of float32 `[rows, vocabulary]`, and for each 1 if that is
-        a number from -bound to bound, else 0; a NaN is larger than all numbers."""
+        """Returns the index of each row's first maximum, and a byte per row: 1 if the maximum is in [-bound, bound].
+
+        `logits` is float32 `[rows, vocabulary]`. NaN counts as larger than all numbers.
+        """
         if logits.shape != self._shape or logits.stride() != self._strides or logits.dtype != torch.float32:
             self._fit(logits)
         self._arguments.logits = logits.data_ptr()
@@ -123,7 +124,7 @@ class GreedyChoice:
         return self._tokens.tolist(), self._are_bounded.tobytes()
 
     def _fit(self, logits: torch.Tensor) -> None:
-        """Gets ready for logits of a shape; most are of that of the call before."""
+        """Allocates buffers for logits of a new shape; most calls have the shape of the previous call."""
         if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1 or not logits.shape[1]:
             raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
         rows, vocabulary = logits.shape
@@ -136,9 +137,10 @@ class GreedyChoice:
 
 
 def draw(library: Library, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Returns a token for each row, int64 `[rows]`: the first token whose cumulative probability in the softmax of
-    logits / temperature exceeds the row's number; the greedy choice where the temperature is 0. A row without a largest
-    number gives some token.
+    """Draws a token for each row, int64 `[rows]`.
+
+    The result is the first token whose cumulative probability in softmax(logits / temperature) exceeds the row's
+    uniform number. With temperature 0 it is the greedy choice. A row without a finite maximum gives an arbitrary token.
 
     Args:
         library: the kernels.
@@ -162,9 +164,9 @@ def draw(library: Library, logits: torch.Tensor, temperatures: torch.Tensor, uni
 
 
 class PackedLinear:
-    """The weights of one linear layer, or of several with one input, as `csrc/linear.h` reads them.
+    """The weights of one linear layer, or of several with the same input, packed as `csrc/linear.h` reads them.
 
-    Packed once; the tensors that they were packed from are not held.
+    Weights are packed once. The original tensors are not kept.
     """
 
     def __init__(
@@ -175,16 +177,16 @@ class PackedLinear:
         *,
         gate: str | None = None,
     ) -> None:
-        """Packs weights.
+        """Packs the weights.
 
         Args:
             library: the kernels.
-            weights: each `[outputs, inputs]`; their outputs follow one another. If gated, two: of gate and of up.
-            biases: as many, each `[outputs]` or None.
-            gate: of GATES; the result is this activation of the first, times the second, `[outputs]` of one of both.
+            weights: each `[outputs, inputs]`; their outputs are concatenated. A gated layer has two: gate and up.
+            biases: one per weight, each `[outputs]` or None.
+            gate: a key of GATES. The layer then returns activation(gate) * up, with the `outputs` of one weight.
 
         Raises:
-            ValueError: they do not fit together, or in bfloat16 `inputs` is odd.
+            ValueError: shapes or dtypes do not fit together, or `inputs` is odd in bfloat16.
         """
         first = weights[0]
         self.inputs = first.shape[1]
@@ -202,7 +204,7 @@ class PackedLinear:
         columns = PANEL // 2 if is_gated else PANEL
         panels = -(-self.outputs // columns)
         words = self.inputs * first.itemsize // 4
-        self.weight = torch.zeros(panels, words, PANEL, dtype=torch.float32)  # of words, whatever they hold
+        self.weight = torch.zeros(panels, words, PANEL, dtype=torch.float32)  # a word holds one float32 or two bfloat16
         bias = torch.zeros(panels, PANEL)
         first_row = 0
         for number, weight in enumerate(weights):
@@ -221,16 +223,16 @@ class PackedLinear:
         self.bias = bias if biases and any(each is not None for each in biases) else None
 
     def ungated(self) -> PackedLinear:
-        """Returns a gated layer's weights, the same memory, as a layer that gives gates and values by themselves.
+        """Returns a layer that shares a gated layer's weights, and returns gates and values without multiplying them.
 
-        These are `[..., panels, 2, PANEL / 2]`, where 0 is the gates.
+        Its results are `[..., panels, 2, PANEL / 2]`: index 0 has the gates, index 1 the values.
         """
         other = copy(self)
         other.gate, other.outputs = None, self.weight.shape[0] * PANEL
         return other
 
     def gated_by(self, gate: str) -> PackedLinear:
-        """Returns a gated layer of the same weights, which are not copied, with another activation."""
+        """Returns a gated layer that shares these weights, with another activation."""
         other = copy(self)
         other.gate = gate
         return other
@@ -263,18 +265,18 @@ class PackedLinear:
 
 
 def embed(library: Library, ids: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """Returns rows of a weight where it is packed.
+    """Looks up rows of a packed weight, as an embedding does.
 
     Args:
         library: the kernels.
         ids: int64 `[...]`, contiguous.
-        packed: a weight by itself, not gated.
+        packed: one weight, not gated.
 
     Returns:
         `[..., inputs]` of the weight's dtype.
 
     Raises:
-        IndexError: an id is negative, or not below the weight's `outputs`, as torch says it.
+        IndexError: an id is negative, or not below the weight's `outputs`.
     """
     if ids.dtype != torch.int64 or not ids.is_contiguous() or packed.gate is not None:
         raise ValueError(f"ids must be contiguous int64, not {ids.dtype} with strides {ids.stride()}")
@@ -291,7 +293,7 @@ def embed(library: Library, ids: torch.Tensor, packed: PackedLinear) -> torch.Te
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns `[..., size]` as `[rows, size]`, dense in its last dimension."""
+    """Reshapes `[..., size]` to `[rows, size]`, dense in the last dimension."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

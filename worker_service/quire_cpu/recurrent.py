@@ -1,4 +1,4 @@
-"""Kernels of recurrent layers, called with tensors of a flat batch; arguments are checked as in `ops`."""
+"""Kernels of recurrent layers on tensors of a flat batch; invalid arguments raise ValueError, as in `ops`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def convolve(
     starts: torch.Tensor,
     activation: str | None,
 ) -> torch.Tensor:
-    """Computes a convolution of each channel over its last inputs, from the inputs before the batch.
+    """Computes a causal convolution of each channel; `states` holds the inputs before the batch.
 
         y[t] = activation(bias + sum over k of weight[k] x[t - kernel + 1 + k])
 
     Args:
         library: the kernels.
-        x: `[tokens, channels]`, those of one sequence side by side.
+        x: `[tokens, channels]`; the tokens of one sequence are adjacent.
         weight: `[channels, kernel]`, the oldest input first.
         bias: `[channels]`.
-        states: `[sequences, kernel, channels]` of x's dtype, contiguous; the last inputs of each sequence before its
-            tokens, and afterwards with them.
-        starts: int64 `[sequences + 1]`, where the tokens of each begin, and how many there are.
+        states: `[sequences, kernel, channels]` of x's dtype, contiguous: the last inputs of each sequence before the
+            batch. Updated in place to the last inputs after it.
+        starts: int64 `[sequences + 1]`: index of each sequence's first token, then the number of tokens.
         activation: "silu", or None.
 
     Returns:
         `[tokens, channels]`.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: shapes, dtypes or strides do not fit together.
     """
     channels, kernel = weight.shape
     _check(x, starts, activation in (None, "silu"), x.dim() == 2, x.shape[1] == channels)
@@ -70,26 +70,26 @@ def scan(
     states: torch.Tensor,
     starts: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes the recurrence of Mamba 2 (Dao and Gu, 2024), token by token, with one state for each head.
+    """Computes the recurrence of Mamba 2 (Dao and Gu, 2024), token by token, with one state per head.
 
         state = exp(decay step) state + step x b^T        y = state c + skip x
 
     Args:
         library: the kernels.
-        x: `[tokens, heads, head_dim]`, those of one sequence side by side, dense in the last two dimensions.
+        x: `[tokens, heads, head_dim]`, dense in the last two dimensions; the tokens of one sequence are adjacent.
         steps: `[tokens, heads]`.
         decay: `[heads]`, negative.
         b: `[tokens, groups, state]`, x's dtype, dense in the last two dimensions; heads of a group share it.
-        c: the same.
+        c: as `b`.
         skip: `[heads]`.
-        states: float32 `[sequences, heads, head_dim, state]`, contiguous; changed to those after the tokens.
-        starts: int64 `[sequences + 1]`, where the tokens of each begin, and how many there are.
+        states: float32 `[sequences, heads, head_dim, state]`, contiguous; updated in place to those after the batch.
+        starts: int64 `[sequences + 1]`: index of each sequence's first token, then the number of tokens.
 
     Returns:
         float32 `[tokens, heads, head_dim]`.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: shapes, dtypes or strides do not fit together.
     """
     token_count, heads, head_dim = x.shape
     groups, size = b.shape[1:]

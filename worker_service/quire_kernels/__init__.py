@@ -1,10 +1,10 @@
-"""Triton kernels for paged attention, under FlashInfer's names: a program that uses FlashInfer changes its import line.
+"""Triton kernels for paged attention, under FlashInfer's names: programs for FlashInfer need only another import line.
 
     from quire_kernels import BatchDecodeWithPagedKVCacheWrapper, append_paged_kv_cache
 
-Every name here is FlashInfer's, with its arguments and defaults. `extra` has what FlashInfer does not. `ops` has one
-kernel a file, `flashinfer` the wrappers with FlashInfer's arguments. Each name is loaded when it is first asked for,
-because all of them need Triton.
+Every name here is FlashInfer's, with its arguments and defaults. `extra` has functions that FlashInfer lacks. `ops` has
+one kernel per file, and `flashinfer` has the wrappers with FlashInfer's arguments. Each name is imported when it is
+first used, because all of them need Triton.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Functions that FlashInfer does not have: compiling ahead, tokens from logits, copies of pages, one launch for two.
+"""Functions that FlashInfer lacks: compiling ahead, sampling from logits, copies of pages, and fused launches.
 
     from quire_kernels.extra import AttentionKind, warmup
 
-Each name is loaded when it is first asked for, because all of them need Triton.
+Each name is imported when it is first used, because all of them need Triton.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batches to append, and the reference of both ways to append."""
+"""Batches to append, and comparisons of both append kernels with their references."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, E4M3, E5M2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AppendCase:
-    """Three requests of 5, 0 and 3 tokens and some of their tokens; other requests' pages are unused."""
+    """Three requests of 5, 0 and 3 tokens, and some of their tokens to append; the pool also has unused pages."""
 
     page_size: int
     key: torch.Tensor
@@ -28,7 +28,7 @@ class AppendCase:
 
     @property
     def table(self) -> tuple[torch.Tensor, ...]:
-        """The page table, in the order of the arguments."""
+        """Returns the page table, in the order of the arguments."""
         return self.kv_indices, self.kv_indptr, self.kv_last_page_len
 
 
@@ -38,7 +38,7 @@ PAGE_COUNT = 20
 def make_case(
     device: torch.device, *, page_size: int = 4, heads: int = 3, head_dim: int = 64, dtype: torch.dtype = torch.float32
 ) -> AppendCase:
-    """Makes seven tokens, two of which are padding."""
+    """Makes a batch of seven tokens; two of them are padding."""
     lengths = (5, 0, 3)
     page_counts = [-(-length // page_size) for length in lengths]
     indices = (2 * torch.randperm(PAGE_COUNT // 2)[: sum(page_counts)] + 1).to(torch.int32)
@@ -68,7 +68,7 @@ def make_case(
 
 
 def empty_cache(case: AppendCase, dtype: torch.dtype, kv_layout: str = "NHD") -> torch.Tensor:
-    """A 5-D cache with NaN in every slot."""
+    """Makes a 5-D cache with NaN in every slot."""
     heads, head_dim = case.key.shape[1:]
     shape = (case.page_size, heads, head_dim) if kv_layout == "NHD" else (heads, case.page_size, head_dim)
     nan = torch.full((PAGE_COUNT, 2, *shape), float("nan"), dtype=torch.float32, device=case.key.device)
@@ -76,14 +76,14 @@ def empty_cache(case: AppendCase, dtype: torch.dtype, kv_layout: str = "NHD") ->
 
 
 def bits(cache: torch.Tensor) -> torch.Tensor:
-    """To compare by: NaN is not equal to itself."""
+    """Returns the bits of a cache for comparisons, because NaN is not equal to itself."""
     return cache.contiguous().view(torch.uint8)
 
 
 def append_both_ways(
     append: Callable[..., None], reference: Callable[..., None], case: AppendCase, cache: torch.Tensor, *rest: object
 ) -> bool:
-    """Whether kernel and reference leave the same bits in the whole cache."""
+    """Returns whether kernel and reference leave the same bits in the whole cache."""
     expected = cache.clone()
     tokens = (case.key, case.value, case.batch_indices, case.positions)
     append(*tokens, cache, *case.table, *rest)
@@ -92,7 +92,10 @@ def append_both_ways(
 
 
 def append_matches(module: ModuleType, device: torch.device, *, fp8: torch.dtype | None = None) -> bool:
-    """A comparison that covers a module's kernel, with a float32 or fp8 cache: used on the real one and faulty ones."""
+    """Returns whether a module's kernel equals its reference, with a float32 or fp8 cache.
+
+    Tests call this with the real module and with faulty ones.
+    """
     case = make_case(device, head_dim=80, heads=5)
     scales = (torch.tensor([0.5, 2.0, 1.0, 0.001, 3.0], device=device), 0.25) if fp8 else ()
     cache = empty_cache(case, fp8 or torch.float32)
@@ -100,17 +103,21 @@ def append_matches(module: ModuleType, device: torch.device, *, fp8: torch.dtype
 
 
 def guarded_cache(case: AppendCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a cache of NaN between two unused pages, and all of it: a stray write changes them."""
+    """Returns a cache of NaN, and the same memory with one unused page on each side, where stray writes would show."""
     whole = empty_cache(case, torch.float32)
     return whole[1:-1], whole
 
 
 def unchecked_append_matches(module: ModuleType, device: torch.device) -> bool:
-    """Positions past a request's last page lose their token: used on the real module and on faulty ones."""
+    """Returns whether a token with a position past its request's last page is not written.
+
+    Tests call this with the real module and with faulty ones.
+    """
     case = make_case(device, heads=1)
     cache, expected = empty_cache(case, torch.float32), empty_cache(case, torch.float32)
     positions = case.positions.clone()
-    positions[0] = 3 * case.page_size - 1  # a page too far for request 0: there request 2 has its first, not full
+    # One page past the last of request 0: there the table has the first page of request 2, which has free slots.
+    positions[0] = 3 * case.page_size - 1
     tokens = (case.key, case.value, case.batch_indices)
     module.append_paged_kv_cache(*tokens, positions, cache, *case.table, check=False)
     positions[0] = -1
@@ -119,7 +126,10 @@ def unchecked_append_matches(module: ModuleType, device: torch.device) -> bool:
 
 
 def append_refuses(module: ModuleType, device: torch.device) -> bool:
-    """Positions just past a request's last token, and two tokens in one slot, are refused; the last is not."""
+    """Returns whether positions just past a request's last token, and two tokens in one slot, are refused.
+
+    The last token's position must be accepted.
+    """
     case = make_case(device, heads=1)
 
     def is_refused(request: int, position: int) -> bool:
@@ -136,7 +146,10 @@ def append_refuses(module: ModuleType, device: torch.device) -> bool:
 
 
 def slots_match(module: ModuleType, device: torch.device) -> bool:
-    """Slots at both ends of a pool, and outside it: used on the real module and on faulty ones."""
+    """Returns whether slots at both ends of a pool, and outside it, are written as by the reference.
+
+    Tests call this with the real module and with faulty ones.
+    """
     case = make_case(device, heads=5, head_dim=80)
     (cache, whole), (expected, all_expected) = guarded_cache(case), guarded_cache(case)
     slot_count = cache.shape[0] * case.page_size
@@ -148,7 +161,7 @@ def slots_match(module: ModuleType, device: torch.device) -> bool:
 
 
 def slots_refuse(module: ModuleType, device: torch.device) -> bool:
-    """The first slot past the pool, and a slot that comes twice, are refused; the last slot and padding are not."""
+    """Returns whether a slot past the pool and a repeated slot are refused, but not the last slot and padding."""
     case = make_case(device, heads=1)
 
     def is_refused(*slots: int) -> bool:
@@ -165,7 +178,10 @@ def slots_refuse(module: ModuleType, device: torch.device) -> bool:
 
 
 def slots_quantise(module: ModuleType, device: torch.device) -> bool:
-    """An fp8 cache with a scale per head: used on the real module and on faulty ones."""
+    """Returns whether an fp8 cache with a scale per head gets the reference's bits.
+
+    Tests call this with the real module and with faulty ones.
+    """
     case = make_case(device, heads=5, head_dim=80)
     scales = (torch.tensor([0.5, 2.0, 1.0, 0.001, 3.0], device=device), 0.25)
     cache, expected = empty_cache(case, E4M3, "HND"), empty_cache(case, E4M3, "HND")

@@ -1,4 +1,4 @@
-"""Batches of queries and keys for the attention kernels, in a pool that is NaN wherever no key lies."""
+"""Batches of queries and keys for the attention kernels, in a pool that has NaN in all unused slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = ("NHD", "HND", "NHD pair", "HND pair", "strided")
 
 @dataclass(eq=False)
 class Scene:
-    """Requests of some lengths, their pages scattered over a pool with spare pages."""
+    """Requests with the given lengths; their pages are scattered over a pool with spare pages."""
 
     lengths: list[int]
     page_size: int = 16
@@ -30,8 +30,8 @@ class Scene:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
     layout: str = "NHD"
-    query_lengths: list[int] | None = None  # None: one each (decode)
-    last_of_none: int = 0  # `last_page_len` of requests without pages, which is not read
+    query_lengths: list[int] | None = None  # None: one query per request (decode)
+    last_of_none: int = 0  # `last_page_len` of requests without pages; kernels must ignore it
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Scene:
             k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
         if self.layout.endswith("pair"):
             return k, v
-        if self.layout == "strided":  # every other element of the head dim, pages the other way round in memory
+        if self.layout == "strided":  # every other element of the head dim; pages in reverse order in memory
             wide = torch.stack([k, v], 1).flatten(-1).repeat_interleave(2, -1).movedim(0, 2).contiguous().movedim(2, 0)
             return wide[..., ::2]
         return (
@@ -123,9 +123,9 @@ class Scene:
 
 
 def spread(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Returns equal numbers, with the last entry of a dimension 2^31 elements after the first.
+    """Copies a tensor to a layout where the last entry of a dimension is 2^31 elements after the first.
 
-    On a CPU memory is backed only where it is written. The tensor should be float16, which makes it 4 GiB.
+    A CPU allocates only the memory that is written. The tensor should be float16, which needs 4 GiB of addresses.
     """
     sizes = list(tensor.shape)
     strides = [0] * tensor.dim()
@@ -143,7 +143,7 @@ def assert_close(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Outputs and lse; NaN is never right, -inf must be where it should."""
+    """Compares outputs and lse. NaN fails, and -inf must be in the same places."""
     tolerance = TOLERANCE[dtype or actual[0].dtype]
     torch.testing.assert_close(actual[0].double(), expected[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(actual[1].double(), expected[1], rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)

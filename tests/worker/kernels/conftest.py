@@ -1,4 +1,4 @@
-"""Tests of the kernels, where there is Triton; where they run is said in `tests/worker/conftest.py`."""
+"""Skips the tests of the kernels if there is no Triton; `tests/worker/conftest.py` chooses their device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:  # no wheels for this platform
+if importlib.util.find_spec("triton") is None:  # there are no wheels for this platform
     collect_ignore_glob = ["test_*.py"]
 
 

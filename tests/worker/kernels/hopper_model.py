@@ -1,4 +1,4 @@
-"""Prefill on Hopper in plain torch: the same pieces, tiles, boxes, cleared rows and masks, one after the other."""
+"""Prefill on Hopper in plain torch: the kernel's pieces, tiles, boxes, cleared rows and masks, in sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ keys_of_block, tiles_of_keys, unit_of_piece = (f.fn for f in (keys_of_block, til
 
 
 class Sizes(NamedTuple):
-    """The kernel's constants."""
+    """The constants of the kernel."""
 
-    group: int  # query heads of a KV head
+    group: int  # query heads per KV head
     block_m: int
     block_n: int
     causal: bool
@@ -32,7 +32,7 @@ class Request(NamedTuple):
 def attend(
     requests: list[Request], k: torch.Tensor, v: torch.Tensor, sizes: Sizes
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns out and base-2 lse of each request, NaN where no piece wrote."""
+    """Returns out and base-2 lse of each request; NaN in rows that no piece wrote."""
     kv_heads, group = k.shape[2], sizes.group
     results = [(torch.full_like(r.q, torch.nan), torch.full(r.q.shape[:2], torch.nan).double()) for r in requests]
     row_counts = torch.tensor([request.q.shape[0] * group for request in requests])
@@ -85,7 +85,7 @@ def _attend_piece(
 
 
 def _copied(request: Request, part: torch.Tensor, tile: int, keys: tuple[int, ...], block_n: int) -> torch.Tensor:
-    """Returns a tile as TMA leaves it, `[block_n, dim]`: whole boxes, page ids of keys that are seen alone."""
+    """Returns a tile as TMA copies it, `[block_n, dim]`: in whole boxes, reading only page ids of visible keys."""
     page_size = part.shape[1]
     box_rows = min(page_size, block_n)
     boxes = []

@@ -1,4 +1,4 @@
-"""Kernels with a fault planted in them: does the comparison that claims to guard against it notice?"""
+"""Plants faults in kernels, to check that the tests' comparisons notice them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 import quire_kernels
 
-# The modules of the kernels by their last names, which differ.
+# Last part of a module's name -> its full name. The last parts are unique.
 _FOUND = [module.name for module in pkgutil.walk_packages(quire_kernels.__path__, "quire_kernels.")]
 MODULES = {name.rpartition(".")[2]: name for name in _FOUND}
 assert len(MODULES) == len(_FOUND)
@@ -23,20 +23,20 @@ class Fault:
     """One mutation of one module of `quire_kernels`."""
 
     title: str  # the fault, as a sentence
-    module: str  # its last name, such as "decode_paged"
-    before: str  # must occur exactly once
+    module: str  # the last part of the module's name, such as "decode_paged"
+    before: str  # the text to replace; must occur exactly once
     after: str
-    through: tuple[str, ...] = ()  # modules that import it, each the one before it; the last is tested
+    through: tuple[str, ...] = ()  # a chain of modules: each imports the previous one, and the last is tested
 
 
 def plant(fault: Fault, folder: Path) -> ModuleType:
-    """The module with the fault, or the last of those it is seen through, under a name of its own.
+    """Imports the module with the fault, or the last module of `through`, under a new name, and returns it.
 
     The real modules are not changed.
 
     Args:
         fault: the change.
-        folder: where the changed sources go: Triton reads them from files.
+        folder: the folder for the changed sources, because Triton reads sources from files.
 
     Raises:
         ValueError: the text to change does not occur exactly once.
@@ -66,7 +66,7 @@ def _source_of(module: str) -> str:
 
 
 def _load(module: str, source: str, folder: Path) -> ModuleType:
-    """Imports a source and leaves it in `sys.modules`, for dataclasses and for those that import it."""
+    """Imports a source, and leaves it in `sys.modules` for dataclasses and for modules that import it."""
     path = folder / f"planted_{module}.py"
     path.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)

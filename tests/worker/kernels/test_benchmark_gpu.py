@@ -1,4 +1,4 @@
-"""`benchmarks/kernels.py` on a GPU, without one: its sides in the interpreter, its rules and its arithmetic."""
+"""The GPU part of `benchmarks/kernels.py`, tested without a GPU: its sides in the interpreter, rules and arithmetic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROW = {"work": "decode", "batch": 32, "context": 8192, "status": "measured", "no
 
 
 def bench(device: torch.device | None = None, **changed: Any) -> gpu.Bench:
-    """Launches the timed function, and reports a millisecond."""
+    """Makes a bench with a timer that calls the timed function, and always reports one millisecond."""
 
     def timer(side: Callable[[], torch.Tensor]) -> float:
         side()
@@ -46,7 +46,7 @@ def bench(device: torch.device | None = None, **changed: Any) -> gpu.Bench:
 
 
 class FakeScene:
-    """Sides that are constants."""
+    """A scene whose sides return constants."""
 
     def __init__(self, **peers: float) -> None:
         self.result = torch.ones(2, 10, 32)
@@ -68,7 +68,7 @@ class FakeScene:
     ids=lambda case: case.title,
 )
 def test_all_sides_of_a_batch_give_the_same(case: Case, device: torch.device) -> None:
-    # SDPA's kernels for float32 know no heads that share keys.
+    # SDPA's float32 kernels do not support KV heads shared by several query heads.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     row = gpu.measure_case(case, bench(device, dtype=dtype), without=["flex", "vllm"])
     assert row["status"] == "measured"
@@ -81,7 +81,7 @@ def test_all_sides_of_a_batch_give_the_same(case: Case, device: torch.device) ->
 def test_the_wrong_keys_would_be_noticed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = scene_of(DECODE, device, torch.float32)
     assert isinstance(scene, GroupedScene)
-    monkeypatch.setattr(scene.pool, "table", scene.pool.table.roll(1, 0))  # of the other sequence
+    monkeypatch.setattr(scene.pool, "table", scene.pool.table.roll(1, 0))  # swaps the sequences' tables
     with pytest.raises(ValueError, match="Quire differs from the reference"):
         gpu.measure_case(DECODE, bench(device), scene=scene)
 
@@ -99,7 +99,7 @@ def test_flex_attention_sees_what_it_should(rows: int, queries: int, context: in
     )  # fmt: skip
     key_count = mask.seq_lengths[1]
     query, key = torch.arange(rows)[:, None], torch.arange(key_count)[None]
-    # Packed, all rows are heads of the one query.
+    # When packed, all rows are heads of a single query.
     last = query[:, 0] + context - queries if rows == queries else torch.tensor(context - 1)
     for b in range(batch):
         sees = mask.mask_mod(torch.tensor(b), torch.tensor(0), query, key).expand(rows, -1)
@@ -132,14 +132,14 @@ def test_who_differs_or_fails_is_not_timed_and_the_row_says_so() -> None:
 
 
 def test_shares_are_of_the_median_and_ratios_the_median_of_the_rounds() -> None:
-    times = {1.0: iter([9.0, 2.0, 4.0]), 1.0005: iter([9.0, 6.0, 8.0])}  # the first round is not counted
+    times = {1.0: iter([9.0, 2.0, 4.0]), 1.0005: iter([9.0, 6.0, 8.0])}  # the first round does not count
 
     def timer(side: Callable[[], torch.Tensor]) -> float:
         return next(times[round(side()[0, 0, 0].item(), 4)])
 
     row = gpu.measure_case(DECODE, bench(timer=timer), scene=FakeScene(sdpa=1.0005))  # type: ignore[arg-type]
     assert (row["quire_ms"], row["sdpa_ms"], row["sdpa_ratio"], row["rounds"]) == (3.0, 7.0, 2.5, 2)
-    moved = 2 * (70 * 2 * 2 * 32 * 2 + 2 * 10 * 32 * 2)  # of two sequences: keys and values, queries and results
+    moved = 2 * (70 * 2 * 2 * 32 * 2 + 2 * 10 * 32 * 2)  # two sequences: keys and values, queries and results
     assert row["share_copy"] == round(moved / 3e-3 / 1e9, 3) == 0.013
     assert row["tflop_per_s"] == round(DECODE.operations / 3e-3 / 1e12, 2)
 
@@ -161,7 +161,7 @@ def test_what_does_not_fit_takes_too_long_or_fails_is_a_row_too(monkeypatch: pyt
         return scene
 
     monkeypatch.setattr(gpu, "scene_of", scene_of)
-    clock = iter([0.0, *[1.0] * 6, 11.0, 11.0])  # asked before and after measured sides, after others
+    clock = iter([0.0, *[1.0] * 6, 11.0, 11.0])  # read before and after measured sides, and after the others
     lines: list[str] = []
     rows = gpu.measure_all(
         [broken, DECODE, big, huge, last], bench(), operations_max=1e8, budget_s=10, progress=lines.append,
@@ -173,7 +173,7 @@ def test_what_does_not_fit_takes_too_long_or_fails_is_a_row_too(monkeypatch: pyt
     assert rows[3]["note"] == "needs 1106.0 GB, has 1000.0 GB"
     assert rows[4]["note"] == "no time: 10 s are over"
     assert len(lines) == 5
-    assert len({tuple(row) for row in rows}) == 1  # columns
+    assert len({tuple(row) for row in rows}) == 1  # all rows have the same columns
 
 
 def test_a_device_that_was_lost_ends_the_measuring_and_keeps_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_vllm_is_found_where_it_was_and_given_what_it_takes(folder: str, monkeyp
     for depth in range(1, folder.count(".") + 2):
         name = ".".join(folder.split(".")[:depth])
         package = ModuleType(name)
-        package.__path__ = []  # a package without files
+        package.__path__ = []  # makes it a package without files
         monkeypatch.setitem(sys.modules, name, package)
     module = ModuleType(f"{folder}.triton_unified_attention")
     module.unified_attention = unified_attention  # type: ignore[attr-defined]

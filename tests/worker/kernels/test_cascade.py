@@ -1,4 +1,4 @@
-"""Cascades over shared prefixes against one attention over all keys, also under a graph."""
+"""Cascades over shared prefixes, compared with attention over all keys at once, also as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PAGE = 4
 
 
 class Tree:
-    """Keys in a tree of two or three levels: a root, perhaps two branches, four requests."""
+    """Keys in a tree of two or three levels: a root, optionally two branches, and four requests."""
 
     def __init__(
         self, lengths: list[list[int]], new: list[int], device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        """`lengths[level]` are the keys of each node; level l has 1, 2 or 4 nodes, the last as many as `new`."""
+        """Takes the number of keys of each node, `lengths[level]`. The last level has one node per entry of `new`."""
         self.lengths, self.new, self.device = lengths, new, device
         counts = [[-(-length // PAGE) for length in level] for level in lengths]
         total = sum(map(sum, counts))
@@ -62,7 +62,7 @@ class Tree:
         return wrapper
 
     def reference(self, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each request against all keys on its way from the root, at once."""
+        """Attends each request to all keys on its path from the root, at once."""
         outs, lses, start = [], [], 0
         for request, new in enumerate(self.new):
             nodes = [level[request * len(level) // len(self.new)] for level in self.keys]
@@ -104,7 +104,7 @@ def test_levels_in_half_precision(dtype: torch.dtype, device: torch.device) -> N
 
 
 def options_match(module: ModuleType, device: torch.device) -> None:
-    """Soft cap, scale and sinks over an fp8 cache with scales: used on the real module and on faulty ones.
+    """Compares soft cap, scale and sinks over an fp8 cache with scales. The module may be the real or a faulty one.
 
     Raises:
         AssertionError: the levels together differ from one attention over all keys.
@@ -118,7 +118,7 @@ def options_match(module: ModuleType, device: torch.device) -> None:
 
 
 def levels_match(module: ModuleType, device: torch.device) -> None:
-    """Compares three levels, with one empty node, on the real module and on faulty ones.
+    """Compares three levels with one empty node. The module may be the real or a faulty one.
 
     Raises:
         AssertionError: the levels together differ from one attention over all keys.
@@ -155,7 +155,7 @@ def test_a_position_has_no_meaning_on_a_level(device: torch.device) -> None:
 
 
 def graph_buffers(groups: list[int], device: torch.device) -> dict[str, list[torch.Tensor]]:
-    """Buffers of levels of so many groups, with room for twenty pages each."""
+    """Makes buffers for levels with these numbers of groups, with room for twenty pages per group."""
 
     def each(*sizes: int) -> list[torch.Tensor]:
         return [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]

@@ -1,4 +1,4 @@
-"""The estimate of whether two levels gain, at the edges that its formula has."""
+"""The estimate of whether two levels are faster than one, at the limits of its formula."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def test_a_long_prefix_of_many_requests_gains_and_a_short_or_lonely_one_does_not
 
 
 def test_it_turns_where_the_bytes_say() -> None:
-    """64 requests: 2 blocks of 128 rows, so 16 programs read p keys each, instead of 64 * 8 * p / 132 by everyone.
+    """Checks the smallest prefix p that gains, computed by hand.
 
-    512 bytes a key: (3.879 - 1) * 512 * p > 100,000 + 4 * 64 * 32 * 260 / 132 = 116,136, so p > 78.8.
+    64 requests are 2 blocks of 128 rows. So 16 programs read p keys each. Without levels every multiprocessor reads
+    64 * 8 * p / 132 = 3.879 p keys. A key has 512 bytes, and two levels gain from p = 79 on:
+    (3.879 - 1) * 512 * p > 100,000 + 4 * 64 * 32 * 260 / 132 = 116,136, so p > 78.8.
     """
     assert not gains(78, [0] * 64)
     assert gains(79, [0] * 64)
@@ -39,11 +41,12 @@ def test_few_requests_cannot_gain_where_a_program_per_kv_head_does_not_fill_the_
 
 
 def test_many_blocks_of_rows_read_the_prefix_many_times() -> None:
-    """2,048 rows on an A100 are 32 blocks of 64, on a later chip 16 of 128."""
+    """On an A100, 2,048 rows are 32 blocks of 64. On later chips they are 16 blocks of 128."""
     assert cascade_gains(1 << 20, [0] * 32, **{**H200, "group": 64}, chip="sm_90")
     two = {**H200, "group": 64, "multiprocessors": 8}
     assert cascade_gains(1 << 20, [0] * 2, **two, chip="sm_90")  # one block of 128 rows
-    assert not cascade_gains(1 << 20, [0] * 2, **two, chip="sm_80")  # two of 64: as often as without levels
+    # Two blocks of 64 rows read the prefix as often as without levels.
+    assert not cascade_gains(1 << 20, [0] * 2, **two, chip="sm_80")
 
 
 def test_a_long_suffix_of_one_request_is_read_by_one_program_per_kv_head() -> None:

@@ -1,4 +1,4 @@
-"""Shipped specializations: every kernel has some in the list, and the table of compiled ones has them all."""
+"""Shipped specializations: the list has some for every kernel, and the table of compiled ones has all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Kernel:
 
 
 def launched_kernels() -> set[str]:
-    """Returns the names of all kernels launched in the library, as in `append_kernel[grid](...)`."""
+    """Returns the names of all kernels that the library launches, as in `append_kernel[grid](...)`."""
     found = set()
     for path in KERNELS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -46,7 +46,7 @@ def launched_kernels() -> set[str]:
 def test_every_kernel_that_is_launched_ships() -> None:
     shipped = {configuration.kernel.__name__ for configuration in SHIPPED}
     assert len(shipped) >= 14
-    # Both kernels that append are launched from one place, which calls either `kernel`.
+    # Both append kernels are launched from one place, where the variable is called `kernel`.
     assert launched_kernels() - {"kernel"} == shipped - {"append_kernel", "append_slots_kernel"}
 
 
@@ -62,8 +62,7 @@ def test_the_committed_table_lists_exactly_what_ships() -> None:
 
 
 def tiling_of(configuration: KernelConfiguration) -> tuple[object, ...]:
-    """Returns the inputs that decide about registers: chip, size and type of elements, whether there is a mask, and the
-    tiling."""
+    """Returns the properties that determine register use: chip, element size and dtype, mask or not, and tiling."""
     query, key = (configuration.signature[name].strip("*") for name in ("q", "k"))
     cache = key if ELEMENT_BYTES[key] == 1 else None
     sizes = configuration.constexprs
@@ -89,7 +88,7 @@ def test_every_tiling_that_a_launcher_can_choose_is_compiled() -> None:
 
 
 def has_options(configuration: KernelConfiguration) -> bool:
-    """Returns whether all options are on at once, which takes the most registers."""
+    """Returns whether all options are on, which takes the most registers."""
     return {"sinks", "slopes", "k_scale", "v_scale"} <= configuration.signature.keys()
 
 

@@ -1,4 +1,4 @@
-"""Copies of blocks against plain torch, with pairs that chain, branch and go round in circles."""
+"""Copies of blocks compared with plain torch; pairs form chains, branches and cycles."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PAIRS = {
 
 
 def make_buffers(device: torch.device) -> list[torch.Tensor]:
-    """Blocks of 60 and of 16,400 bytes: words of 4 bytes, the second in several chunks."""
+    """Makes buffers with blocks of 60 and of 16,400 bytes: words of 4 bytes, and several chunks in the second."""
     return [torch.randn(8, 2, 3, 5, device=device).half(), torch.randn(8, 4100, device=device)]
 
 
 def copies_match(module: ModuleType, pairs: list[tuple[int, int]], device: torch.device) -> bool:
-    """Whether kernel and reference leave the same buffers: used on the real module and on faulty ones."""
+    """Returns whether kernel and reference leave the same buffers. The module may be the real or a faulty one."""
     buffers = make_buffers(device)
     expected = [buffer.clone() for buffer in buffers]
     sources, destinations = [s for s, _ in pairs], [d for _, d in pairs]
@@ -100,7 +100,7 @@ def test_blocks_may_lie_apart_and_a_buffer_may_start_anywhere(device: torch.devi
 
 def test_blocks_further_than_an_int32_reaches_are_copied(device: torch.device) -> None:
     stride = 2**31 + 64
-    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)  # on a CPU, backed once it is written
+    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)  # a CPU allocates only what is written
     buffer = memory.as_strided((2, 4096), (stride, 1))
     buffer[0] = torch.arange(4096, device=device) % 251
     copy_blocks([buffer], [0], [1])

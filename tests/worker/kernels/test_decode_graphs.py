@@ -1,5 +1,7 @@
-"""Decode replayed in place: the logits of a pass that is laid out anew. On a GPU from CUDA graphs; in the interpreter
-each replay computes again from the memory that a graph would read."""
+"""Replayed decode passes give the same logits as passes that are laid out from scratch.
+
+On a GPU, CUDA graphs are replayed. In the interpreter, a replay computes again from the memory that a graph would read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 pytestmark = pytest.mark.interpreted
 
-BLOCKS = 24  # of each group
+BLOCKS = 24  # blocks per group
 
 
 @pytest.fixture
@@ -31,13 +33,13 @@ def triton_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torc
 
 
 def write_windows(folder: Path) -> Path:
-    """A window and full attention."""
+    """Writes a model with a sliding window and full attention."""
     layer_types = ["sliding_attention", "full_attention"]
     return write_tiny("gemma3", folder, num_hidden_layers=2, layer_types=layer_types)
 
 
 def write_latents(folder: Path, **changes: Any) -> Path:
-    """Latent attention, with experts unless `changes` say otherwise."""
+    """Writes a model with latent attention, and with experts unless `changes` remove them."""
     return write_tiny("deepseek_v2", folder, kv_lora_rank=16, qk_rope_head_dim=16, head_dim=16, **changes)
 
 
@@ -46,12 +48,12 @@ def write_dense_latents(folder: Path) -> Path:
 
 
 def write_sinks(folder: Path) -> Path:
-    """A window and full attention, with sinks and experts."""
+    """Writes a model with a sliding window and full attention, sinks and experts."""
     layer_types = ["sliding_attention", "full_attention"]
     return write_tiny("gpt_oss", folder, num_hidden_layers=2, layer_types=layer_types)
 
 
-# In float32 torch asks on the host which experts are used, which no graph holds.
+# In float32 torch picks experts on the host, so these models cannot be captured in a graph.
 WITH_EXPERTS = [
     pytest.param(write, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="its experts cannot be captured"))
     for write in (write_sinks, write_latents)
@@ -59,7 +61,7 @@ WITH_EXPERTS = [
 
 
 def repeated(compute: Compute) -> Replay:
-    """Stands where there is no GPU: a replay computes again, into the same result."""
+    """Replaces graph capture without a GPU: each replay computes again, into the same result tensor."""
     result = compute().clone()
     return Replay(lambda: result.copy_(compute()), result)
 
@@ -76,7 +78,7 @@ def cache_of(model: PagedModel) -> KVCache:
 
 
 def chunks(model: PagedModel, lengths: list[int], starts: list[int]) -> list[Chunk]:
-    """Chunks of sequences that have their own blocks, in reverse, `BLOCKS // 4` for each."""
+    """Makes chunks of sequences; each sequence has `BLOCKS // 4` blocks of its own, in reverse order."""
     share, found = BLOCKS // 4, []
     for number, (length, start) in enumerate(zip(lengths, starts, strict=True)):
         tables = [
@@ -103,13 +105,13 @@ def test_a_replay_gives_the_logits_of_a_pass_of_its_own(
     assert graphs.logits_of(begun) is None, "prompts"
     for cache in (replayed, launched):
         model.forward(begun.on(triton_device), cache)
-    for starts in ([20, 5, 17], [21, 6, 18]):  # one row of four is empty
+    for starts in ([20, 5, 17], [21, 6, 18]):  # three sequences in a graph of four rows
         batch = batch_of(model, [1, 1, 1], starts)
         logits = graphs.logits_of(batch)
         assert logits is not None
         torch.testing.assert_close(logits, model.forward(batch.on(triton_device), launched), rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(replayed.buffers, launched.buffers, strict=True):
-        # The same slots were written, and no other: unwritten ones are NaN in both.
+        # Both wrote exactly the same slots: unwritten slots are NaN.
         difference = (ours.view(torch.float32) - theirs.view(torch.float32)).abs()
         assert torch.equal(ours.view(torch.float32).isnan(), theirs.view(torch.float32).isnan())
         assert difference.nan_to_num().max() < 1e-3

@@ -1,4 +1,4 @@
-"""Decode against float64, against PyTorch's attention, and at its edges."""
+"""Decode, compared with float64 and with PyTorch's attention, and its edge cases."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
     scene.q *= 300
     out, lse = scene.decode(scene.options())
     expected_out, expected_lse = decode_paged_reference(scene.q, scene.unpacked, *scene.table, scene.options())
-    # Scores are in the thousands: their own rounding makes the error, of whole weights and of the lse.
+    # Scores are in the thousands, so their rounding dominates the error of the weights and of the lse.
     torch.testing.assert_close(out.double(), expected_out, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-2)
 

@@ -18,7 +18,7 @@ def measured() -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 def lines() -> list[str]:
-    """The table of `docs/attention.md`."""
+    """Returns the lines of the table in `docs/attention.md`."""
     rows, found = measured(), []
     for operation, cache, against in dict.fromkeys(
         (operation, dtype.removeprefix(dtype.partition(",")[0]), against) for operation, dtype, against in rows

@@ -1,4 +1,4 @@
-"""Every argument of FlashInfer's calls, by name and place: it is accepted, or refused by name."""
+"""Every argument of FlashInfer's calls, by name and by position, is accepted, or refused with its name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from quire_kernels.flashinfer import (
 )
 from quire_kernels.flashinfer.arguments import Rule
 
-# Read from FlashInfer 0.7.2.post1; names after a * are keyword-only. Of the decode wrapper's plan: the order of
-# arguments that may still be given by place.
+# Signatures of FlashInfer 0.7.2.post1; names after a * are keyword-only. The decode wrapper's plan lists the arguments
+# that may still be positional, in order.
 FLASHINFER = {
     "BatchDecodeWithPagedKVCacheWrapper.__init__": """
         float_workspace_buffer kv_layout use_cuda_graph use_tensor_cores paged_kv_indptr_buffer
@@ -146,7 +146,7 @@ def test_names_and_their_order_are_flashinfers(call: str) -> None:
     parameters = [p for p in inspect.signature(target).parameters.values() if p.name != "self"]
     by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert by_place[: len(theirs)] == theirs[: len(by_place)]
-    if "." in call:  # a method of ours takes nothing more by place, where FlashInfer might add something
+    if "." in call:  # our methods take no more positional arguments, because FlashInfer might add its own
         assert len(by_place) <= len(theirs)
     ours = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     rules = set(rules_of(call))
@@ -155,7 +155,7 @@ def test_names_and_their_order_are_flashinfers(call: str) -> None:
 
 
 class Calls:
-    """One request of 5 tokens for each wrapper; its calls, which take more arguments."""
+    """Calls of each wrapper for one request of 5 tokens; each call accepts further arguments."""
 
     def __init__(self, device: torch.device) -> None:
         def int32(*values: int) -> torch.Tensor:

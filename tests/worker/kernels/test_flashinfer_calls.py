@@ -1,4 +1,4 @@
-"""FlashInfer's own examples with another import line, in smaller shapes, against attention in float64."""
+"""FlashInfer's own examples with another import line and smaller shapes, compared with attention in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .attention_scene import assert_close
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 4, 2, 64, 4, 12
 SCALE = AttentionOptions(HEAD_DIM**-0.5)
-KV_PAGE_INDPTR, KV_LAST_PAGE_LEN = [0, 5, 8, 12], [1, 3, 4]  # so of 17, 11 and 16 tokens
+KV_PAGE_INDPTR, KV_LAST_PAGE_LEN = [0, 5, 8, 12], [1, 3, 4]  # 17, 11 and 16 tokens
 QO_INDPTR = [0, 9, 11, 18]
 
 
@@ -33,13 +33,13 @@ def half(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def paged_cache(layout: str, device: torch.device) -> torch.Tensor:
-    """`[layers, pages, 2, ...]`."""
+    """Returns a cache `[layers, pages, 2, ...]`."""
     slots = (PAGE_SIZE, KV_HEADS) if layout == "NHD" else (KV_HEADS, PAGE_SIZE)
     return half(LAYERS, PAGES, 2, *slots, HEAD_DIM, device=device)
 
 
 def keys_and_values(cache: torch.Tensor, layout: str, pages: range, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[length, kv_heads, head_dim]` each, of the pages of a request."""
+    """Returns keys and values of a request's pages, each `[length, kv_heads, head_dim]`."""
     nhd = cache if layout == "NHD" else cache.transpose(2, 3)
     k, v = nhd[pages.start : pages.stop].unbind(1)
     return k.flatten(0, 1)[:length], v.flatten(0, 1)[:length]
@@ -81,7 +81,7 @@ def test_get_batch_indices_positions(device: torch.device) -> None:
 def test_append_paged_kv_cache(device: torch.device) -> None:
     nnz_kv = 20
     k_append, v_append = (half(nnz_kv, KV_HEADS, HEAD_DIM, device=device) for _ in range(2))
-    # 9 + 2 + 5 + 4 = nnz_kv
+    # The lengths add up to nnz_kv: 9 + 2 + 5 + 4.
     kv_append_length = int32([9, 2, 5, 4], device)
     kv_append_indptr = torch.cat([torch.zeros(1).int().to(device), torch.cumsum(kv_append_length, dim=0)]).int()
     num_pages_per_req = int32([3, 1, 2, 1], device)
@@ -187,14 +187,14 @@ def test_batch_mla(device: torch.device) -> None:
         ckv.dtype,
     )
     o = mla_wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=False)
-    # The newer examples give the same tensors.
+    # FlashInfer's newer examples pass the same tensors as `query` and `kv_cache`.
     structural = mla_wrapper.run(query=(q_nope, q_pe), kv_cache=torch.cat([ckv, kpe], -1), return_lse=True)
     assert torch.equal(o, structural[0])
     outs, lses = [], []
     for request in range(batch_size):
         part = slice(request * length, (request + 1) * length)
         query = torch.cat([q_nope, q_pe], -1)[request : request + 1]
-        keys = torch.cat([ckv, kpe], -1)[part]  # one KV head
+        keys = torch.cat([ckv, kpe], -1)[part]  # there is one KV head
         out, lse = attend(query, keys, ckv[part], visible(1, length).to(device), AttentionOptions(sm_scale))
         outs.append(out)
         lses.append(lse)

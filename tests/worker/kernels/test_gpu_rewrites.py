@@ -55,14 +55,14 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], Counter[str]]] = {
         {},
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=5, DecoderLayerRewrite=2),
     ),
-    "gemma3": (  # layers with four norms
+    "gemma3": (  # its layers have four norms
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=9),
     ),
 }
-# Calls without a launch of their own; `reshape` of a dense tensor is a view.
+# Operators that launch no kernel; `reshape` of a dense tensor is a view.
 VIEWS = {
     "alias", "_unsafe_view", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select",
     "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view", "_reshape_alias", "unbind",
@@ -84,7 +84,7 @@ def write(name: str, folder: Path) -> Path:
 
 
 class Launches(TorchDispatchMode):
-    """The names of all launches on a GPU, in order: torch's operators, and Triton's kernels."""
+    """Records the names of all launches on a GPU, in order: torch's operators and Triton's kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def of_kernels(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Notes kernels as one launch each, whatever the interpreter does with tensors to run them."""
+        """Records each kernel as one launch, and hides the interpreter's own tensor operations."""
         from triton.runtime.interpreter import GridExecutor
 
         run = GridExecutor.__call__
@@ -118,7 +118,7 @@ class Launches(TorchDispatchMode):
 
 
 def decode(model: PagedModel) -> None:
-    """One decoding token of each of three sequences."""
+    """Decodes one token of each of three sequences."""
     groups = len(model.cache_spec.groups)
     cache = KVCache(model.cache_spec, 3 * groups, device=model.device)
     chunks = [Chunk([5], 7, [[3 * group + row] for group in range(groups)], needs_logits=True) for row in range(3)]
@@ -143,7 +143,7 @@ def test_rewritten_models_have_the_logits_of_transformers(
     groups = model.cache_spec.groups
     tables = [[2 * group, 2 * group + 1] for group in range(len(groups))]
     found = []
-    for start, stop in ((0, 16), (16, 19), (19, 20)):  # a prompt, a chunk, a token
+    for start, stop in ((0, 16), (16, 19), (19, 20)):  # a prompt, a chunk, a single token
         batch = build_batch([Chunk(tokens[start:stop], start, tables, needs_logits=True)], groups=groups)
         found.append(model.forward(batch.on(model.device), cache)[0].cpu())
     torch.testing.assert_close(torch.stack([found[0], found[-1]]), expected, rtol=1e-4, atol=1e-4)

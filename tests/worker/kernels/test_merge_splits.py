@@ -1,4 +1,4 @@
-"""Merging the units of a request against float64."""
+"""Merging of a request's units, compared with float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merged states against float64, and against attention over all keys at once."""
+"""Merged states, compared with float64 and with attention over all keys at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ DTYPES = pytest.mark.parametrize("dtype", MERGE_TOLERANCE, ids=str)
 def make_states(
     device: torch.device, dtype: torch.dtype = torch.float32, *, states: int = 3, heads: int = 5, dim: int = 80
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row 0 is empty everywhere, row 1 in all states but the last, row 2 in all but the first; empty means NaN in v."""
+    """Makes states; some are empty, and have NaN in v.
+
+    Row 0 is empty in all states, row 1 in all but the last, and row 2 in all but the first.
+    """
     v = torch.randn(4, states, heads, dim, device=device).to(dtype)
     s = 5 * torch.randn(4, states, heads, device=device)
     s[0], s[1, :-1], s[2, 1:] = -math.inf, -math.inf, -math.inf
@@ -28,7 +31,7 @@ def make_states(
 
 
 def close(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether v and s agree, in dtype too."""
+    """Returns whether v and s agree, including their dtypes."""
     tolerance = MERGE_TOLERANCE[expected[0].dtype]
     if got[0].dtype != expected[0].dtype or got[0].shape != expected[0].shape:
         return False
@@ -38,19 +41,19 @@ def close(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, 
 
 
 def states_match(module: ModuleType, device: torch.device) -> bool:
-    """Any number of states at once: used on the real module and on faulty ones."""
+    """Returns whether merging several states is right. The module may be the real or a faulty one."""
     v, s = make_states(device)
     return close(module.merge_states(v, s), merge_states_reference(v, s))
 
 
 def pairs_match(module: ModuleType, device: torch.device) -> bool:
-    """Two states: used on the real module and on faulty ones."""
+    """Returns whether merging two states is right. The module may be the real or a faulty one."""
     v, s = make_states(device, states=2)
     return close(module.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), merge_states_reference(v, s))
 
 
 def in_place_matches(module: ModuleType, device: torch.device) -> bool:
-    """Into the first of two states, in all rows and in those of a mask: used on the real module and on faulty ones."""
+    """Returns whether merging in place is right, with a mask and without it, by the real module or a faulty one."""
     v, s = make_states(device, states=2, heads=9)
     expected = merge_states_reference(v, s)
     v_all, s_all = v[:, 0].clone(), s[:, 0].clone()
@@ -89,7 +92,7 @@ def test_rows_without_any_key_are_zero_with_an_lse_of_minus_infinity(device: tor
 
 
 def test_merging_parts_is_attention_over_the_whole(device: torch.device) -> None:
-    scores = torch.randn(6, 2, 30, device=device) * 4  # [rows, heads, keys], natural
+    scores = torch.randn(6, 2, 30, device=device) * 4  # [rows, heads, keys], in natural units
     values = torch.randn(30, 2, 64, device=device)
     whole = torch.einsum("rhk,khd->rhd", scores.softmax(-1), values)
     parts = [scores[..., :7], scores[..., 7:8], scores[..., 8:]]

@@ -1,4 +1,4 @@
-"""Latent decode for Hopper: which rows it copies where, when it is chosen, and, on such a chip, its results."""
+"""Latent decode for Hopper: the rows that it copies, when it is chosen, and on a Hopper chip its results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_mla_paged import latents_match
 
 
 def copied_rows(page_ids: list[int], start: int, stop: int, page_size: int) -> list[list[int]]:
-    """Rows of the cache in the buffer of each tile of a unit, as `copy_items` computes them."""
+    """Returns the cache rows in the buffer of each tile of a unit, as `copy_items` computes them."""
     rows, box_rows = [], min(page_size, KEYS)
     for tile in range(-(-(stop - start) // KEYS)):
         buffer: list[int] = []
@@ -50,7 +50,7 @@ def parts(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def fits(heads: int = 128, split_keys: bool = True, **changed: torch.Tensor) -> bool:
-    """Whether the kernel takes a batch of two on a Hopper chip, which the test has to pretend."""
+    """Returns whether the kernel accepts a batch of two. The test must pretend that there is a Hopper chip."""
     qo_indptr = torch.arange(3, dtype=torch.int32)
     lengths = torch.tensor([40, 3], dtype=torch.int32)
     sizes = {"ckv_dim": 512, "element_bytes": 2, "page_size": 16}
@@ -59,17 +59,17 @@ def fits(heads: int = 128, split_keys: bool = True, **changed: torch.Tensor) -> 
 
 
 def test_it_is_chosen_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not fits()  # there is no such chip here
+    assert not fits()  # this machine has no Hopper chip
     for module in (mla_hopper, mla_work):
         monkeypatch.setattr(module, "is_hopper", lambda _: True)
     assert fits()
     assert fits(heads=20)
-    assert not fits(heads=16)  # rows of zeros would be three quarters
+    assert not fits(heads=16)  # three quarters of the rows would be zeros
     assert not fits(split_keys=False)
     wide = torch.zeros(3, 16, 2, 576, dtype=torch.bfloat16)
-    assert fits(ckv=wide[:, :, 0, :512])  # rows further apart
+    assert fits(ckv=wide[:, :, 0, :512])  # a larger stride between rows
     assert not fits(ckv=torch.zeros(3, 16, 256, dtype=torch.bfloat16))
-    assert not fits(ckv=wide[:2].transpose(0, 1)[:, :, 0, :512])  # pages are not one after another
+    assert not fits(ckv=wide[:2].transpose(0, 1)[:, :, 0, :512])  # pages are not adjacent in memory
     assert not fits(ckv=torch.zeros(3 * 16 * 576 + 1, dtype=torch.bfloat16)[1:].view(3, 16, 576)[..., :512])
     assert not fits(ckv=torch.zeros(3, 8, 512, dtype=torch.bfloat16))
     assert not fits(ckv=torch.zeros(3, 48, 512, dtype=torch.bfloat16))
@@ -96,7 +96,7 @@ def test_units_are_whole_tiles_and_one_for_each_multiprocessor(monkeypatch: pyte
 
 @pytest.fixture
 def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device of capability 9; the Triton kernel fails if it is launched."""
+    """Returns a device of compute capability 9, where launching the Triton kernel fails the test."""
     if not is_hopper(device):
         pytest.skip("needs a chip of compute capability 9")
     monkeypatch.setattr(mla_paged, "mla_paged_kernel", None)

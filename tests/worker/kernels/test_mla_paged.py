@@ -1,4 +1,4 @@
-"""Multi-head latent attention against float64."""
+"""Multi-head latent attention, compared with float64."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def latents_match(
     arrange: Callable[[torch.Tensor], torch.Tensor] | None = None,
     arrange_queries: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> None:
-    """Latents and their positional part lie in one pool, NaN wherever there is no token.
+    """Compares the kernel with the reference. The module may be the real or a faulty one.
 
-    `arrange` lays each of them out by itself, and `arrange_queries` the queries. Used on the real module and on faulty
-    ones.
+    Latents and their positional part are in one pool, with NaN in unused slots. `arrange` changes the memory layout of
+    each of them, and `arrange_queries` that of the queries.
 
     Raises:
         AssertionError: the kernel differs from the reference.

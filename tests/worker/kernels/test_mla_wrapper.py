@@ -1,4 +1,4 @@
-"""`BatchMLAPagedAttentionWrapper` against float64: FlashInfer's arguments, plans under a graph, refusals."""
+"""`BatchMLAPagedAttentionWrapper`, compared with float64: arguments, plans of CUDA graphs, and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float32)
 
 
 class Scene:
-    """Requests of some lengths and new tokens, in scattered pages whose other slots are NaN."""
+    """Requests with some lengths and new tokens, in scattered pages with NaN in unused slots."""
 
     def __init__(self, lengths: list[int], new: list[int], device: torch.device) -> None:
         counts = [-(-length // PAGE_SIZE) for length in lengths]
@@ -64,7 +64,7 @@ def test_the_wrapper_gives_the_softmax(new: list[int], device: torch.device) -> 
 
 
 def test_lengths_that_do_not_fit_the_pages_are_refused_by_name(device: torch.device) -> None:
-    scene = Scene([19, 5, 0], [1, 1, 1], device)  # of three pages, one and none
+    scene = Scene([19, 5, 0], [1, 1, 1], device)  # three pages, one page and none
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8, device=device))
     scene.plan(wrapper)
     for message, lengths in (
@@ -84,7 +84,7 @@ def test_lengths_that_do_not_fit_the_pages_are_refused_by_name(device: torch.dev
 def graph_wrapper(
     batch: int, device: torch.device, *, indptr_length: int | None = None
 ) -> tuple[BatchMLAPagedAttentionWrapper, list[torch.Tensor]]:
-    """Returns a wrapper that keeps its addresses, and its buffers."""
+    """Returns a wrapper for CUDA graphs, and its buffers."""
     length = indptr_length or batch + 1
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
     buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (length, length, 32, batch)]

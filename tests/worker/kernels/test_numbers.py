@@ -1,4 +1,4 @@
-"""Numbers at the edge of every public parameter of the kernels: taken, or refused with the parameter's name."""
+"""Numbers at the limits of every public parameter of the kernels are accepted, or refused with the parameter's name."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NO_INTEGERS: list[Any] = [
     -2,
 ]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, np.float32("nan")]
-# What the lowest integer is, if not 1.
+# Parameters with another lowest accepted integer than 1.
 LOWEST = {"window_left": -1, "chunk_size": 0, "nnz": 0, "prefix_length": 0, "top_k": 0}
 NOT_NEGATIVE = ("logits_soft_cap", "temperature", "top_p", "min_p")
 POSITIVE = ("append_paged_kv_cache k_scale", "append_paged_kv_cache v_scale")
-WITHOUT_EFFECT = ("rope_scale", "rope_theta")  # hints, in parameters of their own
+WITHOUT_EFFECT = ("rope_scale", "rope_theta")  # hints that are named parameters
 PAGES = {"paged_kv_indptr": [0, 1], "paged_kv_indices": [0], "paged_kv_last_page_len": [3]}
 INDPTR, INDICES, LAST = (torch.tensor(each, dtype=torch.int32) for each in PAGES.values())
 ONE = torch.tensor([0, 1], dtype=torch.int32)
@@ -89,7 +89,7 @@ def workspace() -> torch.Tensor:
 
 
 def made(name: str) -> Any:
-    """A wrapper that is planned."""
+    """Returns a wrapper that has a plan."""
     kind = getattr(quire_kernels, name)
     wrapper = kind(1, workspace()) if "Cascade" in name else kind(workspace())
     wrapper.plan(**WRAPPERS[name])
@@ -104,7 +104,7 @@ def run(name: str, **values: Any) -> Any:
 
 
 def every_call() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]]:
-    """Each public callable: its signature's owner, how it is called, and what it is given."""
+    """Returns for each public callable the owner of its signature, a function that calls it, and its arguments."""
     found: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {}
     for module in (quire_kernels, extra):
         for name in module.__all__:
@@ -123,7 +123,7 @@ CALLS = every_call()
 
 
 def numbers_of(function: Callable[..., Any]) -> dict[str, bool]:
-    """Returns the numbers that a function takes, and whether each is whole."""
+    """Returns the numeric parameters of a function, and whether each is an integer."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         words = set(str(parameter.annotation).split(" "))

@@ -1,4 +1,4 @@
-"""Packed masks against numpy's own packbits."""
+"""Packed masks, compared with numpy's packbits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LENGTHS = (0, 3, 8, 0, 5000, 17, 1)
 
 
 def make_mask(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Mask and indptr of requests of several lengths, and the indptr as a list."""
+    """Returns mask and indptr of requests of several lengths, and the indptr as a list."""
     indptr = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     return (torch.rand(sum(LENGTHS)) < 0.5).to(device), indptr.to(device), indptr.tolist()
 
 
 def packing_matches(module: ModuleType, device: torch.device, bitorder: str = "little") -> bool:
-    """Kernel against reference: used on the real module and on faulty ones."""
+    """Returns whether the kernel equals the reference. The module may be the real or a faulty one."""
     mask, indptr, bounds = make_mask(device)
     packed, output_indptr = module.segment_packbits(mask, indptr, bitorder)
     sizes = [-(-length // 8) for length in LENGTHS]

@@ -24,7 +24,7 @@ from .attention_scene import Scene, assert_close
 
 Check = Callable[[torch.device], None]
 
-# Two pages a tile of float32, as usual pages are in half precision.
+# Pages of 8 put two pages into a float32 tile, as pages of 16 do in half precision.
 SMALL_PAGES = {"page_size": 8}
 
 
@@ -94,7 +94,7 @@ def merges(device: torch.device) -> None:
 
 
 VECTORS = ("sinks", "alibi_slopes", "k_scale", "v_scale")
-ONE_PAGE = {"page_size": 64}  # tiles lie within a page, so unused slots are read if nothing hides them
+ONE_PAGE = {"page_size": 64}  # a tile is within one page, so unused slots are read unless the kernel masks them
 FAULTS: list[tuple[Fault, Check]] = [
     (Fault(title, module, before, after), check)
     for module, title, before, after, check in (
@@ -224,11 +224,11 @@ FAULTS: list[tuple[Fault, Check]] = [
 
 
 def use(planted: ModuleType, fault: Fault, patch: pytest.MonkeyPatch) -> None:
-    """Puts the planted functions wherever the real ones are used."""
+    """Replaces the real functions by the planted ones in every module that uses them."""
     real = sys.modules[MODULES[fault.module]]
     users = [module for name, module in sys.modules.items() if name.startswith("quire_kernels")]
     for name, function in vars(real).items():
-        written = getattr(function, "fn", function)  # a function that Triton decorated
+        written = getattr(function, "fn", function)  # unwraps functions that Triton decorated
         if isinstance(written, type) or getattr(written, "__module__", None) != real.__name__:
             continue
         for user in users:
@@ -237,7 +237,7 @@ def use(planted: ModuleType, fault: Fault, patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_compiled() -> None:
-    """Has kernels compiled anew: a compiled one does not notice that a function it calls was replaced."""
+    """Makes Triton compile kernels again: a compiled kernel would keep calling a replaced function."""
     for name, module in sys.modules.items():
         if name.startswith("quire_kernels"):
             for function in vars(module).values():

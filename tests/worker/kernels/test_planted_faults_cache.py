@@ -1,6 +1,6 @@
-"""Faults planted in the kernels that write and move the cache, merge, pack and sample: each must be noticed.
+"""Faults planted in the kernels that write and move the cache, merge, pack and sample: tests must notice each of them.
 
-Every comparison is first made with the unchanged module (in the tests of its file, and here), then with one fault.
+Every comparison runs first with the unchanged module (in its own test file, and here), and then with one fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The number of planted faults of each module: a dropped fault, or a kernel without any, fails here."""
+"""The number of planted faults per module: removing a fault, or adding a kernel without faults, fails here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAULTS = [
     *(fault for fault, _ in attention.FAULTS),
     *(fault for _, fault in (*cache.FAULTS, *latent.FAULTS)),
 ]
-COUNT = {  # by module: update it with each added or dropped fault
+COUNT = {  # faults per module; update it with each added or removed fault
     "append_paged_kv_cache": 8,
     "append_slots": 10,
     "append_token": 8,
@@ -54,4 +54,4 @@ def test_every_fault_is_another() -> None:
 def test_every_kernel_has_one() -> None:
     (folder,) = quire_kernels.__path__
     kernels = {path.stem for path in Path(folder).rglob("*.py") if "\n@triton.jit" in path.read_text(encoding="utf-8")}
-    assert kernels <= COUNT.keys() | {"block_buffers"}  # which only makes a pointer of a number
+    assert kernels <= COUNT.keys() | {"block_buffers"}  # `block_buffers` only casts a number to a pointer

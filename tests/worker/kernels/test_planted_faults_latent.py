@@ -1,6 +1,6 @@
-"""Faults planted in latent attention, and in the cascade over shared prefixes: each must be noticed.
+"""Faults planted in latent attention and in the cascade over shared prefixes: tests must notice each of them.
 
-Every comparison is the one of a test of the kernel's own file, made first with the unchanged module, then with a fault.
+The comparisons come from the kernels' own test files. Each runs first with the unchanged module, then with a fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefill on Hopper: its arithmetic on a CPU, when it is chosen, and its results where such a chip is."""
+"""Prefill on Hopper: its arithmetic on a CPU, when it is chosen, and on a Hopper chip its results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_pieces_tiles_boxes_and_masks_give_the_softmax(seed: int) -> None:
             k[own[position // page_size], position % page_size] = keys[0, position]
             v[own[position // page_size], position % page_size] = keys[1, position]
         unseen = visible_low // page_size
-        page_ids = [10**9] * unseen + own[unseen:]  # and its page ids are never looked at
+        page_ids = [10**9] * unseen + own[unseen:]  # ids of unseen pages must never be read
         requests.append(Request(torch.randn(q_len, group * kv_heads, dim).double(), page_ids, kv_len))
         dense.append(keys)
     results = attend(requests, k, v, Sizes(group, block_m, block_n, causal, window_left))
@@ -83,10 +83,10 @@ def test_pages_are_rows_of_a_matrix_in_either_layout() -> None:
 
 def test_strides_that_tma_cannot_address_are_refused() -> None:
     assert page_rows(torch.zeros(4, 16, 2, 64).half()) is not None
-    assert page_rows(torch.zeros(4, 16, 2, 128).half()[..., ::2]) is None  # elements apart
+    assert page_rows(torch.zeros(4, 16, 2, 128).half()[..., ::2]) is None  # elements are not adjacent
     assert page_rows(torch.zeros(4, 16, 2, 68).half()[..., :64]) is None  # heads of 136 bytes
     assert page_rows(torch.zeros(4 * 16 * 2 * 64 + 1).half()[1:].view(4, 16, 2, 64)) is None  # an odd address
-    for stride, is_right in ((2**36, True), (2**37, False)):  # of pages: 2^30 and 2^31 rows
+    for stride, is_right in ((2**36, True), (2**37, False)):  # page strides, which give 2^30 and 2^31 rows
         far = torch.empty_strided((2, 16, 1, 64), (stride, 64, 64, 1), dtype=torch.float16, device="meta")
         assert (page_rows(far) is not None) == is_right
 
@@ -114,7 +114,7 @@ def test_what_the_kernel_is_not_made_for_takes_the_other() -> None:
     assert not fits(batch, masking=Masking(causal=True, chunk_size=64))
     assert not fits(batch, masking=Masking(custom_mask=torch.ones(9).bool(), mask_indptr=torch.zeros(3).long()))
     assert not fits(batch, q=batch.q.transpose(0, 2).contiguous().transpose(0, 2))
-    few = Batch(replace(SHAPES[0], lengths=((3, 70), (5, 90))), CPU)  # blocks of 16 rows
+    few = Batch(replace(SHAPES[0], lengths=((3, 70), (5, 90))), CPU)  # so few rows per request give blocks of 16 rows
     assert not fits(few)
 
 
@@ -142,7 +142,7 @@ def test_a_plan_is_run_again(shape: Shape, device: torch.device) -> None:
 @on_hopper
 def test_a_graph_is_replayed_with_other_queries_keys_and_pages(device: torch.device) -> None:
     batch, other = Batch(SHAPES[0], device), Batch(SHAPES[0], device)
-    batch.run()  # compiles
+    batch.run()  # compiles the kernel
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = batch.run()

@@ -1,4 +1,4 @@
-"""Prefill over pages against float64, against PyTorch's attention, and at its edges."""
+"""Prefill over pages, compared with float64 and with PyTorch's attention, and its edge cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def mask_of(scene: Scene, *, packed: bool, share: float = 0.5) -> Masking:
-    """A random custom mask."""
+    """Returns a random custom mask."""
     lengths = kv_lengths(scene.indptr, scene.last_page_len, scene.page_size)
     indptr = mask_indptr_of(scene.qo_indptr, lengths, packed=False)
     mask = (torch.rand(int(indptr[-1])) < share).to(scene.device)
@@ -139,7 +139,7 @@ def test_a_row_that_its_mask_hides_from_all_keys_gives_zeros(device: torch.devic
 
 
 def test_a_tree_of_drafts_is_verified_at_once(device: torch.device) -> None:
-    parents = [-1, 0, 0, 1, 1, 2]  # of each draft token; all see the 40 tokens before
+    parents = [-1, 0, 0, 1, 1, 2]  # parent of each draft token; all of them see the 40 tokens before
     tree = torch.zeros(6, 46, dtype=torch.bool)
     tree[:, :40] = True
     for token, parent in enumerate(parents):

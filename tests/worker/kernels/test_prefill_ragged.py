@@ -1,4 +1,4 @@
-"""Prefill of ragged keys against float64 and against prefill over pages."""
+"""Prefill of ragged keys, compared with float64 and with prefill over pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ragged(
     v_head_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensors:
-    """q, k, v, qo_indptr, kv_indptr. The rows around k and v hold NaN."""
+    """Returns q, k, v, qo_indptr and kv_indptr. The rows around k and v hold NaN."""
     total = sum(kv_lengths)
     q = torch.randn(sum(q_lengths), heads, head_dim).to(dtype).to(device)
     padded = []

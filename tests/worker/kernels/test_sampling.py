@@ -1,4 +1,4 @@
-"""Sampling against a plain torch reference that sorts: the same number must draw the same token."""
+"""Sampling, compared with a plain torch reference that sorts: the same uniform number must draw the same token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire_kernels.ops import sampling as real
 from quire_kernels.ops.sampling import greedy, sample, weights_reference
 from quire_kernels.shared.reference import SAMPLE_TOLERANCE
 
-# Temperature, top_k, top_p, min_p.
+# Values are temperature, top_k, top_p and min_p.
 CHAINS = {
     "all": (1.0, 0, 1.0, 0.0),
     "hot": (3.0, 0, 1.0, 0.0),
@@ -32,7 +32,7 @@ UNIFORMS = (0.0, 0.37, 1 - 2**-24)
 
 @contextmanager
 def small_tiles(module: ModuleType) -> Iterator[None]:
-    """Uses two tiles for a small vocabulary, because the interpreter's time follows the number of tiles."""
+    """Makes tiles so small that two cover a small vocabulary: the interpreter's time grows with the number of tiles."""
     sizes = module.BLOCK, module.DRAW_BLOCK
     module.BLOCK, module.DRAW_BLOCK = 1024, 1024  # type: ignore[attr-defined]
     yield
@@ -46,15 +46,15 @@ def tiles() -> Iterator[None]:
 
 
 def is_drawn_token(weights: torch.Tensor, token: int, uniform: float) -> bool:
-    """Whether a token is kept and its share of `[0, 1)`, in the order of the vocabulary, holds the number."""
+    """Returns whether a token is kept, and its interval of cumulative probability contains the uniform number."""
     end = float(weights[: token + 1].sum())
     begin = end - float(weights[token])
     return bool(weights[token] > 0) and begin - SAMPLE_TOLERANCE <= uniform <= end + SAMPLE_TOLERANCE
 
 
 def samples_match(module: ModuleType, device: torch.device) -> bool:
-    """All chains as rows of one batch: used on the real module and on faulty ones."""
-    logits = 3 * torch.randn(len(CHAINS), 1200).to(device)  # the same ones on every device
+    """Returns whether all chains, as rows of one batch, are drawn right. The module may be the real or a faulty one."""
+    logits = 3 * torch.randn(len(CHAINS), 1200).to(device)  # drawn on the CPU: equal on every device
     columns = list(zip(*CHAINS.values(), strict=True))
     temperature, top_p, min_p = (torch.tensor(columns[i], device=device) for i in (0, 2, 3))
     top_k = torch.tensor(columns[1], dtype=torch.int32, device=device)
@@ -66,7 +66,7 @@ def samples_match(module: ModuleType, device: torch.device) -> bool:
 
 
 def greedy_matches(module: ModuleType, device: torch.device) -> bool:
-    """Greedy rows with equals in several tiles: used on the real module and on faulty ones."""
+    """Returns whether greedy rows with ties across tiles are right. The module may be the real or a faulty one."""
     logits = torch.randn(3, 9000).to(device)
     logits[0, [17, 5000, 8999]], logits[1, 8999] = 50.0, 50.0
     return bool(module.greedy(logits).tolist() == [17, 8999, int(logits[2].argmax())])

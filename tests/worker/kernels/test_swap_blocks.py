@@ -1,4 +1,4 @@
-"""Blocks gathered into one buffer and scattered back."""
+"""Blocks are gathered into one buffer, and scattered back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire_kernels.ops.swap_blocks import gather_blocks, gather_blocks_reference
 
 
 def make_buffers(device: torch.device) -> list[torch.Tensor]:
-    """Blocks of 60, of 16,400 and of 24 bytes."""
+    """Makes buffers with blocks of 60, 16,400 and 24 bytes."""
     return [
         torch.randn(6, 2, 3, 5, device=device).half(),
         torch.randn(6, 4100, device=device),
@@ -25,7 +25,10 @@ def make_staging(buffers: list[torch.Tensor], rows: int) -> torch.Tensor:
 
 
 def swap_matches(module: ModuleType, device: torch.device) -> bool:
-    """Out, compared with the reference, and back into other blocks: used on the real module and on faulty ones."""
+    """Returns whether gathering equals the reference, and scattering into other blocks restores the contents.
+
+    The module may be the real or a faulty one.
+    """
     buffers = make_buffers(device)
     staging, expected = make_staging(buffers, 4), make_staging(buffers, 4)
     module.gather_blocks(buffers, [5, 0, 2], staging)
@@ -68,7 +71,7 @@ def test_nan_of_any_kind_is_moved_bit_by_bit_and_nothing_else_is_touched(device:
 
 def test_blocks_further_than_an_int32_reaches_go_out_and_come_back(device: torch.device) -> None:
     stride = 2**31 + 64
-    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)  # on a CPU, backed once it is written
+    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)  # a CPU allocates only what is written
     buffer = memory.as_strided((2, 4096), (stride, 1))
     buffer[1] = torch.arange(4096, device=device) % 251
     staging = torch.zeros(1, 4096, dtype=torch.uint8, device=device)

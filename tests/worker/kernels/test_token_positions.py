@@ -1,4 +1,4 @@
-"""Requests and places of new tokens, against a loop over them."""
+"""Requests and positions of new tokens, compared with a Python loop."""
 
 from __future__ import annotations
 

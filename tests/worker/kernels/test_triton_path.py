@@ -1,5 +1,4 @@
-"""The parts of the worker's Triton path beyond those that `tests/worker/test_attention.py` checks for every
-implementation."""
+"""The parts of the worker's Triton path that are not covered by `tests/worker/test_attention.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def test_a_slot_outside_the_pages_is_refused_before_anything_is_written(device: 
     assert pages.isnan().all()
 
 
-# -- choosing tokens ---------------------------------------------------------------------------------------------------
+# -- sampling ----------------------------------------------------------------------------------------------------------
 
 SETTINGS = (
     SamplingParams(),
@@ -78,7 +77,7 @@ def test_the_kernel_chooses_what_sorting_chooses(device: torch.device) -> None:
     backend = TritonPagedAttention(device, workspace_bytes=1 << 20)
     for _ in range(3):
         assert sample(logits, params, ours, backend.choose).tolist() == sample(logits.cpu(), params, theirs).tolist()
-    for one, other in zip(ours, theirs, strict=True):  # as far on
+    for one, other in zip(ours, theirs, strict=True):  # both generators have advanced equally
         assert torch.equal(one.get_state(), other.get_state())
 
 

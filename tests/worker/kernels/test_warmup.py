@@ -1,4 +1,4 @@
-"""Warming up runs every combination once, says how far it is, and leaves nothing to compile."""
+"""Warming up runs every combination once, reports its progress, and leaves nothing to compile."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quire_kernels.shared.tile import attend_keys
 
 from tests.worker.test_warm_up import launches
 
-# The worker's own way to append and its kernels between products, which its own warming up launches; and the exceptions
-# that `warmup` names. Kernels in Gluon are launched on Hopper alone.
+# Kernels that `warmup` does not launch: the worker's own append and the kernels between products, which the worker's
+# warming up launches; the exceptions in the docstring of `warmup`; and Gluon kernels, which need Hopper.
 NOT_COVERED = {
     "append_slots_kernel",
     "gated_activation_kernel",

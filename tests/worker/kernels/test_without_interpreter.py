@@ -1,4 +1,4 @@
-"""Tensors in the host's memory, given to kernels that are compiled: a clear refusal, by every public name."""
+"""Every public function refuses tensors in host memory clearly if its kernel is compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-# Every public name that launches a kernel, called as it should be but for where its tensors are.
+# Calls of every public name that launches a kernel. They are valid except that their tensors are in host memory.
 CALLS = """
 import json, torch
 import quire_kernels as a
@@ -68,7 +68,8 @@ ARGUMENTS = {
 }
 
 
-# Triton 3.6's interpreter fails with NumPy 2.4, which such a machine may have; elsewhere all of these tests run in it.
+# Triton 3.6's interpreter fails with NumPy 2.4, which a machine with a GPU may have. On other machines all these tests
+# run in the interpreter.
 INTERPRETED = pytest.param(True, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"))
 
 

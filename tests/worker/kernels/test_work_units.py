@@ -1,4 +1,4 @@
-"""The division of work on the device against plain Python."""
+"""The division of work on the device, compared with plain Python."""
 
 from __future__ import annotations
 

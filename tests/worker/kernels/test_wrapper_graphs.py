@@ -1,4 +1,4 @@
-"""Plans of a CUDA graph: into the same memory, of the same batch, whole or not at all."""
+"""Plans of a CUDA graph keep the batch size, and write all of their tensors to the same memory, or none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def workspace(device: torch.device) -> torch.Tensor:
 
 
 class Ragged:
-    """Queries and keys of requests of some lengths, without pages."""
+    """Queries and keys of requests with some lengths, without pages."""
 
     def __init__(self, new: list[int], lengths: list[int], device: torch.device) -> None:
         self.device = device
@@ -87,7 +87,7 @@ def test_a_graph_of_ragged_prefill_sees_a_new_plan_where_the_old_one_was(device:
 
 
 def test_a_replay_of_ragged_prefill_attends_to_what_was_planned_last(device: torch.device) -> None:
-    """The launches of the first plan, again: on a GPU as a captured graph."""
+    """Replays the launches of the first plan; on a GPU they are a captured graph."""
     wrapper, _ = ragged_wrapper(device)
     first, second = Ragged([30, 5, 1], [90, 5, 7], device), Ragged([6, 5, 25], [44, 33, 25], device)
     first.plan(wrapper)
@@ -105,7 +105,7 @@ def test_a_replay_of_ragged_prefill_attends_to_what_was_planned_last(device: tor
             run()
         replay = graph.replay
     second.plan(wrapper)
-    wrapper._planned = captured  # the graph's addresses; only memory can tell it of the second plan
+    wrapper._planned = captured  # a graph keeps its addresses, so it sees the second plan only through memory
     q.copy_(second.q)
     k.copy_(second.k)
     v.copy_(second.v)

@@ -1,4 +1,4 @@
-"""FlashInfer's arguments that the wrappers honor: scales, windows, bases, dtypes, one order of keys."""
+"""FlashInfer's arguments that have an effect: scales, windows, bases of lse, dtypes, and a fixed order of keys."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ def prefill_expected(scene: Scene, **changes: Any) -> tuple[torch.Tensor, torch.
 
 def test_arguments_given_by_place_are_where_flashinfer_has_them(device: torch.device) -> None:
     scene = Scene([30, 7], query_lengths=[9, 3], device=device)
-    # head_dim_vo, custom_mask, packed_custom_mask, causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale,
-    # window_left, logits_soft_cap, rope_scale, rope_theta
+    # The arguments are: head_dim_vo, custom_mask, packed_custom_mask, causal, pos_encoding_mode, use_fp16_qk_reduction,
+    # sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta.
     wrapper = prefill_wrapper(scene, None, None, None, True, "NONE", False, 0.3, 6, 2.0, 1.0, 1e4)
     expected = prefill_expected(scene, sm_scale=0.3, window_left=6, logits_soft_cap=2.0)
     assert_close(wrapper.run(scene.q, scene.cache, return_lse=True), expected)
     decode = Scene([30, 7], device=device)
     planned = BatchDecodeWithPagedKVCacheWrapper(workspace(device), "NHD", False, True)
-    # pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale
+    # The arguments are: pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type,
+    # data_type, sm_scale.
     more = ("NONE", 6, 2.0, torch.float32, None, torch.float32, None, 0.3)
     planned.plan(*decode.table, 4, 2, 64, 16, *more)
     options = decode.options(sm_scale=0.3, window_left=6, logits_soft_cap=2.0)
@@ -100,7 +101,7 @@ def test_lse_is_given_in_the_base_that_is_asked_for(device: torch.device) -> Non
     assert natural[1] is given
     assert torch.equal(natural[0], out)
     torch.testing.assert_close(given, lse * math.log(2.0))
-    wrapper.run(scene.q, scene.cache, lse=given.zero_(), lse_base="ln")  # not given back, and written all the same
+    wrapper.run(scene.q, scene.cache, lse=given.zero_(), lse_base="ln")  # lse is written although it is not returned
     torch.testing.assert_close(given, lse * math.log(2.0))
     ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     ragged.begin_forward(scene.index([0, 3]), scene.index([0, 5]), 4, 2, 64, q_data_type="float32")
@@ -158,7 +159,7 @@ def test_without_splits_a_request_has_the_same_bits_in_every_batch(device: torch
     expected = decode_paged_reference(scene.q, scene.unpacked, *scene.table, scene.options())
     assert_close(together, expected)
     split = decode_wrapper(scene).run(scene.q, scene.cache)
-    assert not torch.equal(split[0], together[0][0])  # by default a long request is split, and rounds otherwise
+    assert not torch.equal(split[0], together[0][0])  # by default a long request is split, so its rounding differs
     for request in range(3):
         start, stop = scene.indptr[request : request + 2].tolist()
         alone = BatchDecodeWithPagedKVCacheWrapper(workspace(device))

@@ -1,9 +1,9 @@
-"""Run by `test_warmup.py` in a process of its own: Triton's compilations for a user of the wrappers.
+"""Lists Triton's compilations for a user of the wrappers; `test_warmup.py` runs this in a separate process.
 
     python -m tests.worker.kernels.wrapper_launches [ROWS] [WITHOUT]
 
-ROWS, as JSON, replaces `PROMPT_ROWS`; WITHOUT is a call that is not warmed up. Prints the launches of `warmup` for some
-models, and the additional ones of random batches afterwards; see `tests.worker.specialisations`.
+ROWS, as JSON, replaces `PROMPT_ROWS`. WITHOUT is a call that is not warmed up. Prints the launches of `warmup` for some
+models, and then the additional launches of random batches; see `tests.worker.specialisations`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ KINDS = (
     _MASKED,
     replace(_MASKED, custom_mask="bool", causal=False),
     AttentionKind(4, 4, 192, 1, torch.bfloat16, v_head_dim=128, causal=False, calls=("ragged",)),
-    AttentionKind(3, 1, 18, 3, torch.float32),  # strides and addresses that 16 does not divide
+    AttentionKind(3, 1, 18, 3, torch.float32),  # strides and addresses that are not multiples of 16
     LatentKind(16, 512, 64, 64, torch.bfloat16),
 )
 
 
 class Server:
-    """Random batches of one kind of layer."""
+    """Runs random batches of one kind of layer."""
 
     def __init__(self, kind: AttentionKind, seed: int) -> None:
         self.kind = kind
@@ -157,7 +157,7 @@ class Server:
 
 
 def serve_latents(kind: LatentKind, seed: int) -> None:
-    """Random batches, of one query each or of several."""
+    """Runs random batches with one or several queries per request."""
     dice, size = random.Random(seed), kind.page_size
     caches = [torch.zeros(200, size, dim, dtype=kind.dtype) for dim in (kind.head_dim_ckv, kind.head_dim_kpe)]
     for _ in range(BATCHES):
@@ -178,7 +178,7 @@ def serve_latents(kind: LatentKind, seed: int) -> None:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Warms up, runs random batches, and prints the launches, as the top of the file describes."""
     assert isinstance(triton.language.sum, JITFunction), "must not be interpreted"
     rows, without = (*sys.argv[1:], "", "")[:2]
     warmup_kinds.PROMPT_ROWS = tuple(json.loads(rows)) if rows else warmup_kinds.PROMPT_ROWS

@@ -1,5 +1,5 @@
-// The kernels of one instruction set against plain loops in double, without Python or torch: for processors that are
-// only emulated here. `make kernels-neon` compiles it for ARM and runs it under qemu; anywhere else it is a program, too.
+// Compares the kernels of one instruction set with plain loops in double, without Python or torch, for processors that can
+// only be emulated. `make kernels-neon` compiles this for ARM and runs it under qemu. It also runs on any other processor.
 #include "quire_cpu.h"
 
 #include <math.h>
@@ -19,7 +19,7 @@ float drawn() {
     return (state >> 8) / 8388608.0f - 1.0f;
 }
 
-float rounded(float value) {  // to bfloat16, nearest even
+float rounded(float value) {  // to bfloat16, ties to even
     uint32_t bits;
     memcpy(&bits, &value, 4);
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
@@ -27,7 +27,7 @@ float rounded(float value) {  // to bfloat16, nearest even
     return value;
 }
 
-// Numbers in a dtype, and the same ones as float32.
+// Numbers in a dtype, and the same numbers as float32.
 struct Tensor {
     int dtype;
     std::vector<float> wide;
@@ -55,7 +55,7 @@ void expect(const char* what, int dtype, const std::vector<float>& found, const 
     double worst = 0;
     for (size_t i = 0; i < wanted.size(); i++) {
         const double error = fabs(found[i] - wanted[i]) / (1 + fabs(wanted[i]));
-        worst = error <= worst ? worst : error;  // NaN, too
+        worst = error <= worst ? worst : error;  // also becomes NaN if the error is NaN
     }
     const bool is_near = worst <= tolerance;
     failures += !is_near;
@@ -107,7 +107,7 @@ void check_norm(int dtype) {
     expect("norm", dtype, y.wide, wanted);
 }
 
-// One sequence whose last `queries` tokens attend; 37 keys on pages of 16 that lie in another order.
+// One sequence with 37 keys on pages of 16 in shuffled order; its last `queries` tokens attend.
 void check_attention(int dtype, long queries) {
     const long heads = 4, kv_heads = 2, dim = 64, keys = 37, page = 16, pages = 3, row = kv_heads * dim;
     Tensor q(dtype, queries * heads * dim), cache(dtype, pages * 2 * page * row), y(dtype, queries * heads * dim);
@@ -145,7 +145,7 @@ void check_attention(int dtype, long queries) {
 void check_greedy(long vocabulary) {
     const long rows = 6;
     Tensor x(QUIRE_FLOAT32, rows * vocabulary);
-    for (float& value : x.wide) value = static_cast<int>(value * 8);  // of which many are equal
+    for (float& value : x.wide) value = static_cast<int>(value * 8);  // makes many logits equal
     x.wide[vocabulary / 2] = NAN;
     x.wide[vocabulary + vocabulary / 3] = INFINITY;
     for (long j = 0; j < vocabulary; j++) x.wide[2 * vocabulary + j] = -INFINITY, x.wide[3 * vocabulary + j] = j ? 0.0f : -0.0f;

@@ -1,11 +1,11 @@
-// Attention over pages, block of keys by block of keys, softmax corrected on the way.
+// Attention over pages, one block of keys after another, with online softmax.
 //
-//   few rows (decode)   `direct.h`: keys and values are read where they lie, a block for all heads before the next
+//   few rows (decode)   `direct.h`: keys and values are read in place, a block for all heads before the next block
 //   some rows           `packed.h`: a block's keys and values are packed first, once for all rows
-//   many rows (prompts) `lanes.h`: a row is a lane of vectors, for up to 64 rows at a time, and nothing is packed
+//   many rows (prompts) `lanes.h`: a row is a vector lane, up to 64 rows at a time, and nothing is packed
 //
-// Keys that neighbors share (`shared_prefix.h`) come first, with the rows of all of them. The walk through a sequence's own
-// keys continues from the sums that each row has then.
+// Keys that neighboring sequences share (`shared_prefix.h`) come first, for the rows of all these sequences. The walk
+// through a sequence's own keys continues from each row's sums.
 //
 // The rows of a KV head are the query heads that share it, query by query: row = query * group + head in the group.
 #pragma once
@@ -16,9 +16,9 @@
 
 namespace QUIRE_ISA {
 
-constexpr long TILE_ROWS = 64;  // of a tile of queries, about
+constexpr long TILE_ROWS = 64;  // approximate rows of a tile of queries
 
-// A list that grows, without the standard library's templates.
+// A growing list that does without the standard library's templates.
 struct Items {
     Item* items = nullptr;
     long count = 0, room = 0;
@@ -32,8 +32,8 @@ struct Items {
         items[count++] = item;
     }
 
-    // Tiles of `tile` queries. Where a tile's rows `are_direct`, all heads of a block one after another read memory in
-    // order; a lone sequence gives each thread a head.
+    // Adds tiles of `tile` queries. If a tile's rows `are_direct`, its item has all heads, so that memory is read in order.
+    // A lone sequence is split by heads instead, so that each thread has one.
     template <class Direct>
     void add_tiles(const QuireAttend& a, int32_t sequence, long queries, long tile, long shared_keys, Direct are_direct) {
         for (long q = 0; q < queries; q += tile) {
@@ -61,7 +61,7 @@ void walk_all(const QuireAttend& a, const Items& items, const HandedOver& handed
     });
 }
 
-// Of a run's queries: as many as make good products, and few enough that every thread has some.
+// The queries per tile of a run: enough for efficient products, and few enough that every thread has a tile.
 inline long shared_tile(const QuireAttend& a, long queries, long group) {
     const long even = (queries * a.kv_heads + parallel_threads() - 1) / parallel_threads();
     return larger(1, smaller(TILE_ROWS / group, larger(even, DIRECT_ROWS / group)));
@@ -74,8 +74,8 @@ void attend_of(const QuireAttend& a) {
     Items shared, own;
     for (int32_t s = 0; s < a.sequences;) {
         Run run = run_from(a, s, larger(1, DIRECT_ROWS / group));
-        // Two sequences gain nothing where their rows together no longer read keys where they lie: with 8 KV heads of 128
-        // dimensions it takes 1.06 to 1.3 times as long.
+        // Two sequences gain nothing if together they have too many rows to read keys in place: with 8 KV heads of 128
+        // dimensions, sharing takes 1.06 to 1.3 times as long.
         if (run.count == 2 && 2 * group > DIRECT_ROWS) run.keys = 0;
         if (run.keys > 0) {
             const long queries = a.query_indptr[s + run.count] - a.query_indptr[s];

@@ -1,5 +1,5 @@
-// All layers of a decoder of Llama's kind in one call, made of the kernels that are also called one by one. It runs
-// without Python's interpreter.
+// All layers of a decoder like Llama's in one call. It uses the kernels that are also called one by one, and runs without
+// Python's interpreter.
 #include "quire_cpu.h"
 
 #include <string.h>
@@ -12,7 +12,7 @@ void norm(const QuireDecoder& d, const void* weight, float epsilon, void* output
     quire_norm(&arguments);
 }
 
-// With `is_added`, onto the hidden states, where they are.
+// With `is_added`, the result is added to the hidden states in place.
 void linear(const QuireDecoder& d, const QuirePacked& layer, const void* input, bool is_added, void* output) {
     const QuireLinear arguments{
         input,         layer.weight,  layer.bias,   is_added ? output : nullptr, output, layer.inputs, layer.outputs,
@@ -49,7 +49,7 @@ void attention(const QuireDecoder& d, const QuireLayer& layer) {
     quire_attend(&attend);
 }
 
-// The rows of the kept tokens to the front of a buffer.
+// Moves the rows of the kept tokens to the front of a buffer.
 void keep(const QuireDecoder& d, void* rows, int64_t size) {
     char* first = static_cast<char*>(rows);
     const int64_t bytes = behind(rows, size, d.dtype) - first;
@@ -58,7 +58,7 @@ void keep(const QuireDecoder& d, void* rows, int64_t size) {
 
 }  // namespace
 
-// A word at a time: copying needs no set of instructions.
+// Copies word by word, which needs no particular instruction set.
 void quire_embed(const QuireEmbed* arguments) {
     const QuireEmbed& a = *arguments;
     const uint32_t* packed = static_cast<const uint32_t*>(a.packed);

@@ -1,13 +1,13 @@
-// Few rows: keys and values are read where they lie, a block for all heads before the next, so that memory is read in order.
-// Sixteen dot products end in one vector.
+// Few rows: keys and values are read in place, a block for all heads before the next block, so that memory is read in order.
+// Sixteen dot products are summed into one vector.
 #pragma once
 #include "walk.h"
 
 namespace QUIRE_ISA {
 
-constexpr long DIRECT_ROWS = 4;  // at most
+constexpr long DIRECT_ROWS = 4;  // most rows that read keys and values in place
 
-// Whether rows read keys and values this way: there are few of them, and a key is whole vectors of words.
+// Whether rows read keys and values in place: there are few rows, and a key fills whole vectors of words.
 template <class T>
 inline bool reads_directly(const QuireAttend& a, long rows) {
     return rows <= DIRECT_ROWS && a.head_dim % (LANES * PER_WORD<T>) == 0;
@@ -67,7 +67,7 @@ struct DirectWay {
 
     explicit DirectWay(const Walk<T>& walk)
         : walk(walk), rows(walk.rows), size(walk.size), padded(round_up(walk.size, WIDTH)) {
-        // 64 bytes apart, so that every part begins at a cache line.
+        // Parts are aligned to 64 bytes, so that each begins at a cache line.
         const long all_rows = rows * walk.item.heads, sums_bytes = all_rows * padded * 4;
         const long states_bytes = round_up(all_rows * sizeof(RowState), CACHE_LINE);
         char* memory = workspace(sums_bytes + states_bytes + DIRECT_ROWS * KEYS * 4);

@@ -1,4 +1,4 @@
-// The library's functions: they call the best set of kernels that this CPU runs, and choose the threads.
+// The library's functions. They call the best set of kernels that this CPU can run, and choose the threads.
 #include "kernels.h"
 
 #include <string.h>
@@ -17,7 +17,7 @@ struct Candidate {
 
 constexpr int COUNT_MAX = 4;
 
-// Best first.
+// Lists the sets of kernels, best first.
 int candidates(Candidate* found) {
     int count = 0;
 #if defined(__x86_64__)
@@ -34,7 +34,7 @@ int candidates(Candidate* found) {
 #if defined(QUIRE_HAS_avx2)
     found[count++] = {&kernels_avx2, avx2};
 #endif
-    (void)avx512;  // of an old compiler that knows none of them
+    (void)avx512;  // unused if an old compiler supports none of these sets
 #endif
     found[count++] = {&kernels_baseline, true};
     return count;
@@ -50,8 +50,8 @@ const Kernels* best() {
 
 const Kernels* chosen = best();
 
-// OpenMP's own entry point, which torch has loaded: its threads are the ones that torch uses, so that there are not
-// twice as many as cores.
+// The entry point of the OpenMP library that torch has loaded. Sharing torch's threads avoids twice as many threads as
+// cores.
 using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
 Region region = nullptr;
 int thread_count = 1;

@@ -1,26 +1,26 @@
-// Logits to tokens: the greedy choice, and draws from a softmax.
+// Tokens from logits: the greedy choice, and draws from a softmax.
 //
 //     weight[j] = e^((logit[j] - largest) / temperature),  token = the first j with sum(weight[..j]) > uniform * sum(weight)
 //
-// Sums are doubles: a vocabulary has more tokens than a float has places. They are kept for each stretch of tokens, so that
-// the second way through is along these, and token by token in one of them alone.
+// Sums are doubles, because a float is not precise enough for the sum over a vocabulary. There is one sum per stretch of
+// tokens. So the second pass adds up stretches, and goes token by token through only one of them.
 #pragma once
 #include "rows.h"
 
 namespace QUIRE_ISA {
 
-constexpr long STRETCH = 256;  // tokens, whole vectors
+constexpr long STRETCH = 256;  // tokens; a multiple of a vector
 
 struct Largest {
     long place;
     float value;
 };
 
-// The first place of the largest number, and that number; of the first NaN if there is one.
+// The largest number and its first index; if there is a NaN, the first NaN instead.
 //
-// Each lane keeps the largest of its own numbers and the first stretch that had it, so that the second look is at one stretch.
+// Each lane keeps its largest number and the first stretch that has it, so that the second pass reads only one stretch.
 inline Largest largest_of(const float* logits, long size) {
-    constexpr int CHAINS = 4;  // of maxima side by side: one alone would wait for itself
+    constexpr int CHAINS = 4;  // independent maxima: a single one would wait for its previous result
     Vec most = broadcast(-__builtin_inff());
     Ints stretch_of_most{}, is_nan{};
     for (long start = 0; start < size; start += STRETCH) {
@@ -74,7 +74,7 @@ inline void greedy(const QuireGreedy* arguments) {
 
 typedef double Doubles __attribute__((vector_size(LANES * 8)));
 
-// Weights of [first, first + count) to their place; returns their sum.
+// Writes the weights of [first, first + count), and returns their sum.
 inline double weigh_stretch(const float* logits, float* weights, long count, float largest, float factor) {
     Doubles sum{};
     for_each_vector(
@@ -94,7 +94,7 @@ inline double weigh_stretch(const float* logits, float* weights, long count, flo
     return total;
 }
 
-// A row with a NaN as its largest logit gives some token.
+// A row with a NaN gives an arbitrary token.
 inline int64_t draw_row(const float* logits, long size, float temperature, double uniform) {
     const long likeliest = largest_of(logits, size).place;
     if (temperature == 0.0f) return likeliest;
@@ -121,7 +121,7 @@ inline int64_t draw_row(const float* logits, long size, float temperature, doubl
             if (reached > threshold) return j;
             if (weights[j] > 0) last = j;
         }
-        return last;  // summed one by one, the stretch ends a rounding earlier
+        return last;  // rounding can make the sum token by token slightly smaller than the stretch's sum
     }
     return likeliest;
 }

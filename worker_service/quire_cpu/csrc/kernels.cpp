@@ -1,4 +1,4 @@
-// The kernels of one instruction set; compiled once for each with QUIRE_ISA defined as its name.
+// The kernels of one instruction set. This file is compiled once per set, with QUIRE_ISA defined as the set's name.
 #include "kernels.h"
 
 #include "attention.h"

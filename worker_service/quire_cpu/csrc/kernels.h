@@ -1,4 +1,4 @@
-// One set of kernels for each instruction set. `kernels.cpp` is compiled once for each, with QUIRE_ISA its name.
+// One set of kernels per instruction set. `kernels.cpp` is compiled once per set, with QUIRE_ISA defined as its name.
 #pragma once
 #include "quire_cpu.h"
 
@@ -16,8 +16,8 @@ struct Kernels {
     void (*greedy)(const QuireGreedy*);
 };
 
-// Calls body(context, i) for every i below count, on as many threads as `quire_threads` said.
+// Calls body(context, i) for every i below count, on the number of threads that `quire_threads` has set.
 void run_parallel(int64_t count, void (*body)(void* context, int64_t index), void* context);
 
-// How many threads that is.
+// The number of threads that `run_parallel` uses.
 int parallel_threads();

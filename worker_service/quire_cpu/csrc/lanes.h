@@ -1,19 +1,19 @@
-// Many rows: a row of queries is a lane, so that both products and the softmax work on whole vectors of rows. Keys and values
-// are read where they lie, one number for all lanes; nothing is packed but the queries, once.
+// Many rows: a query row is a lane, so that both products and the softmax work on whole vectors of rows. Keys and values
+// are read in place, one number for all lanes. Only the queries are packed, once.
 //
 //     scores[key][row] = sum over d of key[d] * query[d][row]
-//     weights          = softmax's; its largest scores and sums are vectors of rows, too
+//     weights          = softmax(scores); its largest scores and its sums are vectors of rows too
 //     sums[d][row]     = sums[d][row] * factor[row] + sum over keys of value[d] * weights[key][row]
 //
-// Words are those of `product.h`: in bfloat16 two consecutive d of a query, and two keys' weights of a row. So the values of
-// two keys are put side by side first.
+// Words are those of `product.h`: in bfloat16, two consecutive d of a query, or the weights of two keys for a row. So the
+// values of two keys are interleaved first.
 #pragma once
 #include "walk.h"
 
 namespace QUIRE_ISA {
 
-// Whether there are enough rows: two vectors of them. Without instructions for products of bfloat16, widening the left side for
-// each product costs more than packing does.
+// Whether there are enough rows: two vectors of rows. Without instructions for bfloat16 products, widening the left side for
+// each product costs more than packing.
 template <class T>
 inline bool fills_lanes(long rows) {
 #if defined(__AVX512BF16__)
@@ -23,7 +23,7 @@ inline bool fills_lanes(long rows) {
 #endif
 }
 
-// As many as the registers have room for beside COUNT vectors of the right side, and a number of the left one.
+// Rows of a tile: as many as fit into the registers beside COUNT vectors of the right side and one number of the left side.
 template <int COUNT>
 constexpr int LANE_TILE = LANES == 16 ? (COUNT == 4 ? 6 : 8) : (COUNT == 2 ? 6 : 8);
 constexpr int COUNT_MAX = VECTORS;  // vectors of rows at once
@@ -36,7 +36,7 @@ struct Count {
 // c[i][lane] = c[i][lane] * factors[lane] + sum over k of left(i, k) * b[k][lane], for ROWS values of i and COUNT vectors of
 // lanes. Without `factors`, c is not read.
 //
-// Not inlined, so that the registers of the loop are its own.
+// Not inlined, so that the loop has all registers for itself.
 template <class T, int ROWS, int COUNT, class Left>
 __attribute__((noinline)) void lane_tile(Left left, long first, const Word* b, long stride, long words, float* c, const float* factors) {
     Vec sum[ROWS][COUNT];
@@ -55,7 +55,7 @@ __attribute__((noinline)) void lane_tile(Left left, long first, const Word* b, l
         for (int v = 0; v < COUNT; v++) store(c + (first + i) * stride + v * LANES, sum[i][v]);
 }
 
-// The same for all i below `rows`.
+// Computes lane tiles for all i below `rows`.
 template <class T, int COUNT, class Left>
 inline void lane_product(const Left& left, long rows, const Word* b, long stride, long words, float* c, const float* factors) {
     constexpr int MOST = LANE_TILE<COUNT>;
@@ -73,7 +73,7 @@ inline Words bits_of(Vec value, const Bfloat16*) {
     return __builtin_convertvector(load_raw<Halves>(rounded), Words);
 }
 
-// `weights` has the memory of `scores`: a block's are written where its scores were, in bfloat16 in half as many rows.
+// Weights are written to the memory of a block's scores. In bfloat16 they need half as many rows.
 template <class T>
 struct LaneWay {
     const Walk<T>& walk;
@@ -128,7 +128,7 @@ struct LaneWay {
             const char* value = reinterpret_cast<const char*>(block.keys[k] + block.value_offset + offset);
             for (long i = 0; i < size * static_cast<long>(sizeof(T)); i += CACHE_LINE) __builtin_prefetch(value + i, 0, 3);
         }
-        // All queries see all keys of most blocks.
+        // In most blocks, all queries see all keys.
         long first, stop, last_first, last_stop;
         walk.seen(block, 0, first, stop);
         walk.seen(block, rows - 1, last_first, last_stop);
@@ -143,7 +143,7 @@ struct LaneWay {
         add_values(block, offset);
     }
 
-    // The softmax of the vector of rows that begins at `lane`.
+    // Computes the softmax of the vector of rows that begins at `lane`.
     template <bool IS_MASKED>
     void weigh_lanes(const Block<T>& block, long lane) {
         Ints first{}, stop{};
@@ -167,7 +167,7 @@ struct LaneWay {
             store(column + k * lanes, score);
             here = maximum(score, here);
         }
-        // As of `weigh`: scores that are all NaN have no largest.
+        // As in `weigh`: if all scores are NaN, there is no largest score.
         const Vec largest = here > before ? here : before == nothing ? Vec{} : before;
         Vec sum{};
         for (long k = 0; k < block.count; k += PER_WORD<T>) {
@@ -241,7 +241,7 @@ struct LaneWay {
         }
     }
 
-    // body(how many vectors, first lane), for all lanes: as many vectors at once as there are.
+    // Calls body(number of vectors, first lane) for all lanes, with as many vectors at a time as possible.
     template <class Body>
     void for_each_vectors(Body body) const {
         long lane = 0;

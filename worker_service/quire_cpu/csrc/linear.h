@@ -1,11 +1,11 @@
-// Linear layers on packed weights. A panel is 64 columns for all inputs side by side, `[words, 64]`, read once from
-// beginning to end for six rows of the input.
+// Linear layers on packed weights. A panel has 64 adjacent columns for all inputs, `[words, 64]`. It is read once in
+// order for six rows of the input.
 #pragma once
 #include "product.h"
 
 namespace QUIRE_ISA {
 
-// Rows that share a read of a panel: their inputs stay in the cache.
+// Rows that share one read of a panel; their inputs stay in the cache.
 constexpr long LINEAR_ROWS = 96;
 
 template <class T>

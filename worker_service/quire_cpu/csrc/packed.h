@@ -1,5 +1,5 @@
-// Some rows, more than are read directly and fewer than fill vectors (`lanes.h`): a block's keys are packed into columns and its
-// values into rows, once for all rows, and both products are those of `product.h`.
+// Some rows: too many to read keys in place (`direct.h`), and too few to fill vectors (`lanes.h`). A block's keys are packed
+// into columns and its values into rows, once for all query rows. Both products are those of `product.h`.
 #pragma once
 #include "walk.h"
 
@@ -16,7 +16,7 @@ struct PackedWay {
 
     explicit PackedWay(const Walk<T>& walk)
         : walk(walk), rows(walk.rows), size(walk.size), padded(round_up(walk.size, WIDTH)), words(walk.size / PER_WORD<T>) {
-        // 64 bytes apart, so that every part begins at a cache line.
+        // Parts are aligned to 64 bytes, so that each begins at a cache line.
         const long sums_bytes = rows * padded * 4, states_bytes = round_up(rows * sizeof(RowState), CACHE_LINE);
         const long products_bytes = rows * KEYS * 4, queries_bytes = round_up(rows * words * 4, CACHE_LINE);
         const long keys_bytes = KEYS * words * 4;

@@ -1,15 +1,15 @@
-// The matrix product that linear layers and attention are made of: a tile of ROWS x (VECTORS * LANES) sums in registers.
+// The matrix product of linear layers and attention: a tile of ROWS x (VECTORS * LANES) sums in registers.
 //
 //     c[r][j] (+)= sum over k of a[r][k] * b[k][j]
 //
-// `a` and `b` are words of 32 bits (see `Word`): in bfloat16 a word of `b` holds two consecutive k of one column, as a
-// word of `a` holds two of one row, so that both types are one loop.
+// `a` and `b` are words of 32 bits (see `Word`). In bfloat16 a word of `a` holds two consecutive k of one row, and a word
+// of `b` two consecutive k of one column, so both types use one loop.
 #pragma once
 #include "vector.h"
 
 namespace QUIRE_ISA {
 
-// 32 registers hold 6 x 4 sums, 4 of b and one of a; 16 registers 6 x 2.
+// 32 registers hold 6 x 4 sums, 4 vectors of b and one of a. 16 registers hold 6 x 2 sums.
 constexpr int ROWS_MAX = 6;
 constexpr int VECTORS = LANES == 16 ? 4 : 2;
 constexpr int WIDTH = VECTORS * LANES;  // columns of a tile
@@ -32,13 +32,13 @@ inline void tile(const Word* a, long a_stride, const Word* b, long b_stride, lon
         for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-// Any number of rows, and `columns`, a multiple of WIDTH.
+// Takes any number of rows; `columns` must be a multiple of WIDTH.
 template <class T>
 inline void product(long rows, long columns, const Word* a, long a_stride, const Word* b, long b_stride, long words,
                     float* c, long c_stride, bool is_added) {
     long left = rows, tiles = (rows + ROWS_MAX - 1) / ROWS_MAX;
     for (; tiles > 0; tiles--) {
-        const long count = (left + tiles - 1) / tiles;  // as even as possible: 32 rows are 6, 6, 5, 5, 5, 5
+        const long count = (left + tiles - 1) / tiles;  // tiles are as even as possible: 32 rows give 6, 6, 5, 5, 5, 5
         for (long j = 0; j < columns; j += WIDTH) {
             switch (count) {
                 case 1: tile<T, 1>(a, a_stride, b + j, b_stride, words, c + j, c_stride, is_added); break;
@@ -55,7 +55,7 @@ inline void product(long rows, long columns, const Word* a, long a_stride, const
     }
 }
 
-// Rows of words into columns: packed[k][column + i] = rows[i][k].
+// Packs rows of words into columns: packed[k][column + i] = rows[i][k].
 inline void pack_columns(const Word* const* rows, long count, long words, Word* packed, long packed_stride) {
     long i = 0;
     for (; i + LANES <= count; i += LANES) {

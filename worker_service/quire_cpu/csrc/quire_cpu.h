@@ -1,14 +1,14 @@
-// The C interface of the CPU's kernels: pointers, sizes in elements, no torch. Python's side of it is `interface.py`.
+// The C interface of the CPU kernels: pointers, and sizes in elements, without torch. `interface.py` declares it in Python.
 //
-// Tensors are float32 or bfloat16 as `dtype` says, and dense in their last dimension; a stride counts elements from one
-// row to the next. Sums are float32 everywhere. Nothing is checked here: the callers in `ops.py` do that.
+// Tensors are float32 or bfloat16, given by `dtype`, and dense in their last dimension. A stride is the number of elements
+// from one row to the next. Sums are float32 everywhere. Nothing is checked here: the callers in `ops.py` check arguments.
 #pragma once
 #include <stdint.h>
 
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum QuireDtype { QUIRE_FLOAT32 = 0, QUIRE_BFLOAT16 = 1 };
-// The end of a linear layer: nothing, or an activation of the first half of each panel times its second half.
+// What follows a linear layer: nothing, or an activation of the first half of each panel times its second half.
 enum QuireGate { QUIRE_NO_GATE = 0, QUIRE_SILU = 1, QUIRE_GELU_TANH = 2 };
 
 // softmax(scale * Q K^T) V over pages, causal and right-aligned; see `AttentionPlan.attend`.
@@ -25,14 +25,14 @@ struct QuireAttend {
     int64_t page_stride;           // from one page to the next
     void* output;                  // [tokens, query_heads, head_dim], contiguous
     int32_t query_heads, kv_heads, head_dim, page_size;
-    int32_t window_left;           // -1: all
+    int32_t window_left;           // -1: no window
     int32_t dtype;
     float scale;
-    float soft_cap;                // 0: none
+    float soft_cap;                // 0: no cap
     const float* sinks;            // [query_heads] or null
 };
 
-// New keys and values into their slots.
+// Writes new keys and values to their slots.
 struct QuireAppend {
     const void* key;               // [tokens, kv_heads, head_dim]
     const void* value;
@@ -44,7 +44,7 @@ struct QuireAppend {
     int32_t kv_heads, head_dim, page_size, dtype;
 };
 
-// Queries and keys turned by their positions, in place, and normalised before where a weight is given:
+// Rotates queries and keys by their positions, in place, and normalizes them before if a weight is given:
 //   x = x / rms(x) * weight;  x = x * cos + rotate_half(x) * sin
 struct QuireRotate {
     void* heads;                   // [tokens, query_heads + kv_heads, head_dim]: queries, then keys
@@ -52,7 +52,7 @@ struct QuireRotate {
     const void* cosine;            // [positions, rotary_dim], of `dtype`
     const void* sine;
     int64_t table_stride;
-    const int64_t* positions;      // [tokens], rows of the tables; null where each token has a row of its own
+    const int64_t* positions;      // [tokens], rows of the tables; null if each token has a row of its own
     const void* query_norm;        // [head_dim] or null
     const void* key_norm;
     int64_t tokens;
@@ -70,7 +70,7 @@ struct QuireNorm {
     float epsilon;
 };
 
-// input @ weight^T + bias (+ residual), or its result under `gate`.
+// Computes input @ weight^T + bias (+ residual), or applies `gate` to it.
 struct QuireLinear {
     const void* input;             // [rows, inputs]
     const void* weight;            // packed by quire_pack: [panels, words, PANEL] words of 32 bits
@@ -82,7 +82,7 @@ struct QuireLinear {
     int32_t gate, dtype;
 };
 
-// Rows of a weight into columns of panels: row i becomes column `offset + (first + i) % columns` of panel
+// Packs rows of a weight into columns of panels: row i becomes column `offset + (first + i) % columns` of panel
 // `(first + i) / columns`.
 struct QuirePack {
     const void* weight;            // [rows, inputs]
@@ -91,7 +91,7 @@ struct QuirePack {
     int32_t dtype;
 };
 
-// Rows of a packed weight, which are the embeddings of a vocabulary that head and embedding share.
+// Copies rows of a packed weight: the embeddings of a model whose head and embedding share a weight.
 struct QuireEmbed {
     const int64_t* ids;            // [tokens]
     const void* packed;            // [panels, words, PANEL] words of 32 bits
@@ -99,8 +99,8 @@ struct QuireEmbed {
     int64_t tokens, words;
 };
 
-// A convolution over the last `kernel` inputs of each channel, with the activation `gate`. Each sequence continues from its
-// state, in place.
+// Computes a convolution over the last `kernel` inputs of each channel, with the activation `gate`. Each sequence continues
+// from its state, which is updated in place.
 struct QuireConvolve {
     const void* input;             // [tokens, channels]
     const float* weight;           // [kernel, channels], the oldest input first
@@ -112,7 +112,7 @@ struct QuireConvolve {
     int32_t gate, dtype;
 };
 
-// The scan of Mamba 2 (Dao and Gu, 2024); each sequence continues from its state, in place.
+// Computes the scan of Mamba 2 (Dao and Gu, 2024). Each sequence continues from its state, which is updated in place.
 struct QuireScan {
     const void* input;             // [tokens, heads, head_dim]
     const void* b;                 // [tokens, groups, state_size]
@@ -127,7 +127,7 @@ struct QuireScan {
     int32_t heads, head_dim, groups, state_size, dtype;
 };
 
-// A packed weight, as quire_linear takes it.
+// A packed weight for quire_linear.
 struct QuirePacked {
     const void* weight;
     const float* bias;             // or null
@@ -144,15 +144,15 @@ struct QuireLayer {
     const void* key_norm;
     void* pages;
     int64_t page_stride;
-    const struct QuireAttend* attend;  // the batch as this layer's kind has it; its tensors are filled in
-    const int64_t* slots;          // [tokens], or null where another layer writes these pages
+    const struct QuireAttend* attend;  // the batch for this kind of layer; the call fills in its tensors
+    const int64_t* slots;          // [tokens], or null if another layer writes these pages
     const float* sinks;            // [query_heads] or null
     float attention_epsilon, mlp_epsilon, head_epsilon;
 };
 
-// All layers of a decoder, on the hidden states where they are. The other buffers are for results between kernels.
-// If not all tokens are kept, the last layer computes only its attention for all. The rest is for the kept tokens, which are
-// the first rows of `hidden` then.
+// Computes all layers of a decoder on the hidden states, in place. The other buffers hold results between kernels.
+// If not all tokens are kept, the last layer computes attention for all tokens, but the rest only for the kept ones. Their
+// results are then the first rows of `hidden`.
 struct QuireDecoder {
     const struct QuireLayer* layers;
     int64_t layer_count;
@@ -169,8 +169,8 @@ struct QuireDecoder {
     int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
 };
 
-// The place of the first largest logit of each row, and whether that logit is a number within the bound; a NaN is larger
-// than all numbers.
+// Finds the first largest logit of each row, and whether it is a number within the bound. NaN counts as larger than all
+// numbers.
 struct QuireGreedy {
     const float* logits;           // [rows, vocabulary]
     int64_t* tokens;               // [rows]
@@ -179,20 +179,20 @@ struct QuireGreedy {
     float bound;
 };
 
-// A token for each row: the greedy choice where the temperature is 0. Otherwise the first token whose cumulative probability
-// in the softmax of logits / temperature exceeds `uniform`.
+// Draws a token for each row. With temperature 0 it is the greedy choice. Otherwise it is the first token whose cumulative
+// probability in the softmax of logits / temperature exceeds `uniform`.
 struct QuireDraw {
     const float* logits;           // [rows, vocabulary]
     const float* temperatures;     // [rows]
-    const double* uniforms;        // [rows], in [0, 1); where the temperature is 0 it is not looked at
+    const double* uniforms;        // [rows], in [0, 1); not read if the temperature is 0
     int64_t* tokens;               // [rows]
     int64_t stride, rows, vocabulary;
 };
 
-enum { QUIRE_PANEL = 64 };         // columns of a panel of a packed weight
+enum { QUIRE_PANEL = 64 };         // columns per panel of a packed weight
 
-QUIRE_EXPORT const char* quire_instruction_sets(void);        // those that this CPU has, best first, comma between
-QUIRE_EXPORT int quire_use(const char* instruction_set);      // 0, or -1 where this CPU has it not
+QUIRE_EXPORT const char* quire_instruction_sets(void);        // the sets that this CPU has, best first, separated by commas
+QUIRE_EXPORT int quire_use(const char* instruction_set);      // 0, or -1 if this CPU does not have the set
 QUIRE_EXPORT void quire_threads(void* gomp_parallel, int count);  // OpenMP's entry point in this process, or null
 
 QUIRE_EXPORT void quire_attend(const struct QuireAttend*);

@@ -1,4 +1,4 @@
-// Recurrent layers over a flat batch: a short convolution and the scan of Mamba 2, each sequence from its own state.
+// Recurrent layers over a flat batch: a short convolution and the scan of Mamba 2. Each sequence starts from its own state.
 #pragma once
 #include "vector.h"
 
@@ -6,8 +6,8 @@ namespace QUIRE_ISA {
 
 constexpr long CHANNELS_PER_THREAD = 256;
 
-// Channels [first, first + count) of one sequence, a row of tokens after the other. The inputs before the first token
-// are the rows of the state; `kernel` rows before a token, itself included, are read for it.
+// Computes the channels [first, first + count) of one sequence, token by token. The inputs before the first token are the
+// rows of the state. A token needs the last `kernel` rows, including its own.
 template <class T>
 void convolve_channels(const QuireConvolve& a, long sequence, long first, long count) {
     const long start = a.starts[sequence], length = a.starts[sequence + 1] - start, channels = a.channels;
@@ -30,7 +30,7 @@ void convolve_channels(const QuireConvolve& a, long sequence, long first, long c
                    [&](T* to, Vec value) { store_some(to, value, some); });
             });
     }
-    for (long k = 0; k < a.kernel; k++) {  // upwards: a row of the state is read before it is overwritten
+    for (long k = 0; k < a.kernel; k++) {  // in rising order, so that a row of the state is read before it is overwritten
         const long token = length - a.kernel + k;
         memmove(state + k * channels, row(token), count * sizeof(T));
     }
@@ -45,7 +45,7 @@ void convolve_of(const QuireConvolve& a) {
     });
 }
 
-// One head of one sequence, token by token: its state stays in the cache nearest to the core.
+// Computes one head of one sequence, token by token, so that its state stays in the L1 cache.
 //   state = exp(decay * step) * state + (step * x) B^T        y = state C + skip * x
 template <class T>
 void scan_head(const QuireScan& a, long sequence, long head) {

@@ -1,12 +1,12 @@
-// Kernels that work on rows one by one: RMSNorm, rotary embedding, append.
+// Kernels that process rows one by one: RMSNorm, rotary embedding, append.
 #pragma once
 #include "vector.h"
 
 namespace QUIRE_ISA {
 
-constexpr long ROWS_PER_THREAD = 16;  // fewer are not worth waking a thread
+constexpr long ROWS_PER_THREAD = 16;  // waking a thread for fewer rows is not worth it
 
-// body(row) for each row, some at a time.
+// Calls body(row) for each row; a thread takes ROWS_PER_THREAD rows at a time.
 template <class Body>
 void for_each_row(long rows, Body body) {
     parallel((rows + ROWS_PER_THREAD - 1) / ROWS_PER_THREAD, [&](int64_t part) {
@@ -15,7 +15,7 @@ void for_each_row(long rows, Body body) {
     });
 }
 
-// The same for rows so long that fewer of them are worth it.
+// Like `for_each_row`, for long rows, where a few rows are enough for a thread.
 constexpr long NUMBERS_PER_THREAD = 1 << 18;
 template <class Body>
 void for_each_row_of(long rows, long size, Body body) {

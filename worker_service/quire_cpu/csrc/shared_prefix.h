@@ -1,19 +1,20 @@
-// Which sequences of a batch begin with the same pages, so that these are read once for all of them (Hydragen: Juravsky et
-// al., 2024; FlashInfer's cascades). Forks, samples and hits of one prompt come one after another, so neighbours are asked.
+// Finds sequences of a batch that begin with the same pages, so that these are read once for all of them (Hydragen:
+// Juravsky et al., 2024; FlashInfer's cascades). Forks, samples and hits of one prompt are adjacent in a batch, so only
+// neighbors are compared.
 #pragma once
 #include "vector.h"
 
 namespace QUIRE_ISA {
 
-constexpr long SHARED_KEYS_MIN = 128;  // below, handing sums over costs more than it saves
+constexpr long SHARED_KEYS_MIN = 128;  // with fewer keys, handing over the sums costs more than it saves
 
-// Neighbors [first, first + count) whose keys [0, keys) lie in the same pages, all of them seen by every query.
+// The sequences [first, first + count). They share the pages of the keys [0, keys), and all queries see all these keys.
 struct Run {
     int32_t first, count;
     long keys;
 };
 
-// Whole pages before a sequence's own queries, which each of them sees.
+// The number of whole pages before a sequence's queries, so every query sees them.
 inline long pages_before_queries(const QuireAttend& a, long s) {
     return (a.kv_lengths[s] - (a.query_indptr[s + 1] - a.query_indptr[s])) / a.page_size;
 }
@@ -26,8 +27,8 @@ inline long common_pages(const QuireAttend& a, long s, long t, long most) {
     return page;
 }
 
-// The run that begins at `first`, of sequences that have `queries_max` queries at most. A neighbour that shares less makes
-// the run's prefix shorter, and belongs to it if more is saved in all: keys * (count - 1).
+// Returns the run that begins at `first`, of sequences with at most `queries_max` queries. A neighbor that shares fewer
+// pages shortens the run's prefix. It joins the run if the total saving, keys * (count - 1), grows.
 inline Run run_from(const QuireAttend& a, int32_t first, long queries_max) {
     const auto has_few = [&](long s) { return a.query_indptr[s + 1] - a.query_indptr[s] <= queries_max; };
     Run run{first, 1, 0};

@@ -1,13 +1,13 @@
-// One block of scores of one query row, into weights: the softmax that is corrected as larger scores come.
+// Online softmax: turns one block of scores of one query row into weights.
 #pragma once
 #include "vector.h"
 
 namespace QUIRE_ISA {
 
-constexpr long KEYS = 64;  // of a block
+constexpr long KEYS = 64;  // keys per block
 constexpr float NOTHING = -__builtin_inff();
 
-// A row so far: its largest score, and the sum of e^(score - largest). A sink is a score without a value.
+// The state of a row: its largest score so far, and the sum of e^(score - largest). A sink is a score without a value.
 struct RowState {
     float most, total;
 };
@@ -21,8 +21,8 @@ struct Scoring {
     }
 };
 
-// Turns the products [0, count) of a row into weights; only keys in [first, stop) are seen. Products past `count` may be
-// anything, and weights up to the next whole vector are 0. Returns the factor for the row's earlier sums.
+// Turns the products [0, count) of a row into weights; the row sees only keys in [first, stop). Products past `count` may
+// be arbitrary, and weights up to the next whole vector are set to 0. Returns the factor for the row's earlier sums.
 template <class T>
 inline float weigh(float* products, T* weights, long count, long first, long stop, const Scoring& scoring,
                    RowState& state) {
@@ -38,7 +38,7 @@ inline float weigh(float* products, T* weights, long count, long first, long sto
         most_here = maximum(seen, most_here);
     }
     const float here = maximum_of(most_here);
-    // Scores that are all NaN have no largest; 0 keeps them NaN, where -inf would make them nothing.
+    // If all scores are NaN, there is no largest. Subtracting 0 keeps them NaN, but -inf would turn the weights into 0.
     const float most = here > state.most ? here : state.most == NOTHING ? 0.0f : state.most;
     Vec sum{};
     for (long j = 0; j < count; j += LANES) {

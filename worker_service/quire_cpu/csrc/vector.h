@@ -1,13 +1,13 @@
-// Vectors as the compiler knows them (GCC's and Clang's vector extensions): one source for AVX2, AVX-512 and NEON.
+// Vectors as extensions of the compiler (GCC and Clang): one source for AVX2, AVX-512 and NEON.
 //
-// Everything is in the namespace of one instruction set, and nothing of the standard library's templates is used: a
-// template that two sets instantiate would be linked once, with the instructions of either.
+// Everything is in the namespace of one instruction set, and the standard library's templates are not used. The linker
+// would keep only one copy of a template that two sets instantiate, with the instructions of either set.
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <utility>  // std::integer_sequence, which has no code
+#include <utility>  // only for std::integer_sequence, which generates no code
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -27,7 +27,7 @@ typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-// 32 bits of a tensor: a float32, or two bfloat16 side by side.
+// 32 bits of a tensor: a float32, or two adjacent bfloat16.
 typedef uint32_t Word __attribute__((may_alias, aligned(2)));
 
 struct Bfloat16 {
@@ -67,7 +67,7 @@ inline void store(Bfloat16* to, Vec value) {
 #endif
 }
 
-// The first `count` of a vector, zeros behind them.
+// Loads the first `count` elements of a vector; the rest are zeros.
 template <class T>
 inline Vec load_some(const T* from, long count) {
     T padded[LANES] = {};
@@ -82,7 +82,7 @@ inline void store_some(T* to, Vec value, long count) {
     memcpy(to, padded, count * sizeof(T));
 }
 
-// Calls body(first, load, store) for a row in vectors; the last one may be cut.
+// Calls body(first, load, store) for each vector of a row; the last vector may be partial.
 template <class Whole, class Part>
 inline void for_each_vector(long size, Whole whole, Part part) {
     long i = 0;
@@ -91,7 +91,7 @@ inline void for_each_vector(long size, Whole whole, Part part) {
 }
 
 inline Vec broadcast(float value) { return value - Vec{}; }
-inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }  // b where a is NaN
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }  // gives b if a is NaN
 
 inline float sum_of(Vec value) {
     float parts[LANES], sum = 0;
@@ -110,14 +110,14 @@ inline float maximum_of(Vec value) {
     return most;
 }
 
-// Lane j: of `a` where the bit STEP of j is clear and of `b` where it is set, from lane j ^ SWAP.
+// Lane j of the result is lane j ^ SWAP of `a` if the bit STEP of j is 0, and of `b` if it is 1.
 template <int STEP, int SWAP, int... J>
 inline Vec blend_lanes(Vec a, Vec b, std::integer_sequence<int, J...>) {
     return __builtin_shufflevector(a, b, ((J & STEP ? LANES : 0) + (J ^ SWAP))...);
 }
 using Lanes = std::make_integer_sequence<int, LANES>;
 
-// The sums of LANES vectors, as one vector: lane i is the sum over v[i].
+// Returns the sums of LANES vectors as one vector: lane i is the sum over v[i].
 template <int STEP = 1>
 inline Vec sums_of(const Vec* v) {
     if constexpr (STEP == LANES) {
@@ -148,9 +148,9 @@ inline void transpose(Vec* v) {
     }
 }
 
-// e^x to a unit or two in the last place (the polynomial of Cephes' expf); 0 below -87, NaN of NaN.
+// e^x with an error of one or two units in the last place (the polynomial of Cephes' expf); 0 below -87; NaN for NaN.
 inline Vec exponential(Vec x) {
-    const Vec rounding = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
+    const Vec rounding = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Vec low = broadcast(-87.0f), high = broadcast(88.0f);
     const Vec is_tiny_cut = x < low ? low : x;
     const Vec y = is_tiny_cut > high ? high : is_tiny_cut;
@@ -168,7 +168,7 @@ inline Vec exponential(Vec x) {
     return x < low ? Vec{} : power;
 }
 
-// tanh(x), exact near 0, where the quotient below would cancel.
+// tanh(x), also precise near 0, where the quotient below would lose digits.
 inline Vec hyperbolic_tangent(Vec x) {
     const Vec square = x * x;
     Vec series = square * (62.0f / 2835) - 17.0f / 315;
@@ -181,7 +181,7 @@ inline Vec hyperbolic_tangent(Vec x) {
 
 inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
 
-// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), as GELU is approximated: tanh(y) = 2 / (1 + e^-2y) - 1.
+// The tanh approximation of GELU, x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), with tanh(y) = 2 / (1 + e^-2y) - 1.
 inline Vec gelu_tanh(Vec x) { return x / (1.0f + exponential(-1.5957691216057308f * (x + 0.044715f * x * x * x))); }
 
 // sum + a * b of float32, or of two pairs of bfloat16, lane by lane.
@@ -203,7 +203,7 @@ inline Vec multiply_add<Bfloat16>(Words a, Words b, Vec sum) {
 
 inline Words all_lanes(Word word) { return Words{} + static_cast<uint32_t>(word); }
 
-// Memory of a thread that every call uses again, grown to the largest.
+// A thread's memory, which every call reuses; it grows to the largest request.
 inline char* workspace(size_t bytes) {
     static thread_local char* memory = nullptr;
     static thread_local size_t size = 0;
@@ -216,7 +216,7 @@ inline char* workspace(size_t bytes) {
     return memory;
 }
 
-// body(i) for every i below count, on all threads.
+// Calls body(i) for every i below count, on all threads.
 template <class Body>
 inline void parallel(int64_t count, Body body) {
     run_parallel(count, [](void* context, int64_t index) { (*static_cast<Body*>(context))(index); }, &body);

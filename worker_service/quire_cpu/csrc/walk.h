@@ -1,4 +1,4 @@
-// The common part of all walks through a sequence's keys: its queries, its keys, their addresses, and the next block.
+// The common part of all walks through a sequence's keys: queries, keys, their addresses, and prefetching of the next block.
 #pragma once
 #include "product.h"
 #include "softmax.h"
@@ -7,26 +7,26 @@ namespace QUIRE_ISA {
 
 constexpr long CACHE_LINE = 64;
 
-// The queries [first_query, first_query + queries) of a sequence, for some KV heads, and the first keys that neighbours
-// share with it. While these are computed, queries reach over all of the neighbours, counted from the first one's.
+// The queries [first_query, first_query + queries) of a sequence for some KV heads, and the number of first keys that its
+// neighbors share. During the walk over shared keys, the queries are those of all neighbors, counted from the first one.
 struct Item {
     int32_t sequence, first_query, queries, first_head, heads;
     long shared_keys;
 };
 
-// The sums of rows over shared keys: `sums` is `[tokens, query_heads, padded head_dim]`, `states` `[tokens, query_heads]`.
+// Each row's sums over shared keys: `sums` is `[tokens, query_heads, padded head_dim]`, `states` `[tokens, query_heads]`.
 struct HandedOver {
     float* sums;
     RowState* states;
 };
 
-// Prefetches the next block, which no hardware foresees, since pages lie anywhere. It goes to the second cache (locality 2):
-// the first has no room for a block of all heads, and fewer requests under way.
+// Prefetches the next block. Hardware cannot predict it, because pages can be anywhere. Data goes to the L2 cache (locality
+// 2): L1 has no room for a block of all heads, and allows fewer outstanding requests.
 inline void fetch(const void* from, long bytes) {
     for (long i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
-// The keys of a block, and where they lie; values lie `value_offset` behind their keys.
+// The addresses of a block's keys. A value is `value_offset` elements behind its key.
 template <class T>
 struct Block {
     const T* keys[KEYS];
@@ -47,7 +47,7 @@ struct Block {
         }
     }
 
-    // Asks for the keys and values of some heads, whose numbers begin at `offset`.
+    // Prefetches the keys and values of some heads; `offset` is the first head's offset in a key.
     void fetch_heads(long offset, long size) const {
         for (long k = 0; k < count; k++) {
             fetch(keys[k] + offset, size * sizeof(T));
@@ -55,8 +55,8 @@ struct Block {
         }
     }
 
-    // Their values as rows of words, `stride` words apart: in bfloat16 two keys' values of a dimension lie side by side,
-    // and nothing beside those of a last one.
+    // Packs values as rows of words, `stride` words apart. In bfloat16 a word holds two keys' values of one dimension; an
+    // unpaired last key is paired with 0.
     void pack_values(long offset, long size, Word* packed, long stride) const {
         for (long k = 0; k < count; k += PER_WORD<T>, packed += stride) {
             const T* low = keys[k] + value_offset + offset;
@@ -78,8 +78,8 @@ struct Block {
     }
 };
 
-// One item's way through its keys, block by block. `Way` has three parts: begin(), block(block, ahead) and finish(); the
-// memory that it takes is its own, from where it is made.
+// Walks through the keys of an item, block by block. A `Way` has begin(), block(block, ahead) and finish(), and owns the
+// memory that it needs.
 template <class T>
 struct Walk {
     const QuireAttend& a;
@@ -88,7 +88,7 @@ struct Walk {
     long group, rows, size, kv_length, first_position;
     Scoring scoring;
     const HandedOver& handed_over;
-    const bool is_shared;  // the keys of this walk are those that neighbours share
+    const bool is_shared;  // whether this walk covers the keys that neighbors share
 
     Walk(const QuireAttend& a, const Item& item, const HandedOver& handed_over, bool is_shared)
         : a(a), item(item), handed_over(handed_over), is_shared(is_shared) {
@@ -111,7 +111,7 @@ struct Walk {
 
     long token(long row) const { return a.query_indptr[item.sequence] + item.first_query + row / group; }
     long query_head(long head, long row) const { return (item.first_head + head) * group + row % group; }
-    // A row's place in all tensors by token and query head.
+    // A row's index in tensors that are indexed by token and query head.
     long place(long head, long row) const { return token(row) * a.query_heads + query_head(head, row); }
 
     const T* query(long head, long row) const {
@@ -119,7 +119,7 @@ struct Walk {
                query_head(head, row) * a.query_head_stride;
     }
 
-    // The keys of a block that a row sees.
+    // Finds the keys of a block that a row sees.
     void seen(const Block<T>& block, long row, long& first, long& stop) const {
         first = 0;
         stop = block.count;
@@ -134,7 +134,7 @@ struct Walk {
         return a.sinks ? RowState{a.sinks[place % a.query_heads], 1.0f} : RowState{NOTHING, 0.0f};
     }
 
-    // `next` is the item after this one, or null: its first keys are fetched while the last ones are computed.
+    // `next` is the following item, or null. Its first keys are prefetched while this item's last keys are computed.
     template <class Way>
     void run(Way way, const Walk* next) const {
         way.begin();
@@ -155,14 +155,14 @@ struct Walk {
     }
 };
 
-// The sums of rows so far, row by row: `sums` is `[heads * rows, padded head_dim]`.
+// Each row's sums so far: `sums` is `[heads * rows, padded head_dim]`.
 template <class T>
 struct RowSums {
     const Walk<T>& walk;
     float* sums;
     RowState* states;
 
-    // body(row's place in all tensors, its place here).
+    // Calls body(the row's index in all tensors, its index here) for each row.
     template <class Body>
     void for_each_row(Body body) const {
         for (long head = 0; head < walk.item.heads; head++)

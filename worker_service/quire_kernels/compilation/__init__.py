@@ -1,1 +1,1 @@
-"""The compiled specializations: those that ship, and those that a model needs before its first request."""
+"""Kernel specializations: the ones that ship, and the ones that a model needs before its first request."""

@@ -6,32 +6,33 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Shared memory that one program may use, in bytes.
+# Bytes of shared memory that one program may use.
 SHARED_MEMORY_MAX = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
 ARCHITECTURES = tuple(SHARED_MEMORY_MAX)
-# By Triton's names. Bytes are fp8 where the chip has no such type: u8 is e4m3 and i8 is e5m2, see `shared.fp8`.
+# Names are Triton's. Chips without the fp8 types use bytes: u8 is e4m3, i8 is e5m2, see `shared.fp8`.
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1, "fp8e5": 1, "u8": 1, "i8": 1}
 FP8_TYPES = {"sm_80": ("u8", "i8"), "sm_90": ("fp8e4nv", "fp8e5"), "gfx942": ("u8", "i8")}  # e4m3 and e5m2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelConfiguration:
-    """One specialisation of one kernel.
+    """One specialization of one kernel.
 
     Raises:
-        ValueError: an argument of the kernel has neither a type nor a value, or a name is none of its arguments.
+        ValueError: an argument of the kernel has neither a type nor a value, or a name is not an argument of the
+            kernel.
     """
 
     kernel: Any  # the object that @triton.jit or @gluon.jit returned
-    name: str  # unique among the kernel's, such as "bf16 D128"
+    name: str  # unique per kernel, such as "bf16 D128"
     signature: Mapping[str, str]  # type of each run-time argument: "*bf16", "i32", "i64", "fp32", "tensordesc<...>"
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     aligned: frozenset[str] = frozenset()  # arguments known to be divisible by 16
     num_warps: int = 4
     num_stages: int = 3
     architectures: tuple[str, ...] = ARCHITECTURES
-    has_products_in_flight: bool = True  # of a kernel in Gluon: in one group of warps, while it computes exponentials
-    maxnreg: int | None = None  # registers per thread at the start of a kernel whose warps then share them unequally
+    has_products_in_flight: bool = True  # for Gluon: a group of warps overlaps its own products and exponentials
+    maxnreg: int | None = None  # registers per thread at the start, if warps then share them unequally
 
     def __post_init__(self) -> None:
         arguments = list(self.kernel.arg_names)
@@ -48,10 +49,10 @@ class KernelConfiguration:
 
     @property
     def title(self) -> str:
-        """Returns kernel and name, unique among all."""
+        """Returns the kernel's and the specialization's name, which together are unique."""
         return f"{self.kernel.__name__} {self.name}"
 
 
 def unique(configurations: Iterable[KernelConfiguration]) -> tuple[KernelConfiguration, ...]:
-    """Returns each title once, in the order of their first."""
+    """Returns the first configuration of each title, in order."""
     return tuple({configuration.title: configuration for configuration in configurations}.values())

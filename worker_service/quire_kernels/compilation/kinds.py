@@ -1,4 +1,4 @@
-"""The kernels that a model's layers need, and a call of each on a tiny batch; see `warmup`."""
+"""The kernels that a model's layers need, and a call of each kernel on a tiny batch, for `warmup`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from quire_kernels.ops.swap_blocks import gather_blocks, scatter_blocks
 from quire_kernels.shared.fp8 import is_fp8
 from quire_kernels.shared.numbers import require_finite, require_integer, require_sizes
 
-PROMPT_ROWS = (8, 40, 200)  # query rows of a request, one for each size of block
+PROMPT_ROWS = (8, 40, 200)  # query rows per request; one number for each block size
 CALLS = ("append", "decode", "prefill", "ragged", "cascade", "copy")
 MASKS = (None, "bool", "packed")
 
-Step = tuple[str, Callable[[], None]]  # the description of a step, and its call
+Step = tuple[str, Callable[[], None]]  # a step's description, and the function that runs it
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """One kind of a model's attention layers, and the kernel calls of it.
+    """One kind of a model's attention layers, and the kernel calls that it needs.
 
-    Of `calls`, "append", "decode", "prefill", "ragged" and "cascade" are `append_paged_kv_cache` and the wrappers;
-    "copy" is `copy_blocks`, `gather_blocks` and `scatter_blocks` of 5-D caches.
+    In `calls`, "append" is `append_paged_kv_cache`. "decode", "prefill", "ragged" and "cascade" are the wrappers.
+    "copy" is `copy_blocks`, `gather_blocks` and `scatter_blocks` on 5-D caches.
 
     Raises:
-        TypeError: a number is none.
+        TypeError: a field that must be a number is not one.
         ValueError: a number is out of range, or `calls` or `custom_mask` has a name that does not exist.
     """
 
@@ -46,17 +46,17 @@ class AttentionKind:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    kv_dtype: torch.dtype | None = None  # that of q if None
+    kv_dtype: torch.dtype | None = None  # None: the dtype of q
     window_left: int = -1
     logits_soft_cap: float = 0.0
     chunk_size: int = 0
     has_sinks: bool = False
-    has_scales: bool = False  # of the cache, a tensor per head; numbers are the other case
+    has_scales: bool = False  # whether the cache has scales per head as tensors, not as numbers
     kv_layout: str = "NHD"
     has_alibi: bool = False
     causal: bool = True
-    custom_mask: str | None = None  # "bool" or "packed", which replace causal
-    v_head_dim: int | None = None  # of ragged prefill, that of keys if None
+    custom_mask: str | None = None  # "bool" or "packed"; replaces causal
+    v_head_dim: int | None = None  # only for ragged prefill; None: the head dim of keys
     calls: tuple[str, ...] = ("append", "decode", "prefill")
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class LatentKind:
     """Layers of latent attention, for `BatchMLAPagedAttentionWrapper`.
 
     Raises:
-        TypeError: a number is none.
+        TypeError: a field that must be a number is not one.
         ValueError: a number is out of range.
     """
 
@@ -105,17 +105,17 @@ class LatentKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Query tokens of the first request; the others, empty, bring the mean down to a size of block."""
+    """A tiny batch: all query tokens are in the first request, and empty ones lower the mean that picks block sizes."""
 
-    qo_indptr: torch.Tensor  # int32 [batch + 1], as the others on the host
-    kv_indptr: torch.Tensor  # pages
+    qo_indptr: torch.Tensor  # int32 [batch + 1], on the host like all others
+    kv_indptr: torch.Tensor  # int32 [batch + 1], in pages
     indices: torch.Tensor
     last_page_len: torch.Tensor
     token_count: int
 
     @property
     def table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the page table of a tiny batch."""
+        """Returns the page table of the batch."""
         return self.kv_indptr, self.indices, self.last_page_len
 
 
@@ -130,14 +130,14 @@ def _batch(kind: AttentionKind, rows: int) -> _Batch:
 
 
 def steps_of(kind: AttentionKind | LatentKind, workspace: torch.Tensor) -> Iterator[Step]:
-    """Yields every call for a kind of layer, in every size of block.
+    """Yields every call for a kind of layer, with every block size.
 
     Args:
-        kind: of layers.
-        workspace: uint8, one dimension; its device is where everything runs.
+        kind: the kind of layer.
+        workspace: uint8 vector; everything runs on its device.
 
     Raises:
-        ValueError: its heads do not fit each other. Raised by a step: the errors of the wrappers.
+        ValueError: the kind's heads do not fit each other. A step itself raises the errors of the wrappers.
     """
     if isinstance(kind, LatentKind):
         title = f"{kind.num_heads} heads of {kind.head_dim_ckv} + {kind.head_dim_kpe}"
@@ -179,7 +179,7 @@ def _copy(kind: AttentionKind, workspace: torch.Tensor) -> None:
 
 
 def _decode(kind: AttentionKind, workspace: torch.Tensor) -> None:
-    """Decodes one request of one unit; merging is launched all the same."""
+    """Decodes one request of one unit; the merge kernel is launched too."""
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, kind.kv_layout)
     index = torch.tensor([0, 1], dtype=torch.int32)
     wrapper.plan(
@@ -219,7 +219,7 @@ def _ragged(kind: AttentionKind, workspace: torch.Tensor, batch: _Batch) -> None
 
 
 def _cascade(kind: AttentionKind, workspace: torch.Tensor, batch: _Batch) -> None:
-    """Attends to two levels: a shared one, and the last; further ones are launched as the first."""
+    """Attends to two levels, a shared one and the last one; more shared levels would launch the same kernels."""
     wrapper = MultiLevelCascadeAttentionWrapper(2, workspace, kind.kv_layout)
     qo_indptrs, indptrs, indices, last_page_lens = ([tensor] * 2 for tensor in (batch.qo_indptr, *batch.table))
     wrapper.plan(
@@ -250,7 +250,7 @@ def _latent(kind: LatentKind, workspace: torch.Tensor, tokens: int) -> None:
 
 
 def _planned(kind: AttentionKind, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Returns the arguments of `plan` of both prefill wrappers; the mask has as many keys as queries."""
+    """Returns the `plan` arguments that both prefill wrappers share; the mask has as many keys as queries."""
     given: dict[str, Any] = {"causal": kind.causal and kind.custom_mask is None}
     if kind.custom_mask is not None:
         mask = torch.ones(tokens * tokens, dtype=torch.bool, device=device)

@@ -1,9 +1,9 @@
 """Compiles a model's kernels before its first request, and counts compilations.
 
-A kernel is compiled once per combination of dtypes, compile-time values (head dims, ratio of heads, page size, which
-options there are) and divisibility of strides. Lengths, batch sizes and window sizes need no compilation of their own.
-The number of query rows per request picks one of three block sizes. `warmup` runs every combination of a model once on
-a tiny batch; after it `count_compilations` should count nothing.
+A kernel is compiled once per combination of dtypes, compile-time values (head dims, ratio of heads, page size, present
+options) and divisibility of strides. Lengths, batch sizes and window sizes cause no compilation. The number of query
+rows per request selects one of three block sizes. `warmup` runs every combination of a model once on a tiny batch.
+Afterwards `count_compilations` should count 0.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from quire_kernels.ops.sampling import greedy, sample
 
 WORKSPACE_BYTES = 256 << 20
 
-# Arguments of a progress call: steps done, all steps, and the next step's description.
+# The arguments are the number of steps done, the number of all steps, and the next step's description.
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(slots=True)
 class CompilationCount:
-    """Compilations during a `with` block."""
+    """The compilations during a `with` block."""
 
-    kernels: list[str] = field(default_factory=list)  # a name per compilation
+    kernels: list[str] = field(default_factory=list)  # the kernel's name, once per compilation
 
     @property
     def count(self) -> int:
@@ -39,9 +39,9 @@ class CompilationCount:
 
 @contextmanager
 def count_compilations() -> Iterator[CompilationCount]:
-    """Counts Triton's compilations (or loads from its cache on disk) inside; 0 in the interpreter.
+    """Counts Triton's compilations inside the block, including loads from its disk cache; 0 in the interpreter.
 
-    Other hooks are called as before. Not for several threads at once.
+    Other hooks are still called. Only one thread may use this at a time.
     """
     found = CompilationCount()
     runtime = triton.knobs.runtime
@@ -65,19 +65,19 @@ def warmup(
     logits_dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> CompilationCount:
-    """Runs everything that is called for every kind of layer, in every size of block, once.
+    """Runs every kernel call of every kind of layer once, with every block size.
 
-    Holds for contiguous queries, keys and values. Holds for views of them if addresses are aligned to 16 bytes and
-    strides are multiples of 16 (for head dims that are no multiples, strides that are none either). A model that plans
-    a layer in several ways (with and without a mask, causal and not) has a kind for each. Not covered: `merge_states`,
-    `packbits` in big bit order, and pairs of 4-D caches.
+    This covers contiguous queries, keys and values. It also covers views with addresses aligned to 16 bytes and strides
+    that are multiples of 16; if a head dim is not a multiple of 16, the strides must not be multiples either. A model
+    that plans a layer in several ways (with and without a mask, causal and not) needs a kind for each way.
+    `merge_states`, `packbits` in big bit order, and caches that are pairs of 4-D tensors are not covered.
 
     Args:
-        kinds: of the model's layers, each once.
-        device: where they will run.
-        logits_dtype: dtype of the logits for `sample` and `greedy`; None: they are not called.
-        progress: called before each step with the steps done, all steps, and the next step's description; and at the
-        end.
+        kinds: the kinds of the model's layers, without repetition.
+        device: the device that will run the model.
+        logits_dtype: dtype of the logits for `sample` and `greedy`; None: they are not compiled.
+        progress: called before each step, and once at the end, with the number of steps done, the number of all steps,
+            and the next step's description.
 
     Returns:
         The count of compilations.

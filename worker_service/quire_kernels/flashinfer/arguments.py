@@ -1,11 +1,11 @@
-"""Arguments of FlashInfer's calls that these kernels do not need: the accepted values, and refusals by name.
+"""Arguments of FlashInfer's calls that these kernels do not use: which values are accepted, and why others are refused.
 
-A program that comes from FlashInfer keeps its calls. An argument that means something here is a parameter of the
-wrapper; all others arrive as `**others` and are looked up in the table of the call. Names, order and defaults were read
-from FlashInfer 0.7.2 (`decode.py`, `prefill.py`, `cascade.py`, `mla/_batch_mla/_wrapper.py`).
+A program that comes from FlashInfer need not change its calls. An argument that has an effect here is a parameter of
+the wrapper. All other arguments arrive as `**others`, and are looked up in the table of the call. Names, order and
+defaults come from FlashInfer 0.7.2 (`decode.py`, `prefill.py`, `cascade.py`, `mla/_batch_mla/_wrapper.py`).
 
-Two kinds. A hint says how FlashInfer should compute, or repeats the page table. Any value is accepted, and the result
-is the same. Anything else changes the result, or promises something: only the value that asks for nothing is accepted.
+There are two kinds. A hint tells FlashInfer how to compute, or repeats the page table: any value is accepted, and the
+result is the same. Every other argument changes the result or gives a guarantee, so only its neutral value is accepted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONSTRUCTOR = {**MLA_CONSTRUCTOR, "jit_args": NOT_GENERATED}
 PREFILL_CONSTRUCTOR = {**CONSTRUCTOR, "jit_kwargs": NOT_GENERATED, "variant_owns_mask": NOT_GENERATED}
 
 DECODE_PLAN = {
-    # The rope_* arguments describe a rotation, which these kernels do not do. The last two repeat the page table.
+    # The rope_* arguments describe a rotation that these kernels do not compute. The last two repeat the page table.
     **dict.fromkeys(("rope_scale", "rope_theta", "non_blocking", "seq_lens", "block_tables"), HINT),
     "fixed_split_size": Rule((None,), "splits follow from the batch; disable_split_kv makes results independent of it"),
     "q_len_per_req": ONE_QUERY,
@@ -48,7 +48,7 @@ DECODE_PLAN = {
 _BOTH_PREFILL_PLANS = {
     **dict.fromkeys(("non_blocking", "seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv"), HINT),
     "uniform_q_len": HINT,
-    # Prefill never splits a request over its keys, so these two requests always hold.
+    # Prefill never splits a request by keys, so both of these guarantees always hold.
     **dict.fromkeys(("fixed_split_size", "disable_split_kv"), HINT),
     **dict.fromkeys(
         ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
@@ -80,7 +80,7 @@ PREFILL_RUN = {
     "lse_layout": Rule(("NH",), "transpose lse"),
     "skip_softmax_threshold_scale_factor": NO_SKIPPING,
     "kv_cache_sf": NO_FP4,
-    # FlashInfer, too, heeds the last two on one of its backends only.
+    # FlashInfer itself uses the last two on one of its backends only.
     **dict.fromkeys(("enable_pdl", "use_fp16_softmax", "uses_spcompress"), HINT),
 }
 RAGGED_RUN = {
@@ -105,13 +105,13 @@ def check_others(call: str, rules: Mapping[str, Rule], others: Mapping[str, Any]
     """Refuses arguments that a call cannot honor.
 
     Args:
-        call: its name, for the message.
+        call: the call's name, for the message.
         rules: one of the tables of this file.
-        others: arguments besides the parameters.
+        others: the arguments that are not parameters of the wrapper.
 
     Raises:
-        TypeError: there is no such argument in FlashInfer either.
-        ValueError: an argument has a value that cannot be honoured; names it.
+        TypeError: FlashInfer does not have this argument either.
+        ValueError: an argument has a value that cannot be honored; the message names it.
     """
     for name, value in others.items():
         if name not in rules:
@@ -124,5 +124,5 @@ def check_others(call: str, rules: Mapping[str, Rule], others: Mapping[str, Any]
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
-    """Returns whether a value is one of the accepted ones. A tensor never is, because its comparison gives a tensor."""
+    """Returns whether a value is accepted. Tensors never are, because comparing them gives a tensor."""
     return not isinstance(value, torch.Tensor) and value in allowed

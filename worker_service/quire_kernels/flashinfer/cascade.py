@@ -1,13 +1,13 @@
-"""Attention in levels over prefixes that requests share: the keys of a shared prefix are read once for all.
+"""Attention in levels over shared prefixes: the keys of a shared prefix are read once for all its requests.
 
-Level l groups the query tokens by its own qo_indptr: on the first level all requests under one prefix are one long
-request, on the last every request stands for itself. With o_l and L_l (base 2) of the levels,
+Level l groups the query tokens by its own qo_indptr. On the first level, all requests under one prefix form one long
+request. On the last level, every request is separate. With output o_l and lse L_l (base 2) of each level,
 
     L = log2(sum_l 2^L_l);   out = sum_l 2^(L_l - L) o_l
 
-Every level is a prefill over pages (`prefill_paged`), and `merge_states` merges. Causality applies on the last level
-only, because shared keys precede all queries. A window would apply to each level by itself and be wrong, so it is
-refused. When two levels are worth it: `cascade_gains`.
+Every level is a prefill over pages (`prefill_paged`), and `merge_states` merges the levels. Causality applies on the
+last level only, because shared keys precede all queries. A window would apply to each level separately, which is wrong,
+so windows are refused. `cascade_gains` estimates whether two levels are faster than one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from quire_kernels.shared.paged_cache import PagedKVCache
 
 
 class MultiLevelCascadeAttentionWrapper:
-    """FlashInfer's name and arguments.
+    """Attends to shared prefixes level by level; name and arguments are FlashInfer's.
 
-    Lifecycle: 1. made for a number of levels. 2. `plan`, once per forward pass: checks all levels before it writes to
-    the first. 3. `run`, once per layer, launches only. With `use_cuda_graph` the first plan fixes on each level the
-    batch size and the most query tokens; later plans write to the same memory.
+    Lifecycle: 1. The wrapper is made for a number of levels. 2. `plan` runs once per forward pass, and checks all
+    levels before it writes to the first. 3. `run` runs once per layer, and only launches kernels. With `use_cuda_graph`
+    the first plan fixes each level's batch size and maximum of query tokens, and later plans write to the same memory.
     """
 
     def __init__(
@@ -48,17 +48,19 @@ class MultiLevelCascadeAttentionWrapper:
         """Makes a prefill wrapper per level.
 
         Args:
-            num_levels: at least 1.
-            float_workspace_buffer: uint8, one dimension; its device is where everything runs.
+            num_levels: number of levels, at least 1.
+            float_workspace_buffer: uint8 vector; everything runs on its device.
             kv_layout: "NHD" or "HND".
-            use_cuda_graph: keep addresses from plan to plan; then the buffers are needed, one of each per level.
+            use_cuda_graph: whether tensors keep their addresses from plan to plan; this requires the buffers, one of
+                each per level.
             qo_indptr_buf_arr: int32 `[groups + 1]` each.
             paged_kv_indptr_buf_arr: int32 `[groups + 1]` each.
-            paged_kv_indices_buf_arr: int32 each, room for the most pages that the level will have.
+            paged_kv_indices_buf_arr: int32 each, as long as the most pages of any plan on that level.
             paged_kv_last_page_len_buf_arr: int32 `[groups]` each.
 
         Raises:
-            ValueError: no level, unknown layout, a buffer is missing or elsewhere, or the workspace is not of bytes.
+            ValueError: there is no level, the layout is unknown, a buffer is missing or on another device, or the
+                workspace is not a vector of bytes.
         """
         (num_levels,) = require_sizes(num_levels=num_levels)
         buffers = {
@@ -102,7 +104,7 @@ class MultiLevelCascadeAttentionWrapper:
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
     ) -> None:
-        """Checks all levels and divides their work. One entry per level, the most shared first.
+        """Checks all levels and divides their work. Each list has one entry per level, the most shared level first.
 
         Args:
             qo_indptr_arr: int32 `[groups + 1]` each, all ending at the number of query tokens.
@@ -111,22 +113,23 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_last_page_len: int32 `[groups]` each, in `1..page_size`.
             num_qo_heads: a multiple of num_kv_heads.
             num_kv_heads: KV heads.
-            head_dim: of keys and values.
+            head_dim: the head dim of keys and values.
             page_size: tokens per page.
-            causal: on the last level, right-aligned.
+            causal: whether the last level is causal; the last query of a request sees its last key.
             pos_encoding_mode: only "NONE".
-            use_fp16_qk_reduction: a hint, without effect: products are added up in float32.
+            use_fp16_qk_reduction: a hint without effect: products are accumulated in float32.
             sm_scale: 1 / sqrt(head_dim) if None.
             window_left: only -1.
-            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: none.
-            rope_scale: without effect, as in FlashInfer where nothing is rotated.
-            rope_theta: the same.
+            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: no cap.
+            rope_scale: ignored, as in FlashInfer when it rotates nothing.
+            rope_theta: ignored, as `rope_scale`.
             q_data_type: float16, bfloat16 or float32.
-            kv_data_type: that of q (None), or float8_e4m3fn or float8_e5m2.
+            kv_data_type: float8_e4m3fn, float8_e5m2, or None for the dtype of q.
 
         Raises:
-            ValueError: a window or an encoding of positions, a differing number of levels or of queries between levels,
-                or a refusal of a level's wrapper. Names the argument; nothing was changed.
+            ValueError: there is a window or a position encoding, lists differ in length, levels differ in the number of
+                queries, or a level's wrapper refuses its arguments. The message names the argument, and the previous
+                plan stays in force.
         """
         num_qo_heads, num_kv_heads, head_dim, page_size = require_sizes(
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size
@@ -179,16 +182,16 @@ class MultiLevelCascadeAttentionWrapper:
             q: `[tokens, num_qo_heads, head_dim]`, of q_data_type, any strides.
             paged_kv_cache: one pool for all levels, in the wrapper's layout.
             k_scale: factor of the cache's keys, a number or float32 `[num_kv_heads]`.
-            v_scale: factor of the cache's values, the same.
-            return_lse: whether lse is given back.
-            sinks: float32 `[num_qo_heads]`, natural logarithms, counted once, on the last level.
+            v_scale: factor of the cache's values, a number or float32 `[num_kv_heads]`.
+            return_lse: whether lse is returned too.
+            sinks: float32 `[num_qo_heads]`, natural logarithms; they count once, on the last level.
 
         Returns:
             `[tokens, num_qo_heads, head_dim]` of q's dtype, and with `return_lse` float32 `[tokens, num_qo_heads]`, in
             base 2. A query that sees no key on any level gives zeros and -inf.
 
         Raises:
-            ValueError: no plan, or an argument that differs from the plan; names it.
+            ValueError: there is no plan, or an argument differs from the plan; the message names it.
         """
         out: torch.Tensor | None = None
         lse: torch.Tensor | None = None

@@ -1,22 +1,23 @@
-"""Whether decoding requests that share a prefix gain from two levels (`cascade`) rather than one (`decode_paged`).
+"""Estimates whether decode of requests with a shared prefix is faster with two levels (`cascade`) than with one.
 
-Decode waits for memory, so its time follows from the bytes of the busiest multiprocessor, each with an equal share of
-the bandwidth. n requests of one query each share p keys and have s_i of their own. A key and its value of one KV head
-are c = 2 * head_dim * element_bytes; there are S multiprocessors and H KV heads.
+Decode waits for memory. So its time follows from the bytes that the busiest multiprocessor reads with its equal share
+of the bandwidth. n requests of one query each share p keys, and have s_i keys of their own. A key and its value of one
+KV head are c = 2 * head_dim * element_bytes. There are S multiprocessors and H KV heads.
 
-    one level     c * H * sum_i(p + s_i) / S                  `divide_decode` cuts keys so that all have equally much
+    one level     c * H * sum_i(p + s_i) / S                  `divide_decode` cuts keys into equal shares
     shared level  c * p * max(1, H * B / S)                   one long request of n * group query rows, in B blocks of
                                                               them; prefill splits rows, never keys: a program reads p
-    own level     c * max(max_i s_i, H * sum_i s_i / S)       the same, a program per request and KV head
+    own level     c * max(max_i s_i, H * sum_i s_i / S)       likewise, with a program per request and KV head
     merge         4 * n * group * H * (head_dim * element_bytes + 4) / S
-                                                              a state more is written, two are read, one is written
-    launches      LAUNCH_BYTES                                two prefills and a merge; one level is decode and a merge
+                                                              one more state is written, two are read, one is written
+    launches      LAUNCH_BYTES                                two prefills and a merge, instead of a decode and a merge
 
-Two levels gain if the first is more than the sum of the others. So with few KV heads on a large chip it takes many
-requests: if the shared level cannot fill the chip, H * n must exceed S.
+Two levels are faster if the first line exceeds the sum of the others. So with few KV heads on a large chip, many
+requests are needed: if the shared level cannot fill the chip, H * n must exceed S.
 
-Left out: prefixes that are read side by side and found in the L2 cache, which is for one level; that a program on a
-chip that is not full reads faster than its share, and the partial results of split keys, which are for two.
+Three effects are ignored. Requests that read the same prefix at the same time hit the L2 cache, which favors one level.
+A program on a chip that is not full reads faster than its share, and one level also writes partial results of split
+keys: both favor two levels.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import triton
 from quire_kernels.shared.numbers import require_integer, require_sizes
 from quire_kernels.shared.prefill_rows import prefill_tiling
 
-# Bytes that a multiprocessor reads during a launch: 3 us at 4.8 TB/s over 132, an H200's by its data sheet, rounded.
-# The time of a launch is an estimate: it was not measured on a GPU.
+# Bytes that a multiprocessor could read during a launch: 3 us at 4.8 TB/s / 132 (data sheet of an H200), rounded. The
+# 3 us are an estimate that was not measured on a GPU.
 LAUNCH_BYTES = 100_000
 LSE_BYTES = 4
 
@@ -45,20 +46,20 @@ def cascade_gains(
     element_bytes: int = 2,
     chip: str = "sm_90",
 ) -> bool:
-    """See the top of the file. An estimate from bytes; nothing of it was measured on a GPU.
+    """Returns whether two levels are faster, by the formulas at the top of the file, which were not measured on a GPU.
 
     Args:
         prefix_length: shared keys, in tokens.
-        suffix_lengths: own keys of each request, which has one query.
+        suffix_lengths: own keys of each request; each request has one query.
         group: query heads per KV head.
         kv_heads: KV heads.
-        head_dim: of keys and values.
-        multiprocessors: of the GPU, as in `torch.cuda.get_device_properties`.
-        element_bytes: of keys, values and results.
-        chip: as `launch.chip_of` says.
+        head_dim: the head dim of keys and values.
+        multiprocessors: number of the GPU's multiprocessors, as in `torch.cuda.get_device_properties`.
+        element_bytes: bytes per element of keys, values and results.
+        chip: the result of `launch.chip_of`.
 
     Raises:
-        ValueError: a length is negative, or a size below 1; names the argument.
+        ValueError: a length is negative, or a size below 1; the message names the argument.
     """
     prefix_length = require_integer("prefix_length", prefix_length, 0)
     suffix_lengths = [require_integer("suffix_lengths", length, 0) for length in suffix_lengths]

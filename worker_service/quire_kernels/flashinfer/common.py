@@ -1,5 +1,4 @@
-"""The common parts of the FlashInfer-named wrappers: tensors at fixed addresses for CUDA graphs, and choices of
-`plan`."""
+"""The common parts of FlashInfer's wrappers: tensors at fixed addresses for CUDA graphs, and steps of `plan`."""
 
 from __future__ import annotations
 
@@ -16,16 +15,16 @@ from quire_kernels.shared.paged_cache import check_page_table
 from quire_kernels.shared.upload import upload_tensor
 from quire_kernels.shared.work_units import divide_work_kernel
 
-POSITION_ENCODINGS = ("NONE", "ALIBI")  # a rotation is not among them: keys are stored rotated
+POSITION_ENCODINGS = ("NONE", "ALIBI")  # no rotary encoding: keys are stored rotated
 LSE_BASES = ("log2", "ln")
 DType = torch.dtype | str
 
 
 def as_dtype(name: str, dtype: DType) -> torch.dtype:
-    """Returns a dtype given as such or by name, such as "float16".
+    """Returns a dtype that is given as a dtype or by name, such as "float16".
 
     Raises:
-        ValueError: no such dtype; names the argument.
+        ValueError: there is no such dtype; the message names the argument.
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
@@ -36,10 +35,10 @@ def as_dtype(name: str, dtype: DType) -> torch.dtype:
 def planned_dtypes(
     q_data_type: DType, kv_data_type: DType | None, o_data_type: DType | None = None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Returns those of queries and cache; the cache's is the queries' if None, and so is that of the results, always.
+    """Returns the dtypes of queries and cache. None for the cache means the queries' dtype; results always have it.
 
     Raises:
-        ValueError: no such dtype, or one that kernels cannot take; names the argument.
+        ValueError: there is no such dtype, or kernels do not support it; the message names the argument.
     """
     q_dtype = as_dtype("q_data_type", q_data_type)
     kv_dtype = q_dtype if kv_data_type is None else as_dtype("kv_data_type", kv_data_type)
@@ -53,27 +52,30 @@ def planned_dtypes(
 
 
 def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """Returns the slopes of the ALiBi paper, float32 `[heads]`: 2^(-8 i / n), odd places of the next power filling
-    up."""
+    """Returns the slopes of the ALiBi paper, float32 `[heads]`.
+
+    For a power of two n they are 2^(-8 i / n). Other numbers of heads add every second slope of the next power of two.
+    """
     base = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / base) for i in range(base)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / base) for i in range(heads - base)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-# Buffers of a graph that may be larger than the plan needs. Every other buffer must fit the batch exactly.
+# A graph's buffers that may be larger than a plan needs. Every other buffer must fit the batch exactly.
 ROOMY_BUFFERS = ("paged_kv_indices_buffer", "paged_kv_indices_buf", "kv_indices", "custom_mask_buf")
 
 
 class FixedTensors:
-    """Tensors on the device by name: new at each plan, or, for CUDA graphs, copied to where the first ones were.
+    """Named tensors on the device: new ones at each plan or, for CUDA graphs, always at the same addresses.
 
-    Lifecycle: 1. given or empty. 2. `put`, once per plan, after everything else that may be refused: it checks all
-    tensors before it writes the first one, so that a plan that is refused leaves the one before it whole.
+    Lifecycle: 1. It is made with the caller's buffers, or empty. 2. `put` runs once per plan, after all checks that may
+    refuse the plan. It checks all tensors before it writes the first one, so a refused plan leaves the previous one
+    intact.
     """
 
     def __init__(self, device: torch.device, *, fixed: bool, given: dict[str, torch.Tensor | None]) -> None:
-        """`given` are the caller's buffers, which keep their address.
+        """Takes the caller's buffers as `given`; they keep their addresses.
 
         Raises:
             ValueError: a buffer is on another device.
@@ -88,10 +90,10 @@ class FixedTensors:
                 self._places[name] = tensor
 
     def check(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Refuses values that do not fit `put`'s buffers; writes nothing.
+        """Refuses tensors that do not fit into the buffers of `put`. Writes nothing.
 
         Raises:
-            ValueError: a fixed place is of another dtype or batch, or too small; names it.
+            ValueError: a fixed buffer has another dtype or batch size, or is too small; the message names it.
         """
         if not self.fixed:
             return
@@ -107,10 +109,10 @@ class FixedTensors:
                 raise ValueError(f"{name}: the plan is of {needed - bounds} requests, the graph of {room - bounds}")
 
     def put(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the tensors' places on the device, by the same names.
+        """Copies the tensors to the device, and returns the copies under the same names.
 
         Raises:
-            ValueError: see `check`; then nothing was written.
+            ValueError: `check` refuses a tensor; nothing was written.
         """
         self.check(tensors)
         placed = {}
@@ -132,16 +134,16 @@ def fixed_tensors(
     needed: dict[str, torch.Tensor | None],
     optional: dict[str, torch.Tensor | None] | None = None,
 ) -> FixedTensors:
-    """Returns the places of a wrapper, on the workspace's device.
+    """Makes the `FixedTensors` of a wrapper, on the workspace's device.
 
     Args:
-        workspace: by `workspace_bytes`.
-        use_cuda_graph: whether they keep their addresses.
+        workspace: the result of `workspace_bytes`.
+        use_cuda_graph: whether tensors keep their addresses.
         needed: the caller's buffers by name; a CUDA graph needs all of them.
-        optional: those that it may do without.
+        optional: buffers that a CUDA graph may lack.
 
     Raises:
-        ValueError: a buffer is missing or on another device; names it.
+        ValueError: a buffer is missing or on another device; the message names it.
     """
     missing = [name for name, tensor in needed.items() if tensor is None]
     if use_cuda_graph and missing:
@@ -150,14 +152,14 @@ def fixed_tensors(
 
 
 def workspace_bytes(float_workspace_buffer: torch.Tensor) -> torch.Tensor:
-    """Returns a wrapper's workspace as uint8 `[bytes]`; FlashInfer's users also make it of int8.
+    """Returns a wrapper's workspace as uint8 `[bytes]`; int8 is accepted too, because FlashInfer's users pass it.
 
     Raises:
-        ValueError: it is no vector of bytes, or where kernels cannot run.
+        ValueError: the workspace is not a vector of bytes, or kernels cannot run on its device.
     """
     if float_workspace_buffer.dtype not in (torch.uint8, torch.int8) or float_workspace_buffer.dim() != 1:
         raise ValueError(f"float_workspace_buffer must be a uint8 vector, not {float_workspace_buffer.dtype}")
-    check_runnable(divide_work_kernel, float_workspace_buffer=float_workspace_buffer)  # every plan launches it
+    check_runnable(divide_work_kernel, float_workspace_buffer=float_workspace_buffer)  # every plan launches this kernel
     return float_workspace_buffer.view(torch.uint8)
 
 
@@ -171,11 +173,11 @@ class PlannedTable:
     page_index_max: int  # -1 without pages
 
     def check_pool(self, name: str, page_count: int) -> None:
-        """Refuses a cache that is smaller than the plan needs.
+        """Refuses a cache with fewer pages than the plan uses.
 
         Args:
-            name: of the plan's argument that has the pages.
-            page_count: of the cache.
+            name: the name of the plan's argument with the page indices.
+            page_count: pages of the cache.
 
         Raises:
             ValueError: a page index is outside the cache.
@@ -186,13 +188,13 @@ class PlannedTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedTable:
-    """A checked page table, wherever it lives."""
+    """A checked page table on any device."""
 
-    tensors: dict[str, torch.Tensor]  # indptr, indices in use, last_page_len, by the names of their buffers
+    tensors: dict[str, torch.Tensor]  # indptr, used indices, last_page_len, under the names of their buffers
     page_index_max: int
 
     def place(self, placed: dict[str, torch.Tensor]) -> PlannedTable:
-        """Returns the table on the device, made of the tensors from `FixedTensors.put`."""
+        """Returns the table on the device, made from the tensors of `FixedTensors.put`."""
         indptr, indices, last_page_len = (placed[name] for name in self.tensors)
         return PlannedTable(indptr, indices, last_page_len, self.page_index_max)
 
@@ -206,18 +208,18 @@ def check_table(
     prefix: str = "",
     buffer_suffix: str = "_buffer",
 ) -> CheckedTable:
-    """Checks a page table, wherever it lives.
+    """Checks a page table on any device.
 
     Args:
         indptr: int32 `[batch + 1]`.
         indices: int32 `[indptr[batch]]` or longer.
         last_page_len: int32 `[batch]`.
         page_size: tokens per page.
-        prefix: of the arguments' names, for messages.
+        prefix: prefix of the arguments' names, for messages.
         buffer_suffix: the end of a buffer's name, after "paged_kv_indptr".
 
     Raises:
-        ValueError: see `check_page_table`.
+        ValueError: `check_page_table` refuses the table.
     """
     check_page_table(indptr, indices, last_page_len, page_count=None, page_size=page_size, prefix=prefix)
     used = indices[: int(indptr[-1])]
@@ -238,10 +240,11 @@ def planned_options(
     alibi_slopes: torch.Tensor | None,
     device: torch.device,
 ) -> AttentionOptions:
-    """Returns a plan's options for scores; `sm_scale` defaults to 1 / sqrt(head_dim).
+    """Returns a plan's options; `sm_scale` defaults to 1 / sqrt(head_dim).
 
     Raises:
-        ValueError: an unknown encoding, heads that do not divide, or a refusal of `AttentionOptions`.
+        ValueError: the position encoding is unknown, kv_heads does not divide query_heads, or `AttentionOptions`
+            refuses a value.
     """
     if pos_encoding_mode not in POSITION_ENCODINGS:
         raise ValueError(f"pos_encoding_mode must be one of {POSITION_ENCODINGS}, not {pos_encoding_mode!r}")
@@ -270,13 +273,13 @@ def run_options(
     sinks: torch.Tensor | None,
     window_left: int | None = None,
 ) -> AttentionOptions:
-    """Returns a plan's options with those of one layer's call. Numbers go into `sm_scale`, tensors to the kernel.
+    """Adds the options of one layer's `run` to a plan's. Scales that are numbers go into `sm_scale`; tensors stay.
 
     Raises:
-        ValueError: refusals of `AttentionOptions` and `scale_per_head`.
+        ValueError: `AttentionOptions` or `scale_per_head` refuses a value.
     """
     sm_scale, key_scale = planned.sm_scale, None
-    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):  # both are factors of the same product
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):  # both multiply the same product
         if isinstance(scale, torch.Tensor):
             per_head = scale_per_head(name, scale, kv_heads, device)
             key_scale = per_head if key_scale is None or per_head is None else key_scale * per_head
@@ -295,10 +298,10 @@ def run_options(
 def result_of(
     out: torch.Tensor, lse: torch.Tensor, *, return_lse: bool, lse_base: str = "log2"
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns the result of `run`; with `lse_base` "ln" lse, which kernels write in base 2, is converted in place.
+    """Returns the result of `run`. With `lse_base` "ln", converts lse in place from the kernels' base 2.
 
     Raises:
-        ValueError: an unknown base.
+        ValueError: the base is unknown.
     """
     if lse_base not in LSE_BASES:
         raise ValueError(f"lse_base must be one of {LSE_BASES}, not {lse_base!r}")
@@ -308,10 +311,10 @@ def result_of(
 
 
 def check_planned(name: str, actual: object, planned: object) -> None:
-    """Refuses at run arguments that differ from the plan.
+    """Refuses an argument of `run` that differs from the plan.
 
     Raises:
-        ValueError: they differ; names the argument.
+        ValueError: the argument differs; the message names it.
     """
     if actual != planned:
         raise ValueError(f"{name} is {actual}, planned {planned}")

@@ -41,11 +41,12 @@ class _Plan:
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
-    """One query per request against its pages.
+    """Attends one query per request to the request's pages.
 
-    Lifecycle: 1. made, with a workspace. 2. `plan`, once per forward pass: checks the page table, which may be on the
-    host, and divides the work. 3. `run`, once per layer: launches only, so a CUDA graph can capture it. With
-    `use_cuda_graph` a later `plan` of the same batch size writes to the same memory, and a replay sees it.
+    Lifecycle: 1. The wrapper is made with a workspace. 2. `plan` runs once per forward pass: it checks the page table,
+    which may be on the host, and divides the work. 3. `run` runs once per layer, and only launches kernels, so a CUDA
+    graph can capture it. With `use_cuda_graph` a later `plan` of the same batch size writes to the same memory, so a
+    replay uses the new plan.
     """
 
     def __init__(
@@ -59,21 +60,21 @@ class BatchDecodeWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        """Takes the workspace; its device is where everything runs.
+        """Takes the workspace; everything runs on its device.
 
         Args:
-            float_workspace_buffer: uint8, one dimension; partial results of split requests.
+            float_workspace_buffer: uint8 vector, for the partial results of split requests.
             kv_layout: "NHD" or "HND".
-            use_cuda_graph: keep addresses from plan to plan; then the three buffers are needed.
-            use_tensor_cores: a hint, without effect: they are always used.
+            use_cuda_graph: whether tensors keep their addresses from plan to plan; this requires the three buffers.
+            use_tensor_cores: a hint without effect: tensor cores are always used.
             paged_kv_indptr_buffer: int32 `[batch + 1]`.
-            paged_kv_indices_buffer: int32, room for the most pages there will be.
+            paged_kv_indices_buffer: int32, as long as the most pages of any plan.
             paged_kv_last_page_len_buffer: int32 `[batch]`.
             **others: see `flashinfer.arguments.CONSTRUCTOR`.
 
         Raises:
-            ValueError: unknown layout, a buffer is missing or elsewhere, the workspace is not of bytes, or one of the
-                others cannot be honoured; names the argument.
+            ValueError: the layout is unknown, a buffer is missing or on another device, the workspace is not a vector
+                of bytes, or one of the others cannot be honored; the message names the argument.
         """
         check_others(type(self).__name__, CONSTRUCTOR, others)
         check_kv_layout(kv_layout)
@@ -116,24 +117,25 @@ class BatchDecodeWithPagedKVCacheWrapper:
             indptr: int32 `[batch + 1]`, on any device.
             indices: int32 `[indptr[batch]]` or longer.
             last_page_len: int32 `[batch]`, in `1..page_size`.
-            num_qo_heads: a multiple of num_kv_heads, any.
+            num_qo_heads: query heads, any multiple of num_kv_heads.
             num_kv_heads: KV heads.
-            head_dim: of keys and values.
+            head_dim: the head dim of keys and values.
             page_size: tokens per page.
             pos_encoding_mode: "NONE" or "ALIBI".
-            window_left: keys before its own position that a query sees, inclusive; -1: all.
-            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: none.
-            q_data_type: float16, bfloat16 or float32; that of `data_type` (None), or else float16.
-            kv_data_type: that of `data_type` or of q (None), or float8_e4m3fn or float8_e5m2.
-            o_data_type: that of q.
-            data_type: FlashInfer's older name for both of the first two.
+            window_left: how many keys before its own position a query sees; -1: all.
+            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: no cap.
+            q_data_type: float16, bfloat16 or float32. None: `data_type`, or float16 without it.
+            kv_data_type: float8_e4m3fn, float8_e5m2 or q's dtype. None: `data_type`, or q's dtype without it.
+            o_data_type: only q's dtype.
+            data_type: FlashInfer's older argument for both q_data_type and kv_data_type.
             sm_scale: 1 / sqrt(head_dim) if None.
-            disable_split_kv: keys of a request are added up in one order, whatever the batch; slow for long ones.
-            alibi_slopes: float32 `[num_qo_heads]`; the paper's if None.
+            disable_split_kv: whether the keys of a request are summed in an order that does not depend on the batch;
+                slow for long requests.
+            alibi_slopes: float32 `[num_qo_heads]`; the ALiBi paper's slopes if None.
             **others: see `flashinfer.arguments.DECODE_PLAN`.
 
         Raises:
-            ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
+            ValueError: an argument is out of range, does not fit, or cannot be honored; the message names it.
         """
         check_others("plan", DECODE_PLAN, others)
         num_qo_heads, num_kv_heads, head_dim, page_size = require_sizes(
@@ -184,19 +186,19 @@ class BatchDecodeWithPagedKVCacheWrapper:
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attends one layer. Waits for nothing.
+        """Computes attention of one layer. Does not wait for the device.
 
         Args:
             q: `[batch, num_qo_heads, head_dim]`, of q_data_type, any strides.
             paged_kv_cache: 5-D or a pair of 4-D tensors in the wrapper's layout, of kv_data_type, any strides.
             q_scale: factor of q, a number or float32 of one entry.
             k_scale: factor of the cache's keys, a number or float32 `[num_kv_heads]`.
-            v_scale: factor of the cache's values, the same.
-            out: as the result, written in place; new if None.
-            lse: as the result, written in place; new if None.
-            return_lse: whether lse is given back.
-            window_left: None, or as planned.
-            sinks: float32 `[num_qo_heads]`, natural logarithms, unscaled, counted once and in lse.
+            v_scale: factor of the cache's values, a number or float32 `[num_kv_heads]`.
+            out: tensor for the result, written in place; None allocates it.
+            lse: tensor for the result, written in place; None allocates it.
+            return_lse: whether lse is returned too.
+            window_left: None, or the planned value.
+            sinks: float32 `[num_qo_heads]`, natural logarithms, not scaled; a sink counts once, also in lse.
             **others: see `flashinfer.arguments.DECODE_RUN`.
 
         Returns:
@@ -204,7 +206,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             base 2. A request without keys gives zeros and -inf (or the lse of its sink).
 
         Raises:
-            ValueError: no plan, or an argument that differs from the plan or cannot be honored; names it.
+            ValueError: there is no plan, or an argument differs from the plan or cannot be honored; the message names
+                it.
         """
         check_others("run", DECODE_RUN, others)
         plan = self._planned

@@ -24,13 +24,13 @@ from quire_kernels.shared.mla_work import MlaWork, divide_mla
 from quire_kernels.shared.numbers import require_finite, require_sizes
 from quire_kernels.shared.paged_cache import check_index_tensor, check_page_table
 
-# Latents and their positional part: in one tensor, one after the other in its last dimension, or in two.
+# Latents and their positional part: two tensors, or one tensor with both concatenated in the last dimension.
 Parts = torch.Tensor | Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The properties that later plans of a graph may not change."""
+    """The properties that later plans of a CUDA graph must not change."""
 
     heads: int
     head_dim_ckv: int
@@ -52,11 +52,12 @@ class _Plan:
 
 
 class BatchMLAPagedAttentionWrapper:
-    """Multi-head latent attention with absorbed queries, decode and prefill.
+    """Computes multi-head latent attention with absorbed queries, for decode and prefill.
 
-    Lifecycle: 1. made. 2. `plan`, once per forward pass: checks the page table and divides the work, by keys if every
-    request has one query, else by query rows. 3. `run`, once per layer, launches only. With `use_cuda_graph` the first
-    plan fixes the batch size, the most query tokens, and whether it is decode.
+    Lifecycle: 1. The wrapper is made. 2. `plan` runs once per forward pass: it checks the page table and divides the
+    work, by keys if every request has one query, otherwise by query rows. 3. `run` runs once per layer, and only
+    launches kernels. With `use_cuda_graph` the first plan fixes the batch size, the maximum of query tokens, and
+    whether it is decode.
     """
 
     def __init__(
@@ -72,17 +73,17 @@ class BatchMLAPagedAttentionWrapper:
         """Takes the workspace, and reads only its device.
 
         Args:
-            float_workspace_buffer: uint8, one dimension; its device is where everything runs.
-            use_cuda_graph: keep addresses from plan to plan; then the four buffers are needed.
+            float_workspace_buffer: uint8 vector; everything runs on its device.
+            use_cuda_graph: whether tensors keep their addresses from plan to plan; this requires the four buffers.
             qo_indptr: int32 `[batch + 1]`.
             kv_indptr: int32 `[batch + 1]`.
-            kv_indices: int32, room for the most pages there will be.
+            kv_indices: int32, as long as the most pages of any plan.
             kv_len_arr: int32 `[batch]`.
             **others: see `flashinfer.arguments.MLA_CONSTRUCTOR`.
 
         Raises:
-            ValueError: a buffer is missing, elsewhere, or of another batch, the workspace is not of bytes, or one of
-                the others cannot be honoured; names the argument.
+            ValueError: a buffer is missing, on another device, or of another batch size, the workspace is not a vector
+                of bytes, or one of the others cannot be honored; the message names the argument.
         """
         check_others(type(self).__name__, MLA_CONSTRUCTOR, others)
         given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
@@ -90,7 +91,7 @@ class BatchMLAPagedAttentionWrapper:
         self._tensors = fixed_tensors(workspace_bytes(float_workspace_buffer), use_cuda_graph, given)
         self._batch: int | None = None
         if use_cuda_graph:
-            assert qo_indptr is not None  # `fixed_tensors` has looked
+            assert qo_indptr is not None  # `fixed_tensors` has checked it
             assert kv_indptr is not None
             assert kv_len_arr is not None
             self._batch = kv_len_arr.shape[0]
@@ -122,20 +123,20 @@ class BatchMLAPagedAttentionWrapper:
             qo_indptr: int32 `[batch + 1]`, query tokens of each request.
             kv_indptr: int32 `[batch + 1]`, pages of each request.
             kv_indices: int32 `[kv_indptr[batch]]` or longer.
-            kv_len_arr: int32 `[batch]`, tokens of each request, the last of them in its last page.
+            kv_len_arr: int32 `[batch]`, tokens of each request; the last token must be in the request's last page.
             num_heads: query heads.
-            head_dim_ckv: of latents, a power of two, such as 512.
-            head_dim_kpe: of their positional part, a power of two, such as 64.
+            head_dim_ckv: dims of a latent, a power of two, such as 512.
+            head_dim_kpe: dims of the positional part, a power of two, such as 64.
             page_size: tokens per page.
-            causal: right-aligned.
-            sm_scale: factor of the dot products: 1 / sqrt(of the head dim before absorption).
+            causal: whether masks are causal; the last query of a request sees its last key.
+            sm_scale: factor of the dot products: 1 / sqrt(head dim before absorption).
             q_data_type: float16, bfloat16 or float32.
-            kv_data_type: the same.
-            output_dtype: the same.
+            kv_data_type: the same dtype as q_data_type.
+            output_dtype: the same dtype as q_data_type.
             **others: see `flashinfer.arguments.MLA_PLAN`.
 
         Raises:
-            ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
+            ValueError: an argument is out of range, does not fit, or cannot be honored; the message names it.
         """
         check_others("plan", MLA_PLAN, others)
         num_heads, head_dim_ckv, head_dim_kpe, page_size = require_sizes(
@@ -149,7 +150,7 @@ class BatchMLAPagedAttentionWrapper:
         check_index_tensor("kv_len_arr", kv_len_arr)
         check_index_tensor("qo_indptr", qo_indptr, length=kv_len_arr.shape[0] + 1)
         check_index_tensor("kv_indptr", kv_indptr, length=kv_len_arr.shape[0] + 1)
-        whole = torch.full_like(kv_len_arr, page_size)  # full pages pass; `_check_lengths` names kv_len_arr instead
+        whole = torch.full_like(kv_len_arr, page_size)  # passes the check, so that `_check_lengths` can name kv_len_arr
         check_page_table(kv_indptr, kv_indices, whole, page_count=None, page_size=page_size, prefix="kv_")
         _check_lengths(kv_len_arr.tolist(), kv_indptr.diff().tolist(), page_size)
         is_decode = bool((qo_indptr.diff() == 1).all())
@@ -191,20 +192,19 @@ class BatchMLAPagedAttentionWrapper:
         kv_cache: Parts | None = None,
         **others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attends one layer. Waits for nothing.
+        """Computes attention of one layer. Does not wait for the device.
 
         Args:
             q_nope: `[qo_indptr[batch], num_heads, head_dim_ckv]`, absorbed, of q_data_type.
             q_pe: `[qo_indptr[batch], num_heads, head_dim_kpe]`.
             ckv_cache: `[pages, page_size, head_dim_ckv]`.
             kpe_cache: `[pages, page_size, head_dim_kpe]`; both may be slices of one tensor.
-            out: as the result, written in place; new if None.
-            lse: as the result, written in place; new if None.
-            return_lse: whether lse is given back.
-            return_lse_base_on_e: in natural logarithms instead of base 2.
-            query: instead of the first two: both, or one tensor that has the second after the first in its last
-                dimension.
-            kv_cache: instead of the caches, the same.
+            out: tensor for the result, written in place; None allocates it.
+            lse: tensor for the result, written in place; None allocates it.
+            return_lse: whether lse is returned too.
+            return_lse_base_on_e: whether lse is a natural logarithm instead of base 2.
+            query: replaces q_nope and q_pe: a pair of them, or one tensor with both concatenated in the last dimension.
+            kv_cache: replaces ckv_cache and kpe_cache in the same way.
             **others: see `flashinfer.arguments.MLA_RUN`.
 
         Returns:
@@ -212,7 +212,8 @@ class BatchMLAPagedAttentionWrapper:
             that sees no key gives zeros and -inf.
 
         Raises:
-            ValueError: no plan, or an argument that differs from the plan or cannot be honored; names it.
+            ValueError: there is no plan, or an argument differs from the plan or cannot be honored; the message names
+                it.
         """
         check_others("run", MLA_RUN, others)
         plan = self._planned
@@ -242,7 +243,7 @@ class BatchMLAPagedAttentionWrapper:
 def _both(
     name: str, together: Parts | None, apart: tuple[torch.Tensor | None, torch.Tensor | None], ckv_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents and their positional part, however they were given."""
+    """Returns latents and their positional part, given together or as two arguments."""
     if together is not None:
         if any(part is not None for part in apart):
             raise ValueError(f"give {name} or its parts, not both")
@@ -260,7 +261,7 @@ def _check_lengths(lengths: list[int], page_counts: list[int], page_size: int) -
     """Refuses a request whose last token is not in its last page.
 
     Raises:
-        ValueError: there is one; names `kv_len_arr`.
+        ValueError: there is such a request; the message names `kv_len_arr`.
     """
     for request, (length, pages) in enumerate(zip(lengths, page_counts, strict=True)):
         low, high = max(0, (pages - 1) * page_size + 1), pages * page_size

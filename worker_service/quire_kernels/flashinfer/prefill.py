@@ -38,16 +38,17 @@ class CheckedPrefill:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all of its tensors by the names of their buffers."""
+        """Returns all tensors of the plan, under the names of their buffers."""
         return {**self.table.tensors, **self.queries.tensors}
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Ragged queries against pages: prompts, chunks of prompts, drafts to verify.
+    """Attends ragged queries to pages: prompts, chunks of prompts, and drafts to verify.
 
-    Lifecycle: 1. made, with a workspace. 2. `plan`, once per forward pass: checks page table and masks, which may be on
-    the host, and divides the work. 3. `run`, once per layer: launches only, so a CUDA graph can capture it. With
-    `use_cuda_graph` the first plan fixes batch size and most query tokens; later plans write to the same memory.
+    Lifecycle: 1. The wrapper is made with a workspace. 2. `plan` runs once per forward pass: it checks page table and
+    masks, which may be on the host, and divides the work. 3. `run` runs once per layer, and only launches kernels, so a
+    CUDA graph can capture it. With `use_cuda_graph` the first plan fixes the batch size and the maximum of query
+    tokens, and later plans write to the same memory.
     """
 
     def __init__(
@@ -63,23 +64,24 @@ class BatchPrefillWithPagedKVCacheWrapper:
         mask_indptr_buf: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        """Takes the workspace, and reads only its device, because nothing is split over keys.
+        """Takes the workspace, and uses only its device: prefill is not split by keys, so it has no partial results.
 
         Args:
-            float_workspace_buffer: uint8, one dimension; its device is where everything runs.
+            float_workspace_buffer: uint8 vector; everything runs on its device.
             kv_layout: "NHD" or "HND".
-            use_cuda_graph: keep addresses from plan to plan; then the first four buffers are needed.
+            use_cuda_graph: whether tensors keep their addresses from plan to plan; this requires the first four
+                buffers.
             qo_indptr_buf: int32 `[batch + 1]`.
             paged_kv_indptr_buf: int32 `[batch + 1]`.
-            paged_kv_indices_buf: int32, room for the most pages there will be.
+            paged_kv_indices_buf: int32, as long as the most pages of any plan.
             paged_kv_last_page_len_buf: int32 `[batch]`.
-            custom_mask_buf: uint8 (packed) or bool, room for the largest mask; needed for masks in graphs.
-            mask_indptr_buf: int64 `[batch + 1]`; the same.
+            custom_mask_buf: uint8 (packed) or bool, as long as the largest mask; a graph with masks needs it.
+            mask_indptr_buf: int64 `[batch + 1]`; a graph with masks needs it.
             **others: see `flashinfer.arguments.PREFILL_CONSTRUCTOR`.
 
         Raises:
-            ValueError: unknown layout, a buffer is missing or elsewhere, the workspace is not of bytes, or one of the
-                others cannot be honoured; names the argument.
+            ValueError: the layout is unknown, a buffer is missing or on another device, the workspace is not a vector
+                of bytes, or one of the others cannot be honored; the message names the argument.
         """
         check_others(type(self).__name__, PREFILL_CONSTRUCTOR, others)
         check_kv_layout(kv_layout)
@@ -133,30 +135,30 @@ class BatchPrefillWithPagedKVCacheWrapper:
             paged_kv_indptr: int32 `[batch + 1]`.
             paged_kv_indices: int32 `[paged_kv_indptr[batch]]` or longer.
             paged_kv_last_page_len: int32 `[batch]`, in `1..page_size`.
-            num_qo_heads: a multiple of num_kv_heads, any.
+            num_qo_heads: query heads, any multiple of num_kv_heads.
             num_kv_heads: KV heads.
-            head_dim_qk: of queries and keys.
+            head_dim_qk: the head dim of queries and keys.
             page_size: tokens per page.
-            head_dim_vo: of values and results; head_dim_qk if None.
+            head_dim_vo: the head dim of values and results; head_dim_qk if None.
             custom_mask: bool `[sum(q_len * kv_len)]`, True where a query sees a key; replaces causal.
-            packed_custom_mask: uint8, the same as bits, little bit order, each request from a byte of its own.
+            packed_custom_mask: uint8, the same mask as bits in little bit order; each request starts at a new byte.
             causal: right-aligned: the last query of a request sees its last key.
             pos_encoding_mode: "NONE" or "ALIBI".
-            use_fp16_qk_reduction: a hint, without effect: products are added up in float32.
+            use_fp16_qk_reduction: a hint without effect: products are accumulated in float32.
             sm_scale: 1 / sqrt(head_dim_qk) if None.
-            window_left: keys before its own position that a query sees, inclusive; -1: all.
-            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: none.
-            rope_scale: without effect, as in FlashInfer where nothing is rotated.
-            rope_theta: the same.
+            window_left: how many keys before its own position a query sees; -1: all.
+            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: no cap.
+            rope_scale: ignored, as in FlashInfer when it rotates nothing.
+            rope_theta: ignored, as `rope_scale`.
             q_data_type: float16, bfloat16 or float32.
-            kv_data_type: that of q (None), or float8_e4m3fn or float8_e5m2.
-            o_data_type: that of q.
-            chunk_size: a query sees only keys of its own chunk of so many tokens; 0: all.
-            alibi_slopes: float32 `[num_qo_heads]`; the paper's if None.
+            kv_data_type: float8_e4m3fn, float8_e5m2, or None for the dtype of q.
+            o_data_type: only q's dtype.
+            chunk_size: tokens per chunk; a query sees only keys of its own chunk; 0: no chunks.
+            alibi_slopes: float32 `[num_qo_heads]`; the ALiBi paper's slopes if None.
             **others: see `flashinfer.arguments.PREFILL_PLAN`.
 
         Raises:
-            ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
+            ValueError: an argument is out of range, does not fit, or cannot be honored; the message names it.
         """
         check_others("plan", PREFILL_PLAN, others)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
@@ -182,17 +184,17 @@ class BatchPrefillWithPagedKVCacheWrapper:
         options: AttentionOptions,
         masks: MaskRequest,
     ) -> CheckedPrefill:
-        """Checks the arguments of `plan`, and may refuse them; changes nothing.
+        """Checks the arguments of `plan`. Changes nothing.
 
         Args:
-            qo_indptr: see `plan`.
+            qo_indptr: as for `plan`.
             pages: paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len.
             shape: heads, dims, page size, dtypes.
-            options: of the scores.
-            masks: keys that each query sees.
+            options: scale, soft cap and so on.
+            masks: the arguments that limit the keys of each query.
 
         Raises:
-            ValueError: as `plan`.
+            ValueError: an argument is invalid, as described for `plan`.
         """
         table = check_table(*pages, page_size=shape.page_size, prefix="paged_kv_", buffer_suffix="_buf")
         lengths = kv_lengths(pages[0], pages[2], shape.page_size)
@@ -203,7 +205,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return checked
 
     def place(self, checked: CheckedPrefill) -> None:
-        """Copies a checked plan to its tensors on the device and divides the work."""
+        """Copies a checked plan to the device, and divides the work."""
         placed = self._tensors.put(checked.tensors)
         self._planned = checked.table.place(placed), checked.queries.place(placed)
 
@@ -223,20 +225,20 @@ class BatchPrefillWithPagedKVCacheWrapper:
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attends one layer. Waits for nothing.
+        """Computes attention of one layer. Does not wait for the device.
 
         Args:
             q: `[qo_indptr[batch], num_qo_heads, head_dim_qk]`, of q_data_type, any strides.
             paged_kv_cache: 5-D or a pair of 4-D tensors in the wrapper's layout, of kv_data_type, any strides.
             q_scale: factor of q, a number or float32 of one entry.
             k_scale: factor of the cache's keys, a number or float32 `[num_kv_heads]`.
-            v_scale: factor of the cache's values, the same.
-            out: as the result, written in place; new if None.
-            lse: as the result, written in place; new if None.
-            return_lse: whether lse is given back.
+            v_scale: factor of the cache's values, a number or float32 `[num_kv_heads]`.
+            out: tensor for the result, written in place; None allocates it.
+            lse: tensor for the result, written in place; None allocates it.
+            return_lse: whether lse is returned too.
             lse_base: "log2", or "ln" for natural logarithms.
             window_left: replaces the planned value; None keeps it.
-            sinks: float32 `[num_qo_heads]`, natural logarithms, unscaled, counted once and in lse.
+            sinks: float32 `[num_qo_heads]`, natural logarithms, not scaled; a sink counts once, also in lse.
             **others: see `flashinfer.arguments.PREFILL_RUN`.
 
         Returns:
@@ -244,7 +246,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             in base 2 or as `lse_base` says. A query that sees no key gives zeros and -inf (or the lse of its sink).
 
         Raises:
-            ValueError: no plan, or an argument that differs from the plan or cannot be honored; names it.
+            ValueError: there is no plan, or an argument differs from the plan or cannot be honored; the message names
+                it.
         """
         check_others("run", PREFILL_RUN, others)
         if self._planned is None:

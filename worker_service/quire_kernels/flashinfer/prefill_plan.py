@@ -22,7 +22,7 @@ from quire_kernels.shared.prefill_rows import (
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """The properties that later plans of a graph may not change."""
+    """The properties that later plans of a CUDA graph must not change."""
 
     heads: int
     kv_heads: int
@@ -58,7 +58,7 @@ class PlannedQueries:
         """Refuses queries that differ from the plan.
 
         Raises:
-            ValueError: shape or dtype differ.
+            ValueError: the shape or the dtype differs.
         """
         shape = self.shape
         check_planned(
@@ -68,17 +68,17 @@ class PlannedQueries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedQueries:
-    """A checked batch of ragged queries, wherever its tensors live."""
+    """A checked batch of ragged queries with tensors on any device."""
 
     shape: PrefillShape
     options: AttentionOptions
     masking: Masking
     token_count: int
-    tensors: dict[str, torch.Tensor]  # qo_indptr and the mask, by the names of their buffers
+    tensors: dict[str, torch.Tensor]  # qo_indptr and the mask, under the names of their buffers
     before: PlannedQueries | None
 
     def place(self, placed: dict[str, torch.Tensor]) -> PlannedQueries:
-        """Divides the work, from the tensors of `FixedTensors.put`."""
+        """Divides the work; `placed` is the result of `FixedTensors.put`."""
         masking, qo_indptr, before = self.masking, placed["qo_indptr_buf"], self.before
         if masking.custom_mask is not None:
             masking = replace(masking, custom_mask=placed["custom_mask_buf"], mask_indptr=placed["mask_indptr_buf"])
@@ -113,18 +113,19 @@ def check_plan(
     request: MaskRequest,
     before: PlannedQueries | None,
 ) -> CheckedQueries:
-    """Checks queries and masks; writes nothing.
+    """Checks queries and masks. Writes nothing.
 
     Args:
         qo_indptr: int32 `[batch + 1]`, on any device.
         kv_lengths: int32 `[batch]`, on any device.
         shape: heads, dims, dtypes.
-        options: of the scores.
-        request: masks.
-        before: the earlier plan of the graph whose memory is written again, if there is one.
+        options: scale, soft cap and so on.
+        request: the arguments that limit the keys of each query.
+        before: the previous plan of a CUDA graph, if any; the new plan is written to its memory.
 
     Raises:
-        ValueError: an argument does not fit, or a graph's shape, masks or room changed; names the argument.
+        ValueError: an argument does not fit, or differs from a CUDA graph's first plan in shape or masks, or needs more
+            query tokens than it. The message names the argument.
     """
     check_indptr("qo_indptr", qo_indptr, batch=kv_lengths.shape[0])
     token_count = int(qo_indptr[-1])
@@ -145,10 +146,10 @@ def check_plan(
 
 
 def requested_masking(qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, request: MaskRequest) -> Masking:
-    """Checks the size of a custom mask; as in FlashInfer it replaces causal.
+    """Returns the masking of a request, after checking the size of a custom mask, which replaces `causal`.
 
     Raises:
-        ValueError: both masks are given, or one has another dtype or size; names the argument.
+        ValueError: both masks are given, or one has another dtype or size; the message names the argument.
     """
     name, mask = "custom_mask", request.custom_mask
     if request.packed_custom_mask is not None:

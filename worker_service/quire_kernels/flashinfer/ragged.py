@@ -26,10 +26,10 @@ from quire_kernels.shared.paged_cache import check_indptr, check_kv_layout
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
-    """Ragged queries against ragged keys, as `BatchPrefillWithPagedKVCacheWrapper` without pages.
+    """Attends ragged queries to ragged keys, like `BatchPrefillWithPagedKVCacheWrapper` without pages.
 
-    Lifecycle: 1. made. 2. `plan`, once per forward pass. 3. `run`, once per layer, launches only. With
-    `use_cuda_graph` the first plan fixes the batch size and the most query tokens.
+    Lifecycle: 1. The wrapper is made. 2. `plan` runs once per forward pass. 3. `run` runs once per layer, and only
+    launches kernels. With `use_cuda_graph` the first plan fixes the batch size and the maximum of query tokens.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         mask_indptr_buf: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        """Takes the workspace, and reads only its device.
+        """Takes the workspace, and uses only its device.
 
         Args:
-            float_workspace_buffer: uint8, one dimension; its device is where everything runs.
-            kv_layout: "NHD" or "HND"; under "HND" k and v of `run` are `[kv_heads, tokens, head_dim]`.
-            use_cuda_graph: keep addresses from plan to plan; then the first two buffers are needed.
+            float_workspace_buffer: uint8 vector; everything runs on its device.
+            kv_layout: "NHD" or "HND"; with "HND", k and v of `run` are `[kv_heads, tokens, head_dim]`.
+            use_cuda_graph: whether tensors keep their addresses from plan to plan; this requires the first two buffers.
             qo_indptr_buf: int32 `[batch + 1]`.
             kv_indptr_buf: int32 `[batch + 1]`.
-            custom_mask_buf: uint8 (packed) or bool, room for the largest mask; needed for masks in graphs.
-            mask_indptr_buf: int64 `[batch + 1]`; the same.
+            custom_mask_buf: uint8 (packed) or bool, as long as the largest mask; a graph with masks needs it.
+            mask_indptr_buf: int64 `[batch + 1]`; a graph with masks needs it.
             **others: see `flashinfer.arguments.PREFILL_CONSTRUCTOR`.
 
         Raises:
-            ValueError: unknown layout, a buffer is missing or elsewhere, the workspace is not of bytes, or one of the
-                others cannot be honoured; names the argument.
+            ValueError: the layout is unknown, a buffer is missing or on another device, the workspace is not a vector
+                of bytes, or one of the others cannot be honored; the message names the argument.
         """
         check_others(type(self).__name__, PREFILL_CONSTRUCTOR, others)
         check_kv_layout(kv_layout)
@@ -68,7 +68,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         self._kv_layout = kv_layout
         self._use_cuda_graph = use_cuda_graph
         self._tensors = fixed_tensors(workspace, use_cuda_graph, given, masks)
-        self._planned: tuple[torch.Tensor, int, PlannedQueries] | None = None  # kv_indptr, its end
+        self._planned: tuple[torch.Tensor, int, PlannedQueries] | None = None  # kv_indptr, its last entry, queries
 
     def plan(
         self,
@@ -101,29 +101,29 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         Args:
             qo_indptr: int32 `[batch + 1]`, query tokens of each request.
             kv_indptr: int32 `[batch + 1]`, keys of each request.
-            num_qo_heads: a multiple of num_kv_heads, any.
+            num_qo_heads: query heads, any multiple of num_kv_heads.
             num_kv_heads: KV heads.
-            head_dim_qk: of queries and keys.
-            head_dim_vo: of values and results; head_dim_qk if None.
+            head_dim_qk: the head dim of queries and keys.
+            head_dim_vo: the head dim of values and results; head_dim_qk if None.
             custom_mask: bool `[sum(q_len * kv_len)]`, True where a query sees a key; replaces causal.
-            packed_custom_mask: uint8, the same as bits, little bit order, each request from a byte of its own.
+            packed_custom_mask: uint8, the same mask as bits in little bit order; each request starts at a new byte.
             causal: right-aligned: the last query of a request sees its last key.
             pos_encoding_mode: "NONE" or "ALIBI".
-            use_fp16_qk_reduction: a hint, without effect: products are added up in float32.
-            window_left: keys before its own position that a query sees, inclusive; -1: all.
-            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: none.
+            use_fp16_qk_reduction: a hint without effect: products are accumulated in float32.
+            window_left: how many keys before its own position a query sees; -1: all.
+            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: no cap.
             sm_scale: 1 / sqrt(head_dim_qk) if None.
-            rope_scale: without effect, as in FlashInfer where nothing is rotated.
-            rope_theta: the same.
+            rope_scale: ignored, as in FlashInfer when it rotates nothing.
+            rope_theta: ignored, as `rope_scale`.
             q_data_type: float16, bfloat16 or float32.
-            kv_data_type: that of q (None), or float8_e4m3fn or float8_e5m2.
-            o_data_type: that of q.
-            chunk_size: a query sees only keys of its own chunk of so many tokens; 0: all.
-            alibi_slopes: float32 `[num_qo_heads]`; the paper's if None.
+            kv_data_type: float8_e4m3fn, float8_e5m2, or None for the dtype of q.
+            o_data_type: only q's dtype.
+            chunk_size: tokens per chunk; a query sees only keys of its own chunk; 0: no chunks.
+            alibi_slopes: float32 `[num_qo_heads]`; the ALiBi paper's slopes if None.
             **others: see `flashinfer.arguments.RAGGED_PLAN`.
 
         Raises:
-            ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
+            ValueError: an argument is out of range, does not fit, or cannot be honored; the message names it.
         """
         check_others("plan", RAGGED_PLAN, others)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
@@ -160,7 +160,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attends one layer. Waits for nothing.
+        """Computes attention of one layer. Does not wait for the device.
 
         Args:
             q: `[qo_indptr[batch], num_qo_heads, head_dim_qk]`, of q_data_type, any strides.
@@ -168,12 +168,12 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             v: `[kv_indptr[batch], num_kv_heads, head_dim_vo]` (NHD), of kv_data_type, any strides.
             q_scale: factor of q, a number or float32 of one entry.
             k_scale: factor of the keys, a number or float32 `[num_kv_heads]`.
-            v_scale: factor of the values, the same.
-            out: as the result, written in place; new if None.
-            lse: as the result, written in place; new if None.
-            return_lse: whether lse is given back.
+            v_scale: factor of the values, a number or float32 `[num_kv_heads]`.
+            out: tensor for the result, written in place; None allocates it.
+            lse: tensor for the result, written in place; None allocates it.
+            return_lse: whether lse is returned too.
             lse_base: "log2", or "ln" for natural logarithms.
-            sinks: float32 `[num_qo_heads]`, natural logarithms, unscaled, counted once and in lse.
+            sinks: float32 `[num_qo_heads]`, natural logarithms, not scaled; a sink counts once, also in lse.
             **others: see `flashinfer.arguments.RAGGED_RUN`.
 
         Returns:
@@ -181,7 +181,8 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             in base 2 or as `lse_base` says. A query that sees no key gives zeros and -inf (or the lse of its sink).
 
         Raises:
-            ValueError: no plan, or an argument that differs from the plan or cannot be honored; names it.
+            ValueError: there is no plan, or an argument differs from the plan or cannot be honored; the message names
+                it.
         """
         check_others("run", RAGGED_RUN, others)
         if self._planned is None:

@@ -1,1 +1,1 @@
-"""One kernel a file, with its launcher and its reference."""
+"""The kernels: one per file, with its launcher and its reference."""

@@ -2,10 +2,10 @@
 
     page   = kv_indices[kv_indptr[batch_indices[t]] + positions[t] // page_size]
     offset = positions[t] % page_size
-    k_cache[page, offset, h, :] = append_key[t, h, :]         v_cache the same; fp8 caches quantise, see `append_token`
+    k_cache[page, offset, h, :] = append_key[t, h, :]         v_cache likewise; fp8 caches quantize, see `append_token`
 
-One program per token and block of heads. A token with a negative batch index or position is skipped: padding of a
-batch of fixed size. Two tokens must not share a slot; which of them stays is undefined.
+There is one program per token and block of heads. A token with a negative batch index or position is padding of a batch
+of fixed size, and is skipped. Two tokens must not share a slot: either of them could remain.
 """
 
 from __future__ import annotations
@@ -109,25 +109,24 @@ def append_paged_kv_cache(
     *,
     check: bool = True,
 ) -> None:
-    """Writes keys and values of new tokens to pages that are already theirs, in place.
+    """Writes keys and values of new tokens in place, to pages that their requests already own.
 
-    With `check=False` the host does not wait for the device, as CUDA graphs need. A token whose request, position or
-    page is out of range is then skipped, never written elsewhere. Call `check_append` once per batch instead, where it
-    is planned.
+    With `check=False` the host does not wait for the device, as CUDA graphs require. A token with an out-of-range
+    request, position or page is then skipped. Call `check_append` once per batch instead, when the batch is planned.
 
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
             cache is float8_e4m3fn or float8_e5m2.
         append_value: as `append_key`, for values.
-        batch_indices: int32 `[tokens]`, request of each token; negative skips the token.
-        positions: int32 `[tokens]`, place of each token in its request; negative skips the token.
+        batch_indices: int32 `[tokens]`, request of each token; a negative index skips the token.
+        positions: int32 `[tokens]`, position of each token in its request; a negative position skips the token.
         paged_kv_cache: 5-D `[pages, 2, page_size, num_kv_heads, head_dim]` (NHD) or `[pages, 2, num_kv_heads,
             page_size, head_dim]` (HND), or keys and values as a pair of 4-D tensors without the 2; any strides.
         kv_indices: int32 `[kv_indptr[batch]]` or longer, pages of all requests.
         kv_indptr: int32 `[batch + 1]`.
-        kv_last_page_len: int32 `[batch]`, in `1..page_size`, the new tokens included.
+        kv_last_page_len: int32 `[batch]`, in `1..page_size`, including the new tokens.
         kv_layout: "NHD" or "HND".
-        k_scale: only for an fp8 cache that quantises: a number, or fp32 `[num_kv_heads]`; stored is key / k_scale.
+        k_scale: only for an fp8 cache that quantizes, which stores key / k_scale: a number, or fp32 `[num_kv_heads]`.
         v_scale: as `k_scale`, for values.
         check: whether the values of the index tensors are read and checked (see `check_append`).
 
@@ -165,7 +164,9 @@ def check_append(
     page_count: int,
     page_size: int,
 ) -> None:
-    """Refuses indices that would lose a token. Reads them, so on a GPU it waits: once per batch, not per layer.
+    """Refuses indices that would lose a token.
+
+    Reads the tensors, so on a GPU the host waits: call it once per batch, not once per layer.
 
     Args:
         batch_indices: int32 `[tokens]`.
@@ -178,7 +179,7 @@ def check_append(
 
     Raises:
         ValueError: the page table is invalid, a token's request does not exist or is shorter than its position, or two
-            tokens have the same slot; names the argument.
+            tokens have the same slot; the message names the argument.
     """
     check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_count=page_count, page_size=page_size, prefix="kv_")
     check_index_tensor("batch_indices", batch_indices)
@@ -219,7 +220,7 @@ def _slots(
     kv_indptr: torch.Tensor,
     page_size: int,
 ) -> list[tuple[int, int] | None]:
-    """Returns (page, offset) of each token; None for one that is skipped."""
+    """Returns (page, offset) of each token; None for a skipped token."""
     pages, starts = kv_indices.tolist(), kv_indptr.tolist()
     return [
         None if request < 0 or position < 0 else (pages[starts[request] + position // page_size], position % page_size)

@@ -1,10 +1,10 @@
-"""Writes new tokens' keys and values to slots: the worker's way to append.
+"""Writes new tokens' keys and values to slots, as the worker appends.
 
     page, offset = divmod(slot_mapping[t], page_size)
-    k_cache[page, offset, h, :] = append_key[t, h, :]         v_cache the same; fp8 caches quantise, see `append_token`
+    k_cache[page, offset, h, :] = append_key[t, h, :]         v_cache likewise; fp8 caches quantize, see `append_token`
 
-One program per token and block of heads. A negative slot is skipped: padding of a batch of fixed size. Two tokens must
-not share a slot; which of them stays is undefined.
+There is one program per token and block of heads. A token with a negative slot is padding of a batch of fixed size, and
+is skipped. Two tokens must not share a slot: either of them could remain.
 """
 
 from __future__ import annotations
@@ -88,17 +88,17 @@ def append_slots(
 ) -> None:
     """Writes keys and values of new tokens to their slots, in place.
 
-    With `check=False` nothing waits for the device, as CUDA graphs need; a slot outside the pool is then skipped. Call
-    `check_slots` once per batch instead, where it is planned.
+    With `check=False` the host does not wait for the device, as CUDA graphs require, and slots outside the pool are
+    skipped. Call `check_slots` once per batch instead, when the batch is planned.
 
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
             cache is float8_e4m3fn or float8_e5m2.
         append_value: as `append_key`, for values.
-        slot_mapping: int64 `[tokens]`, slot = page * page_size + offset; negative skips the token.
+        slot_mapping: int64 `[tokens]`, slot = page * page_size + offset; a negative slot skips the token.
         paged_kv_cache: 5-D or a pair of 4-D tensors, any strides, see `append_paged_kv_cache`.
         kv_layout: "NHD" or "HND".
-        k_scale: only for an fp8 cache that quantises: a number, or fp32 `[num_kv_heads]`; stored is key / k_scale.
+        k_scale: only for an fp8 cache that quantizes, which stores key / k_scale: a number, or fp32 `[num_kv_heads]`.
         v_scale: as `k_scale`, for values.
         check: whether the slots are read and checked (see `check_slots`).
 
@@ -118,14 +118,16 @@ def append_slots(
 
 
 def check_slots(slot_mapping: torch.Tensor, *, slot_count: int) -> None:
-    """Refuses slots that would lose a token. Reads them, so on a GPU it waits: once per batch, not per layer.
+    """Refuses slots that would lose a token.
+
+    Reads the tensor, so on a GPU the host waits: call it once per batch, not once per layer.
 
     Args:
         slot_mapping: int64 `[tokens]`.
         slot_count: slots of the pool, pages * page_size.
 
     Raises:
-        ValueError: a slot is outside the pool, or two tokens have the same one.
+        ValueError: a slot is outside the pool, or two tokens have the same slot.
     """
     slots = [slot for slot in slot_mapping.tolist() if slot >= 0]
     if slots and max(slots) >= slot_count:

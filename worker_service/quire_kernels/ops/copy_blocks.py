@@ -1,12 +1,12 @@
-"""Copies whole blocks in all layers in one launch: the copy of copy-on-write.
+"""Copies whole blocks in all layers in one launch, for copy-on-write.
 
     for every buffer:  buffer[destinations[i]] = old buffer[sources[i]]
 
-"Old": all reads come before all writes, so a block may be source of one pair and destination of another. Bytes at one
-place of a block only ever go to the same place of another, so no program waits for a whole block. Pairs with a common
-block become a chain, and one program runs the whole chain for its chunk of bytes, in an order that reads every block
-before it is overwritten. Pairs that touch no other are chains of one. Only a cycle (a -> b, b -> a) has no such order:
-its program first holds the chunk of one block in registers and ends by storing it.
+"Old" means as if all reads came before all writes, so a block may be source of one pair and destination of another.
+Bytes are copied to the same offset of another block, so no program waits for a whole block. Pairs with a common block
+form a chain. One program runs the whole chain for its chunk of bytes, in an order that reads every block before
+overwriting it. A pair without a common block is a chain of its own. A cycle (a -> b, b -> a) has no such order: its
+program first loads the chunk of one block into registers, and stores it at the end.
 
     a -> b, b -> c            c = b;  b = a
     a -> b, b -> c, c -> a    hold = a;  a = c;  c = b;  b = hold
@@ -44,8 +44,8 @@ def copy_blocks_kernel(
     WORD_BYTES: tl.constexpr,
     CHUNK_WORDS: tl.constexpr,
 ):
-    """A program runs one chain for one chunk of its blocks in one buffer; chunk innermost, then buffer, then chain."""
-    # [buffers, 3] of buffers; [chains] held blocks; [chains + 1] indptr; [steps, 2] source and destination
+    """Runs one chain for one chunk of its blocks in one buffer; chunk is the innermost index, chain the outermost."""
+    # table: [buffers, 3] fields of buffers; [chains] held blocks; [chains + 1] indptr; [steps, 2] source, destination
     program = tl.program_id(0)
     chunk = program % chunk_count
     buffer = (program // chunk_count) % buffer_count
@@ -76,7 +76,7 @@ def copy_blocks_kernel(
             other=0,
         )
         data = tl.where(source >= 0, data, held)
-        # Another thread of the program may still read the words that this one is about to overwrite.
+        # Another thread of the program may still be reading the words that this thread is about to overwrite.
         tl.debug_barrier()
         tl.store(words_at(base + destination * stride, WORD) + word, data, mask=mask)
         step += 1
@@ -85,17 +85,17 @@ def copy_blocks_kernel(
 def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Copies blocks, in every buffer and in place, as if all sources were read before any destination is written.
 
-    One upload and one launch on the current stream; waits for nothing. Not for CUDA graphs: the pairs are arguments
-    of the host.
+    Makes one upload and one launch on the current stream, and does not wait for the device. CUDA graphs cannot capture
+    it, because the host reads the pairs.
 
     Args:
-        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. A
-            result of `describe_buffers` is taken too, which saves looking at each tensor again.
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. Or
+            the result of `describe_buffers`, which saves checking each tensor again.
         sources: block ids.
         destinations: as many block ids, each at most once.
 
     Raises:
-        ValueError: the lengths differ, a destination comes twice, an id is outside the pool, or `buffers` are not as
+        ValueError: the lengths differ, a destination is repeated, an id is outside the pool, or `buffers` are not as
             described.
     """
     table = describe_buffers(buffers)
@@ -126,31 +126,30 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
 
 
 def _encoded(blocks: Iterable[int | None]) -> list[int]:
-    """Encodes blocks for the kernel's table, where -1 means no block: nothing is held, or the held bytes are copied."""
+    """Encodes blocks for the kernel's table. -1 stands for None: nothing is held, or the source is the held bytes."""
     return [-1 if block is None else block for block in blocks]
 
 
 @dataclass(frozen=True, slots=True)
 class CopyChain:
-    """Copies that must happen one after another."""
+    """A sequence of copies that must run in this order."""
 
-    held: int | None  # the block whose bytes are held from the start, if any
-    steps: tuple[tuple[int | None, int], ...]  # (source, destination); a source of None copies the held bytes
+    held: int | None  # a block to load into registers before the first step
+    steps: tuple[tuple[int | None, int], ...]  # (source, destination); source None: the held bytes
 
 
 def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[CopyChain]:
     """Orders copies so that each block is read before it is overwritten.
 
-    Every destination has one writer. So a destination that no later pair reads can be written at once. When none is
-    left, the rest are cycles, and each of their blocks is read once.
+    Every destination is written once. So a destination that no remaining pair reads can be written next. When there is
+    no such destination, the remaining pairs are cycles, and each of their blocks is read once.
 
     Args:
         sources: block ids.
-        destinations: as many, each once.
+        destinations: as many block ids, without repetition.
 
     Returns:
-        Chains that have no block in common except sources that are never written. A copy of a block to itself is left
-        out.
+        Chains that share no block except sources that are never written. A copy of a block to itself is omitted.
     """
     source_of = {d: s for s, d in zip(sources, destinations, strict=True) if s != d}
     chain_of = _components(source_of)
@@ -161,7 +160,7 @@ def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[Cop
     steps: dict[int, list[tuple[int | None, int]]] = defaultdict(list)
     held: dict[int, int] = {}
     ready = [destination for destination, count in reads.items() if count == 0]
-    waiting = dict.fromkeys(source_of)  # an ordered set
+    waiting = dict.fromkeys(source_of)  # used as an ordered set
     while ready:
         destination = ready.pop()
         del waiting[destination]
@@ -194,8 +193,7 @@ def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int
 
 
 def _components(source_of: dict[int, int]) -> dict[int, int]:
-    """Returns the number of each destination's chain: the one of its source if that is a destination too, else its
-    own."""
+    """Returns the chain number of each destination: its source's number if the source is a destination too."""
     chain_of: dict[int, int] = {}
     for destination in source_of:
         path = []

@@ -1,12 +1,12 @@
-"""Decode: one query per request against its paged keys, split over the keys.
+"""Decode: one query per request attends to its paged keys; long requests are split by keys.
 
     out_i = softmax(score(q_i, K_i)) V_i         scores, sinks and lse: see `options`
 
-The keys of a request are cut into units (`decode_work`). One program attends the query heads of one KV head (they are
-the rows of a block of at least 16, so that tensor cores serve any ratio of heads) to the keys of one unit. A request of
-one unit is written directly; of several, partial results are written in float32 and merged (`merge_splits`). Division
-and lengths stay on the device under a grid of fixed size: a CUDA graph can be replayed after the page table's contents
-changed.
+The keys of a request are cut into units (`decode_work`). One program attends the query heads of one KV head to the keys
+of one unit. These heads are the rows of a block of at least 16, so tensor cores serve any ratio of heads. A request of
+one unit is written directly. For several units, float32 partial results are written and merged (`merge_splits`).
+Division and lengths stay on the device, and the grid has a fixed size, so a CUDA graph can be replayed after the page
+table's contents changed.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def decode_paged_kernel(
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """Runs one program for each, unit outermost, then block of a KV head's query heads, then KV head."""
+    """Runs one program per unit (outermost), block of a KV head's query heads, and KV head (innermost)."""
     if OVERLAP:
-        gdc_launch_dependents()  # `merge_splits` may be put on the chip, and waits there
+        gdc_launch_dependents()  # lets `merge_splits` start now; it then waits for the results
     blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
-    once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # with ratios such as 5 and 7 that would spill a register
+    once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # ratios such as 5 and 7 would spill a register
     heads: tl.constexpr = KV_HEADS * GROUP
     unit = tl.program_id(0) // blocks_per_unit
-    # All loads are on their way before the first is waited for; past the last unit there is a row with anything in it.
+    # All loads are issued before the first is waited for. The row past the last unit exists, with arbitrary contents.
     unit_count = tl.load(unit_indptr + batch)
     request = tl.load(units + unit * 4).to(tl.int64)
     start = tl.load(units + unit * 4 + 1)
@@ -138,7 +138,7 @@ def decode_paged(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends one query per request to its keys. Waits for nothing; the page table must have been checked.
+    """Attends one query per request to its keys. Does not wait for the device; the page table must have been checked.
 
     Args:
         q: `[batch, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
@@ -147,15 +147,15 @@ def decode_paged(
         indices: int32, page ids.
         last_page_len: int32 `[batch]`.
         options: scale, soft cap, window and so on.
-        division: by `divide_decode` of this page table, with these heads and this window.
-        out: `[batch, query_heads, v_head_dim]`, of q's dtype, contiguous; new if None.
-        lse: float32 `[batch, query_heads]`, contiguous; new if None.
+        division: the result of `divide_decode` for this page table, these heads and this window.
+        out: `[batch, query_heads, v_head_dim]`, of q's dtype, contiguous; None allocates it.
+        lse: float32 `[batch, query_heads]`, contiguous; None allocates it.
 
     Returns:
         out, and lse in base 2; zeros and -inf for a request without keys.
 
     Raises:
-        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+        ValueError: a shape, dtype, device or stride does not fit; the message names the argument.
     """
     batch, heads = q.shape[0], q.shape[1]
     kv_heads, group = cache.num_kv_heads, q.shape[1] // cache.num_kv_heads

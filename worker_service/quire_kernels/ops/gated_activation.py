@@ -1,11 +1,11 @@
-"""The activation of a gated layer (Shazeer, 2020) on both of its halves at once, in one launch.
+"""The activation of a gated layer (Shazeer, 2020), fused with the product of its halves in one launch.
 
     y = act(x[..., :size]) * x[..., size:]
 
     silu         x / (1 + exp(-x))
     gelu_tanh    x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))      Hendrycks and Gimpel, 2016
 
-All of it is computed in float32 and rounded once. The halves are the result of one product with merged weights.
+Everything is computed in float32 and rounded once. One matrix product with merged weights gives both halves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2.0 / math.pi))
 
 @triton.jit
 def gated_activation_kernel(x_ptr, out_ptr, row_stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (r, b) writes block b of row r."""
+    """Computes block b of row r in program (r, b)."""
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = element < size
@@ -41,23 +41,23 @@ def gated_activation_kernel(x_ptr, out_ptr, row_stride, size, GELU: tl.constexpr
 
 
 def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiplies silu of the first half with the second; FlashInfer's name and arguments.
+    """Multiplies silu of the first half with the second half. Name and arguments are FlashInfer's.
 
     Args:
         input: float16, bfloat16 or float32 `[..., 2 * size]`, dense in its last dimension.
-        out: as the result, written in place; new if None.
+        out: tensor for the result, written in place; None allocates it.
 
     Returns:
         `[..., size]` of the input's dtype, contiguous.
 
     Raises:
-        ValueError: a shape or dtype does not fit; names the argument.
+        ValueError: a shape or dtype does not fit; the message names the argument.
     """
     return _activated(input, out, is_gelu=False)
 
 
 def gelu_tanh_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiplies gelu, approximated by tanh, of the first half with the second; else as `silu_and_mul`."""
+    """Multiplies the tanh approximation of gelu of the first half with the second half; otherwise as `silu_and_mul`."""
     return _activated(input, out, is_gelu=True)
 
 

@@ -4,8 +4,8 @@ With partial outputs o_s and their base-2 log-sum-exps L_s over the units s of a
 
     L = log2(sum_s 2^L_s);   o = sum_s 2^(L_s - L) o_s
 
-A request of one unit has been written directly and is left alone. One program per request and query head. In large
-batches, where most requests need no merge, one program takes several heads.
+A request of one unit has been written directly and is skipped. There is one program per request and query head. In
+large batches most requests need no merge, so one program takes several heads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from quire_kernels.shared.launch import can_overlap, check_devices, device_of
 from quire_kernels.shared.work_units import WorkUnits
 
 LOG2_E = 1.4426950408889634
-BLOCK_SPLITS_MAX, BLOCK_ELEMENTS = 32, 8192  # splits at once, and their elements: 64 registers of a thread
+BLOCK_SPLITS_MAX, BLOCK_ELEMENTS = 32, 8192  # splits per block, and their elements: 64 registers per thread
 NUM_WARPS = 4
-PROGRAMS_MAX = 4096  # about: 32 a multiprocessor. Each costs time, even if it finds nothing to merge
+PROGRAMS_MAX = 4096  # about 32 per multiprocessor; even a program that finds nothing to merge costs time
 
 
 def block_splits(block_v: int) -> int:
-    """Says how many partial results of `block_v` elements are read at once."""
+    """Returns how many partial results of `block_v` elements are read at once."""
     return max(1, min(BLOCK_SPLITS_MAX, BLOCK_ELEMENTS // block_v))
 
 
@@ -51,14 +51,15 @@ def merge_splits_kernel(
     BLOCK_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merges online over blocks of splits, so that any number of them may be merged."""
+    """Merges online over blocks of splits, so the number of splits is not limited."""
     blocks = (heads + heads_per_program - 1) // heads_per_program
     request = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.load(unit_indptr + request)
     count = tl.load(unit_indptr + request + 1) - first
     if OVERLAP:
-        # For the partial results; the division was there before. Most programs have nothing to merge and leave at once.
-        # The first one waits all the same: this launch must not end, and the next one start, before that of the units.
+        # Waits for the partial results; the division is older. Most programs have nothing to merge and return at once.
+        # The first program always waits: otherwise this launch could end, and the next one start, before the launch
+        # that computes the units has ended.
         if (count > 1) | (tl.program_id(0) == 0):
             gdc_wait()
     if count <= 1:
@@ -105,14 +106,14 @@ def merge_splits(
     """Writes `out` and `lse` of every request that has several units.
 
     Args:
-        partial_out: float32 `[capacity, heads, v_head_dim]`, contiguous, row u of unit u.
+        partial_out: float32 `[capacity, heads, v_head_dim]`, contiguous; row u belongs to unit u.
         partial_lse: float32 `[capacity, heads]`, contiguous, base 2.
-        work: the division.
+        work: the work division.
         out: `[batch, heads, v_head_dim]`, any strides, float16, bfloat16 or float32; written in place.
         lse: float32 `[batch, heads]`, contiguous, base 2, written in place; or None.
 
     Raises:
-        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+        ValueError: a shape, dtype, device or stride does not fit; the message names the argument.
     """
     batch, heads, v_head_dim = out.shape
     if batch != work.batch:
@@ -142,13 +143,12 @@ def merge_splits(
 def merge_splits_reference(
     partial_out: torch.Tensor, partial_lse: torch.Tensor, unit_indptr: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns output float64 `[batch, heads, v_head_dim]` and base-2 lse `[batch, heads]` of all requests, in plain
-    torch."""
+    """Merges in plain torch: output float64 `[batch, heads, v_head_dim]` and base-2 lse `[batch, heads]`."""
     outs, lses = [], []
     for start, stop in itertools.pairwise(unit_indptr):
         natural = partial_lse[start:stop].double() / LOG2_E
         total = natural.logsumexp(0)
-        weight = (natural - total).exp().nan_to_num(0.0)  # all -inf: nothing was seen
+        weight = (natural - total).exp().nan_to_num(0.0)  # NaN if all are -inf: no key was seen
         outs.append((partial_out[start:stop].double() * weight[..., None]).sum(0))
         lses.append(total * LOG2_E)
     return torch.stack(outs), torch.stack(lses)

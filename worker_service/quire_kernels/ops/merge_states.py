@@ -1,12 +1,12 @@
 """Merges attention over parts of the keys into attention over all of them.
 
-A state of attention over some keys is its output v and s = log2(sum of 2^score) of them, the scores in base 2 as in
-FlashInfer: s is the natural logarithm of the sum of exponentials divided by ln 2.
+The state of attention over some keys is the output v and s = log2(sum of 2^score) over these keys. Scores are in base 2
+as in FlashInfer: s is the natural log-sum-exp divided by ln 2.
 
     s = log2(sum_i 2^s_i)        v = sum_i 2^(s_i - s) v_i
 
-Computed as 2^(s_i - max s), which neither overflows nor vanishes. A state over no keys has s = -inf: its weight is 0
-and its v, whatever it holds, is not read. All states empty: s = -inf and v = 0.
+Weights are computed as 2^(s_i - max s), which neither overflows nor vanishes. A state over no keys has s = -inf: its
+weight is 0, and its v is not read. If all states are empty, s = -inf and v = 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 from quire_kernels.shared.launch import check_runnable, device_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TILE_ELEMENTS_MAX = 2048  # of the heads that one program merges
+TILE_ELEMENTS_MAX = 2048  # elements of the heads that one program merges
 NUM_WARPS = 4
 
 
@@ -43,7 +43,7 @@ def merge_states_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Program (r, b) merges all states of row r for block b of the heads."""
+    """Merges all states of row r for block b of the heads, in program (r, b)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     element = tl.arange(0, BLOCK_DIM)
@@ -63,7 +63,7 @@ def merge_states_kernel(
         v = tl.load(v_row + offset * v_state_stride, mask=mask & exists[:, None], other=0.0).to(tl.float32)
         before = largest
         largest = tl.maximum(before, s)
-        # -inf - -inf is NaN, so before the first state that exists the difference is to 0.
+        # -inf - -inf would be NaN, so 0 replaces the maximum until the first state that has keys.
         anchor = tl.where(largest == float("-inf"), 0.0, largest)
         old = tl.exp2(before - anchor)
         new = tl.exp2(s - anchor)
@@ -92,7 +92,7 @@ def merge_state_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Program (r, b) merges both states of row r for block b of the heads, where the mask is not 0."""
+    """Merges both states of row r for block b of the heads, in program (r, b), unless the mask is 0."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     element = tl.arange(0, BLOCK_DIM)
@@ -117,7 +117,7 @@ def merge_state_kernel(
     divisor = tl.where(is_empty, 1.0, total)
     v = (v_a * weight_a[:, None] + v_b * weight_b[:, None]) / divisor[:, None]
     s = tl.where(is_empty, float("-inf"), largest + tl.log2(divisor))
-    # In place, another thread may still read the words that this one is about to overwrite.
+    # When merging in place, another thread may still be reading the words that this thread is about to overwrite.
     tl.debug_barrier()
     tl.store(s_out_ptr + row_head, s, mask=heads)
     tl.store(v_out_ptr + place, v.to(v_out_ptr.dtype.element_ty), mask=mask)
@@ -130,7 +130,7 @@ def merge_state(
 
     Args:
         v_a: bf16, fp16 or fp32 `[rows, heads, head_dim]`, any strides.
-        s_a: fp32 `[rows, heads]`, base 2; -inf where there was no key.
+        s_a: fp32 `[rows, heads]`, base 2; -inf if there was no key.
         v_b: as `v_a`, of its dtype and shape.
         s_b: as `s_a`.
 
@@ -138,7 +138,7 @@ def merge_state(
         v and s, of the dtypes and shapes of `v_a` and `s_a`, contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices differ; names the argument.
+        ValueError: shapes, dtypes or devices differ; the message names the argument.
     """
     _check_state("v_a", v_a, "s_a", s_a, dimensions=3)
     _check_state("v_b", v_b, "s_b", s_b, dimensions=3)
@@ -163,10 +163,10 @@ def merge_state_in_place(
         s: fp32 `[rows, heads]`, base 2, contiguous; written in place.
         v_other: of the dtype and shape of `v`, any strides.
         s_other: of the shape of `s`, any strides.
-        mask: bool `[rows]`; rows where it is False are not changed.
+        mask: bool `[rows]`; rows with False are not changed.
 
     Raises:
-        ValueError: shapes, dtypes or devices differ, or `v` or `s` is not contiguous; names the argument.
+        ValueError: shapes, dtypes or devices differ, or `v` or `s` is not contiguous; the message names the argument.
     """
     _check_state("v", v, "s", s, dimensions=3)
     _check_state("v_other", v_other, "s_other", s_other, dimensions=3)
@@ -182,17 +182,17 @@ def merge_state_in_place(
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges any number of states, such as the parts of a long sequence.
+    """Merges any number of states, such as those of the parts of a long sequence.
 
     Args:
-        v: bf16, fp16 or fp32 `[rows, states, heads, head_dim]`, any strides; no state at all gives empty ones.
-        s: fp32 `[rows, states, heads]`, base 2, any strides; -inf where there was no key.
+        v: bf16, fp16 or fp32 `[rows, states, heads, head_dim]`, any strides. Zero states give empty results.
+        s: fp32 `[rows, states, heads]`, base 2, any strides; -inf if there was no key.
 
     Returns:
         v `[rows, heads, head_dim]` of its dtype and s fp32 `[rows, heads]`, contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; names the argument.
+        ValueError: shapes, dtypes or devices do not fit; the message names the argument.
     """
     _check_state("v", v, "s", s, dimensions=4)
     rows, state_count, heads, dim = v.shape
@@ -209,7 +209,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def merge_states_reference(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `merge_states` in plain torch, computed in float64."""
+    """Computes `merge_states` in plain torch and float64."""
     s64 = s.to(torch.float64)
     v64 = torch.where((s == float("-inf")).unsqueeze(-1), 0.0, v.to(torch.float64))
     total = torch.logsumexp(s64 * torch.log(torch.tensor(2.0, dtype=torch.float64)), dim=1)
@@ -259,7 +259,7 @@ def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.
 
 
 def tile_sizes(heads: int, dim: int) -> dict[str, Any]:
-    """Returns the constexprs of one program's share: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
+    """Returns the constexprs that size a program's work: at most `TILE_ELEMENTS_MAX` elements, but at least a head."""
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, TILE_ELEMENTS_MAX // block_dim))
     return {"HEADS": heads, "DIM": dim, "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim}

@@ -1,9 +1,9 @@
-"""Latent decode for Hopper: the same result as `mla_paged` with split keys, in Gluon.
+"""Latent decode for Hopper in Gluon, with the same result as `mla_paged` with split keys.
 
-A program has a multiprocessor, and attends 64 heads to the latents of a unit, one such item after another, two tiles of
-64 keys at a time. Two groups of four warps take turns: group 0 has the scores of the first tile and the dims [0, 256)
-of the result, group 1 the scores of the second and the dims [256, 512). While one computes its softmax, the products of
-the other keep the tensor cores busy:
+A program fills a multiprocessor. It takes one item after another: 64 heads that attend to the latents of a unit, two
+tiles of 64 keys at a time. Two groups of four warps take turns. Group 0 has the scores of the first tile and the dims
+[0, 256) of the result. Group 1 has the scores of the second tile and the dims [256, 512). While one group computes its
+softmax, the products of the other group keep the tensor cores busy:
 
     group 0                                        group 1
     S0 = Q K0^T;  m0 = max(m, S0)                  S1 = Q K1^T
@@ -11,18 +11,18 @@ the other keep the tensor cores busy:
     O = O 2^(m0 - m1) + P1 V1                      P1 = 2^(S1 - m1);  O = O 2^(m0 - m1) + P1 V1
     m = m1                                         m = m1
 
-Both multiply with the first tile first, so that its successor is on its way while they go on with the second. A group
-has its own weights in registers. Those for the other group go through the memory of its tile's ropes, which is not read
-after the scores. Shared memory, and the barriers, each completed once for a pair of tiles:
+Both groups multiply with the first tile first, so that its successor is copied while they multiply with the second. A
+group has its own weights in registers. It passes them to the other group through the memory of its tile's ropes, which
+is not read after the scores. Shared memory and barriers, each completed once per pair of tiles:
 
     near0   K0 [0, 256)                  scores of group 0, V of group 0        empty: group 0, after its first product
     far0    K0 [256, 512) and its rope   scores of group 0, V of group 1, P0    empty: group 1, after its first
     near1   K1 [256, 512)                scores of group 1, V of group 1        empty: group 1, after its second
     far1    K1 [0, 256) and its rope     scores of group 1, V of group 0, P1    empty: group 0, after its second
-    ready 0: m0 and P0 are there         ready 1: m1 and P1 are there
+    ready 0: m0 and P0 are written       ready 1: m1 and P1 are written
 
-A warp of its own copies queries and whole pages (TMA), those of the next item while the results of this one are
-written. Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs wherever `fits_hopper` says no.
+A separate warp copies queries and whole pages by TMA. It copies those of the next item while the groups write the
+results of this item. Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs if `fits_hopper` is False.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from quire_kernels.shared.latent_tiles import clear_rows, copy_items, keys_of, s
 from quire_kernels.shared.launch import is_hopper, multiprocessor_count
 from quire_kernels.shared.mla_work import HOPPER_HEADS, HOPPER_KEYS, MlaWork
 
-# Shared memory of a program: two tiles of 64 x 576 latents and as many queries, of 2 bytes, are 216 of the chip's
+# Shared memory of a program: two tiles of 64 x 576 latents and 64 x 576 queries, of 2 bytes, take 216 of the chip's
 # 227 KiB.
 HEADS, KEYS = HOPPER_HEADS, HOPPER_KEYS
 CKV_DIM, KPE_DIM = 512, 64
-NUM_WARPS = 4  # of a group
-REGISTERS = 168  # per thread of all 12 warps; the registers that the copying warps free go to the others
-# Registers per thread of the copying warp, whose addresses would spill with fewer, and of a group.
+NUM_WARPS = 4  # warps per group
+REGISTERS = 168  # per thread of all 12 warps; the groups then take the registers that the copying warps release
+# Registers per thread of the copying warp, which would spill its addresses with fewer, and of a group.
 COPY_REGISTERS, GROUP_REGISTERS = 40, 232
-PIECES = 4  # that half the dims of a tile are copied in: products begin with the first
+PIECES = 4  # pieces per half of a tile's dims: products start when the first piece has arrived
 PAGE_SIZE_MIN = 16
-TMA_ALIGNMENT = 16  # bytes, of addresses and strides
-SWITCH = "QUIRE_HOPPER"  # in the environment, read at each launch: "0" keeps to the Triton kernels, as for prefill
-# Of shared memory, by the dimensions of the tensor that is copied there.
+TMA_ALIGNMENT = 16  # bytes; required of addresses and strides
+SWITCH = "QUIRE_HOPPER"  # environment variable, read at each launch: "0" selects the Triton kernels, as for prefill
+# Layouts of shared memory, by the number of dimensions of the tensor that is copied there.
 LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)}
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -84,7 +84,7 @@ def scores_of_pieces(queries_near, queries_far, query_ropes, near, far, rope, fu
 
 @gluon.jit
 def sum_of_groups(row_sum, sums, ready, group: gl.constexpr, phase, SCORES: gl.constexpr):
-    """Adds the sum of weights that the other group has."""
+    """Adds the other group's sum of weights."""
     sums.index(group).store(row_sum)
     synchronize()
     mbarrier.arrive(ready.index(3 + group), count=1)
@@ -97,7 +97,7 @@ def attend_first(
     work, shared, bars, result, scale,
     HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr, PIECES: gl.constexpr,
 ):
-    """Attends to the first tile of each pair, and computes the first half of the dims: group 0."""
+    """Runs group 0: attends to the first tile of each pair, and computes the first half of the dims."""
     near, far, ropes, queries, query_ropes, maxima, sums = shared
     full, empty, ready = bars
     BLOCK: gl.constexpr = query_ropes.shape[0]
@@ -106,8 +106,8 @@ def attend_first(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     element: gl.constexpr = query_ropes.dtype
-    turn = 0  # of the barriers that each pair of tiles completes
-    rounds = 0  # of those that each item with keys completes
+    turn = 0  # round of the barriers that every pair of tiles completes
+    rounds = 0  # round of the barriers that every item with keys completes
     for item in range(gl.program_id(0), work[1], gl.num_programs(0)):
         start, stop = keys_of(work, item, HEADS, BLOCK)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -119,11 +119,11 @@ def attend_first(
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
-            zero = pair >> 30  # addresses that do not change would be kept in registers, forty of them, and spill
+            zero = pair >> 30  # always 0, but the compiler would keep 40 constant addresses in registers and spill
             seen = stop - start - 2 * pair * KEYS
             s = scores_of_pieces(queries.index(zero), queries.index(1 + zero), query_ropes, near.index(zero),
                                  far.index(zero), ropes.index(zero), full, 0, phase, scale, KEYS, PIECES, SCORES)
-            synchronize()  # all warps have their scores: the rope and the rows to clear are not read any more
+            synchronize()  # all warps have their scores, so the rope and the rows to clear may be overwritten
             mbarrier.arrive(empty.index(4), count=1, pred=pair == pairs - 1)
             if seen < KEYS:
                 clear_rows(near.index(0), seen, NARROW)
@@ -155,7 +155,7 @@ def attend_first(
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
             synchronize()
             mbarrier.arrive(empty.index(3), count=1)
-        if pairs > 0:  # else both groups have nothing to say
+        if pairs > 0:  # without keys neither group has sums to exchange
             row_sum = sum_of_groups(row_sum, sums, ready, 0, rounds & 1, SCORES)
             rounds += 1
         store_half(acc, row_max, row_sum, result, item, 0, HEADS, SCORES, RESULT)
@@ -166,7 +166,7 @@ def attend_second(
     work, shared, bars, result, scale,
     HEADS: gl.constexpr, KEYS: gl.constexpr, HALF: gl.constexpr, PIECES: gl.constexpr,
 ):
-    """Attends to the second tile of each pair, and computes the second half of the dims: group 1."""
+    """Runs group 1: attends to the second tile of each pair, and computes the second half of the dims."""
     near, far, ropes, queries, query_ropes, maxima, sums = shared
     full, empty, ready = bars
     BLOCK: gl.constexpr = query_ropes.shape[0]
@@ -175,8 +175,8 @@ def attend_second(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     element: gl.constexpr = query_ropes.dtype
-    turn = 0  # of the barriers that each pair of tiles completes
-    rounds = 0  # of those that each item with keys completes
+    turn = 0  # round of the barriers that every pair of tiles completes
+    rounds = 0  # round of the barriers that every item with keys completes
     for item in range(gl.program_id(0), work[1], gl.num_programs(0)):
         start, stop = keys_of(work, item, HEADS, BLOCK)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -188,12 +188,12 @@ def attend_second(
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
-            zero = pair >> 30  # addresses that do not change would be kept in registers, forty of them, and spill
+            zero = pair >> 30  # always 0, but the compiler would keep 40 constant addresses in registers and spill
             seen = stop - start - (2 * pair + 1) * KEYS
             s = scores_of_pieces(queries.index(1 + zero), queries.index(zero), query_ropes, near.index(1 + zero),
                                  far.index(1 + zero), ropes.index(1 + zero), full, 1, phase, scale, KEYS, PIECES,
                                  SCORES)
-            synchronize()  # all warps have their scores: the rope and the rows to clear are not read any more
+            synchronize()  # all warps have their scores, so the rope and the rows to clear may be overwritten
             mbarrier.arrive(empty.index(4), count=1, pred=pair == pairs - 1)
             if seen < KEYS:
                 clear_rows(near.index(1), seen, NARROW)
@@ -226,7 +226,7 @@ def attend_second(
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
             synchronize()
             mbarrier.arrive(empty.index(1), count=1)
-        if pairs > 0:  # else both groups have nothing to say
+        if pairs > 0:  # without keys neither group has sums to exchange
             row_sum = sum_of_groups(row_sum, sums, ready, 1, rounds & 1, SCORES)
             rounds += 1
         store_half(acc, row_max, row_sum, result, item, HALF, HEADS, SCORES, RESULT)
@@ -239,8 +239,8 @@ def attend_second(
     ],
 )
 def mla_hopper_kernel(
-    q_nope, q_pe,  # descriptors of [tokens, HEADS, CKV_DIM], half of the dims a box, and [tokens, HEADS, KPE_DIM]
-    ckv, kpe,  # descriptors of [pages * PAGE_SIZE, CKV_DIM], half of the dims a box, and [pages * PAGE_SIZE, KPE_DIM]
+    q_nope, q_pe,  # descriptors of [tokens, HEADS, CKV_DIM] (boxes have half of CKV_DIM) and [tokens, HEADS, KPE_DIM]
+    ckv, kpe,  # descriptors of [pages * PAGE_SIZE, CKV_DIM] (boxes as for q_nope) and [pages * PAGE_SIZE, KPE_DIM]
     qo_indptr, page_indptr, page_indices,  # int32
     units, unit_indptr,  # see `work_units`; items are keys
     out, lse,  # [tokens, HEADS, CKV_DIM] and float32 [tokens, HEADS], contiguous
@@ -249,7 +249,7 @@ def mla_hopper_kernel(
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr,
     PIECES: gl.constexpr, COPY_REGISTERS: gl.constexpr, GROUP_REGISTERS: gl.constexpr,
 ):
-    """Runs a program for each multiprocessor, or fewer: item i is unit i // blocks, block of heads i % blocks."""
+    """Runs at most one program per multiprocessor. Item i is unit i // blocks and block of heads i % blocks."""
     blocks: gl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     work = (units, gl.load(unit_indptr + batch) * blocks)
     element: gl.constexpr = ckv.dtype
@@ -262,7 +262,7 @@ def mla_hopper_kernel(
     query_ropes = gl.allocate_shared_memory(element, [BLOCK, KPE_DIM], kpe.layout)
     maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # full: the pieces of near0, far0, near1, far1, and the queries; empty: near0, near1, far0, far1, and the queries
+    # Barriers. full: the pieces of near0, far0, near1, far1, and the queries; empty: near0, near1, far0, far1, queries
     full = gl.allocate_shared_memory(gl.int64, [4 * PIECES + 1, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
@@ -294,11 +294,11 @@ def mla_hopper_kernel(
 
 
 def fits_hopper(parts: dict[str, torch.Tensor], division: MlaWork) -> bool:
-    """Says whether `launch_hopper` can take a batch: latents of 512 + 64 in pages that lie one after another.
+    """Returns whether `launch_hopper` can take a batch: latents of 512 + 64, in pages that are adjacent in memory.
 
     Args:
         parts: "q_nope", "q_pe", "ckv" and "kpe", checked by `check_mla_tensors`.
-        division: of the batch.
+        division: the batch's division, by `divide_mla`.
     """
     q_nope, ckv, kpe = parts["q_nope"], parts["ckv"], parts["kpe"]
     page_size = ckv.shape[1]
@@ -317,19 +317,19 @@ def fits_hopper(parts: dict[str, torch.Tensor], division: MlaWork) -> bool:
 
 
 def is_matrix(cache: torch.Tensor) -> bool:
-    """Says whether all rows of `[pages, page_size, dim]` are those of one matrix that TMA can address."""
+    """Returns whether the rows of `[pages, page_size, dim]` form one matrix that TMA can address."""
     pages, page_size, _ = cache.shape
     return 0 < pages * page_size < 2**31 and cache.stride(0) == page_size * cache.stride(1)
 
 
 def is_aligned(part: torch.Tensor) -> bool:
-    """Says whether TMA can copy rows of a tensor of 3 dimensions."""
+    """Returns whether TMA can copy rows of a tensor of 3 dimensions."""
     starts = (part.stride(0) * part.element_size(), part.stride(1) * part.element_size(), part.data_ptr())
     return all(start % TMA_ALIGNMENT == 0 for start in starts)
 
 
 def describe(cache: torch.Tensor, columns: int) -> TensorDescriptor:
-    """Describes a cache `[pages, page_size, dim]` as a matrix; boxes of it are a page or `KEYS` rows, and `columns`."""
+    """Describes a cache `[pages, page_size, dim]` as a matrix. A box is a page or `KEYS` rows, times `columns`."""
     pages, page_size, dim = cache.shape
     return TensorDescriptor(
         cache, [pages * page_size, dim], [cache.stride(1), 1], [min(page_size, KEYS), columns], LAYOUTS[2]
@@ -337,7 +337,7 @@ def describe(cache: torch.Tensor, columns: int) -> TensorDescriptor:
 
 
 def describe_queries(queries: torch.Tensor, columns: int) -> TensorDescriptor:
-    """Describes queries `[tokens, heads, dim]`; boxes are `HEADS` of a token, zeros past the last, and `columns`."""
+    """Describes queries `[tokens, heads, dim]`. A box is `HEADS` heads of a token, zero-padded, times `columns`."""
     return TensorDescriptor(queries, list(queries.shape), list(queries.stride()), [1, HEADS, columns], LAYOUTS[3])
 
 
@@ -349,12 +349,12 @@ def launch_hopper(
     lse: torch.Tensor,
     sm_scale: float,
 ) -> None:
-    """Attends one query per request to its latents; requests of several units are still to be merged.
+    """Attends one query per request to its latents. The caller must merge requests of several units.
 
     Args:
-        parts: as of `fits_hopper`, which said yes.
-        indices: qo_indptr, kv_indptr and kv_indices, as of `mla_paged`.
-        division: by `divide_mla`.
+        parts: the tensors for which `fits_hopper` returned True.
+        indices: qo_indptr, kv_indptr and kv_indices, as for `mla_paged`.
+        division: the result of `divide_mla`.
         out: `[tokens, heads, 512]`, contiguous.
         lse: float32 `[tokens, heads]`, contiguous.
         sm_scale: factor of the dot products.

@@ -1,13 +1,13 @@
-"""Multi-head latent attention over pages: one latent vector per token serves all heads, as key and as value.
+"""Multi-head latent attention over pages: one latent vector per token is key and value of all heads.
 
 With the up-projections absorbed into the queries, for every head:
 
     x_ij = sm_scale * (q_nope_i . ckv_j + q_pe_i . kpe_j)
     out_i = softmax(x_i) ckv                 lse_i = log2(sum_j exp(x_ij))
 
-A row is a head of a token, as in `prefill_rows` with a single KV head. Decode (one query per request) cuts the keys
-into units and merges them, as `decode_paged` does; prefill cuts the rows (`mla_work`). A tile of latents is read once,
-for both products.
+A row is one head of one token, as in `prefill_rows` with a single KV head. Decode (one query per request) cuts the keys
+into units and merges their results, as `decode_paged` does. Prefill cuts the rows (`mla_work`). A tile of latents is
+read once for both products.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def mla_paged_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, SPLIT_KEYS: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Runs one program for each, unit outermost, then, with SPLIT_KEYS, block of heads."""
+    """Runs one program per unit or, with SPLIT_KEYS, per unit (outermost) and block of heads."""
     blocks_per_unit: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M if SPLIT_KEYS else 1
     unit_count = tl.load(unit_indptr + batch)
     unit = unit_count - 1 - tl.program_id(0) // blocks_per_unit
@@ -85,7 +85,7 @@ def mla_paged_kernel(
     token = row // HEADS
     head = (row % HEADS).to(tl.int64)
     row_high = tl.where(valid, stop, 0)
-    if CAUSAL:  # never with SPLIT_KEYS: one query sees all keys anyway
+    if CAUSAL:  # never set with SPLIT_KEYS, because a single query sees all keys anyway
         row_high = tl.minimum(row_high, kv_len - q_len + token + 1)
         stop = tl.minimum(stop, kv_len - q_len + (tl.minimum(row_start + BLOCK_M, row_stop) - 1) // HEADS + 1)
     q_row = (q_begin + token).to(tl.int64)
@@ -118,7 +118,7 @@ def attend_latents(
     PAGE_SIZE: tl.constexpr, CKV_DIM: tl.constexpr, KPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attends rows to the latents `[start, stop)`; a row sees those below `row_high`."""
+    """Attends rows to the latents `[start, stop)`; a row sees only latents below `row_high`."""
     pages = page_ids_of_tile(page_ids, start, start, stop, PAGE_SIZE, BLOCK_N)
     for tile in range(start, stop, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
@@ -153,7 +153,7 @@ def mla_paged(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends absorbed queries to latents. Waits for nothing; the page table must have been checked.
+    """Attends absorbed queries to latents. Does not wait for the device; the page table must have been checked.
 
     Args:
         q_nope: `[tokens, heads, ckv_dim]`, float16, bfloat16 or float32; the last dimension contiguous.
@@ -164,17 +164,17 @@ def mla_paged(
         kv_indptr: int32 `[batch + 1]`, pages.
         kv_indices: int32, page ids.
         kv_lengths: int32 `[batch]`, tokens.
-        division: by `divide_mla`.
+        division: the result of `divide_mla`.
         sm_scale: factor of the dot products.
-        causal: right-aligned.
-        out: `[tokens, heads, ckv_dim]`, contiguous; new if None.
-        lse: float32 `[tokens, heads]`, contiguous; new if None.
+        causal: whether masks are causal; the last query of a request sees its last key.
+        out: `[tokens, heads, ckv_dim]`, contiguous; None allocates it.
+        lse: float32 `[tokens, heads]`, contiguous; None allocates it.
 
     Returns:
         out, and lse in base 2; zeros and -inf for a query that sees no key.
 
     Raises:
-        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+        ValueError: a shape, dtype, device or stride does not fit; the message names the argument.
     """
     tokens, heads, ckv_dim = q_nope.shape
     parts = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv_cache, "kpe": kpe_cache}
@@ -219,7 +219,8 @@ def check_mla_tensors(parts: dict[str, torch.Tensor]) -> None:
         parts: "q_nope", "q_pe", "ckv" and "kpe", all of 3 dimensions.
 
     Raises:
-        ValueError: a shape, dtype or stride does not fit, or a head dim is no power of two; names the argument.
+        ValueError: a shape, dtype or stride does not fit, or a head dim is no power of two; the message names the
+            argument.
     """
     q_nope, ckv = parts["q_nope"], parts["ckv"]
     for name, tensor in parts.items():
@@ -244,8 +245,10 @@ def mla_paged_reference(
     sm_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends to latents in plain torch: `table` is indptr, indices and last_page_len; out and base-2 lse, both
-    float64."""
+    """Attends to latents in plain torch, and returns out and base-2 lse, both float64.
+
+    `table` is indptr, indices and last_page_len.
+    """
     ckv, kpe = cache
     paged = PagedCache(torch.cat([ckv, kpe], 2).unsqueeze(2), ckv.unsqueeze(2))
     q, starts = torch.cat([q_nope, q_pe], 2), qo_indptr.tolist()

@@ -1,10 +1,9 @@
 """Packs a boolean attention mask into bits.
 
-    packed[i] = sum_j x[8 i + j] * 2^j           bit order "little", as numpy.packbits; "big" is 2^(7 - j)
+    packed[i] = sum_j x[8 i + j] * 2^j           bit order "little" of numpy.packbits; "big" uses 2^(7 - j)
 
-`segment_packbits` packs each request for itself and starts each at a new byte, so that a kernel finds the mask of a
-request without knowing the others. The bits that fill up a last byte are 0. "big" is FlashInfer's default; masks of
-attention have to be "little".
+`segment_packbits` starts each request at a new byte, so that a kernel finds the mask of a request without reading the
+others. Unused bits of a request's last byte are 0. "big" is FlashInfer's default, but attention masks must be "little".
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import triton.language as tl
 from quire_kernels.shared.launch import device_of
 
 BIT_ORDERS = ("little", "big")
-BLOCK_BYTES = 512  # packed, by one program
+BLOCK_BYTES = 512  # packed bytes that one program writes
 NUM_WARPS = 4
 
 
@@ -31,7 +30,7 @@ def segment_packbits_kernel(
     BLOCK_BYTES: tl.constexpr,
     IS_LITTLE: tl.constexpr,
 ):
-    """Program (b, i) packs block b of the bytes of request i."""
+    """Packs block b of the bytes of request i, in program (b, i)."""
     request = tl.program_id(1)
     begin = tl.load(input_indptr_ptr + request).to(tl.int64)
     bit_count = tl.load(input_indptr_ptr + request + 1).to(tl.int64) - begin
@@ -48,11 +47,11 @@ def segment_packbits_kernel(
 
 
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
-    """Packs eight booleans to a byte.
+    """Packs booleans, eight per byte.
 
     Args:
         x: bool or uint8 `[n]`, any stride; everything but 0 is true.
-        bitorder: "little": the first is the lowest bit; "big": the highest.
+        bitorder: "little": the first boolean is the lowest bit; "big": it is the highest bit.
 
     Returns:
         uint8 `[ceil(n / 8)]`.
@@ -64,7 +63,9 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs each request for itself. Reads `indptr`, so on a GPU it waits: for `plan`, not for `run`.
+    """Packs each request separately.
+
+    Reads `indptr`, so on a GPU the host waits: call it in `plan`, not in `run`.
 
     Args:
         x: bool or uint8 `[indptr[batch]]`, the flat masks of all requests; everything but 0 is true.
@@ -90,7 +91,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 
 
 def segment_packbits_reference(x: torch.Tensor, bounds: list[int], bitorder: str = "big") -> torch.Tensor:
-    """Packs in plain torch: the packed bytes of the requests `[bounds[i], bounds[i + 1])`, one after another."""
+    """Packs the requests `[bounds[i], bounds[i + 1])` in plain torch, and concatenates their bytes."""
     weights = torch.tensor([1 << place for place in range(8)])
     if bitorder == "big":
         weights = weights.flip(0)

@@ -1,35 +1,35 @@
-"""Prefill over pages on Hopper (compute capability 9), in Gluon; `prefill_paged` launches it where it can.
+"""Prefill over pages on Hopper (compute capability 9), in Gluon; `prefill_paged` launches it if `runs_on_hopper`.
 
     s = q k^T;  p = 2^(s * scale - m);  out = sum p v / sum p           for the rows and keys of `prefill_rows`
 
-Two warps of a program copy pages into rings of tiles by TMA, one K and one V: a tile in pages of 16 is 16 copies, which
-one warp alone starts too slowly. Two groups of four warps attend 64 rows each to every tile. A group starts the product
-of tile j + 1 with K and that of tile j with V, and computes the softmax of tile j + 1 while the second runs: a wait for
-one product that leaves one in flight.
+Two warps of a program copy pages into rings of tiles by TMA. One copies K and the other V, because a tile in pages of
+16 takes 16 copies, and a single warp starts them too slowly. Two groups of four warps attend 64 rows each to every
+tile. A group starts the product of tile j + 1 with K and the product of tile j with V. While the second product runs,
+it computes the softmax of tile j + 1: it waits for the first product only, and the second stays in flight.
 
 There are as many programs as multiprocessors. A program takes pieces (a block of rows and a KV head) until none is
-left: the warp that copies K counts `taken` up and puts the piece into a queue, from which the other warps read it.
-Pieces differ in length, so dealing them out ahead is not fair: of 16 prompts of 1 k tokens a program got up to 1.4
-times its share. The ring continues from one piece to the next. The keys of the next are copied while this one ends, and
-its queries are loaded under this one's last product.
+left. The warp that copies K increments `taken` and puts the piece into a queue, from which the other warps read it.
+Pieces differ in length, so assigning them ahead is unfair: with 16 prompts of 1 k tokens, a program got up to 1.4 times
+its share. The ring continues from one piece to the next. The next piece's keys are copied while this piece ends, and
+its queries are loaded during this piece's last product.
 
-    barrier     who arrives                          who waits, once a tile
+    barrier     arrives                              waits, once per tile
     k_full      TMA, when all its bytes are there    both groups, before q k^T
     k_empty     both groups, after q k^T             a copying warp, before it fills the slot again
-    v_full, v_empty                                  the same for V
-    published   the warp that copies K               the other warps, once a piece
+    v_full, v_empty                                  as k_full and k_empty, for V
+    published   the warp that copies K               the other warps, once per piece
     read        the other warps                      the warp that copies K
 
 Tile n of a program (counted over all its pieces) is in slot n % STAGES, in that slot's round n // STAGES. A wait names
-the round's parity. All warps compute the same tiles of a piece (`prefill_tiles`), so they count alike.
+the round's parity. All warps derive the same tiles from a piece (`prefill_tiles`), so their counts agree.
 
 TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that no row may see can hold NaN. The mask
-removes it from the scores. V is multiplied with p = 0, and 0 * NaN is NaN, so both groups zero such rows of the first
-and the last tile in shared memory. A page id outside of the keys that are seen is never read.
+removes it from the scores. In the product with V its p is 0, but 0 * NaN is NaN, so both groups zero such rows of the
+first and the last tile in shared memory. Page ids outside the visible keys are never read.
 
-The order of the lines makes the overlap, because ptxas moves a wait for wgmma up to the start of its basic block. The
-wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays behind it. At
-the end of a piece a second wait for the queue does the same for the queries.
+The overlap depends on the order of the lines, because ptxas moves a wait for wgmma up to the start of its basic block.
+The wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays after the
+softmax. At the end of a piece, a second wait for the queue does the same for the queries.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_following(
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Returns the number and the queries of the piece that follows a turn; after the last one some piece's queries."""
+    """Returns number and queries of the piece that follows a turn; after the last piece, the queries are arbitrary."""
     number = published_piece(turn, queue, 4)
     real = min(number, work[1] * KV_HEADS - 1)
     queries = load_queries(q, q_strides, real, work, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, LAYOUT)
@@ -92,8 +92,10 @@ def attend_tiles(
     P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):
-    """Attends the rows of a group to the tiles of a piece. Returns acc, row_max, row_sum, the count of tiles so far,
-    and number and queries of the piece that follows, which are loaded under the last product.
+    """Attends the rows of a group to the tiles of a piece.
+
+    Returns acc, row_max, row_sum, the number of tiles so far, and number and queries of the next piece. The queries are
+    loaded during the last product.
     """
     O_LAYOUT: gl.constexpr = P_LAYOUT.parent
     S_LAYOUT: gl.constexpr = no_scores.type.layout
@@ -169,7 +171,7 @@ def attend_pieces(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    LANES: gl.constexpr = min(HEAD_DIM // 8, 32)  # that read a row of 8 elements each
+    LANES: gl.constexpr = min(HEAD_DIM // 8, 32)  # threads that read a row, 8 elements each
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     dtype: gl.constexpr = q.dtype.element_ty
     no_scores = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
@@ -187,7 +189,7 @@ def attend_pieces(
             kv_len, q_len, row_start, row_stop, window_left, GROUP, CAUSAL, WINDOW
         )
         start, stop, free_start, free_stop = tiles_of_keys(low, high, free_low, free_high, BLOCK_N)
-        synchronize_group()  # the results of the piece before have been read from here
+        synchronize_group()  # all warps have read the previous piece's results from this memory
         q_rows.store(queries)
         fence_async_shared()
         synchronize_group()
@@ -202,7 +204,7 @@ def attend_pieces(
         row_sum = thread_sums(no_scores, BLOCK_N)  # zeros
         if sinks is not None:
             row_max = gl.load(sinks + head) * LOG2_E
-            row_sum += 0.25  # of each of four threads
+            row_sum += 0.25  # in each of the four threads that share a row
         acc = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
         acc, row_max, row_sum, count, following, queries = attend_tiles(
             acc, row_max, row_sum, count, (start, stop, free_start, free_stop, low, kv_len), (row_low, row_high),
@@ -221,7 +223,7 @@ def attend_pieces(
         synchronize_group()  # no warp of the group reads its queries any more
         q_rows.store(acc.to(dtype))
         synchronize_group()
-        # Loaded again, so that no rows and addresses are kept in registers from the queries to here.
+        # Rows are loaded again, because keeping them and their addresses since the queries would cost registers.
         _, row_start, row_stop, _, _, _, _ = piece(number, work, KV_HEADS, PAGE_SIZE)
         io_row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
         out_row = (q_begin + io_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + io_row % GROUP
@@ -252,7 +254,7 @@ def prefill_hopper_kernel(
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):
-    """Runs a program for each multiprocessor, or fewer; see the top of the file."""
+    """Runs at most one program per multiprocessor; the top of the file describes the work."""
     dtype: gl.constexpr = k.dtype
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
@@ -306,15 +308,15 @@ def prefill_hopper_kernel(
 
 HEAD_DIMS = (64, 128)
 CAPABILITY = 9
-SWITCH = "QUIRE_HOPPER"  # "0" in the environment keeps to the Triton kernels; read at each launch, to compare both
-BLOCK_N, STAGES = 128, 3  # keys of a tile; tiles of K, and as many of V: 224 KiB with queries, 112 for head dim 64
-MAXNREG = 168  # of 12 warps, so that the groups of warps can share 64,512 registers; the start of every program
+SWITCH = "QUIRE_HOPPER"  # environment variable, read at each launch: "0" selects the Triton kernels, to compare both
+BLOCK_N, STAGES = 128, 3  # keys per tile; tiles of K and of V: 224 KiB with queries, 112 KiB for head dim 64
+MAXNREG = 168  # registers per thread when a program starts; its 12 warps then share 64,512 registers unequally
 
 
 def runs_on_hopper(
     q: torch.Tensor, cache: PagedCache, options: AttentionOptions, masking: Masking, division: PrefillWork
 ) -> bool:
-    """Returns whether this kernel can do the launch, and is not switched off; `prefill_paged` has checked the rest."""
+    """Returns whether this kernel is on and can take the launch; `prefill_paged` has checked the arguments."""
     return (
         q.device.type == "cuda"
         and torch.version.hip is None
@@ -327,7 +329,7 @@ def runs_on_hopper(
 def fits_hopper(
     q: torch.Tensor, cache: PagedCache, options: AttentionOptions, masking: Masking, division: PrefillWork
 ) -> bool:
-    """Returns whether the kernel is made for such a launch, whatever the chip."""
+    """Returns whether the kernel supports such a launch, on any chip."""
     rows = page_rows(cache.k)
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -352,7 +354,7 @@ def fits_hopper(
 
 
 def score_factors(options: AttentionOptions) -> tuple[float, float]:
-    """Returns the kernel's scale and cap: scores in log2 are x * scale, or cap * (1 - 2 / (2^(x * scale) + 1))."""
+    """Returns the kernel's scale and cap. Scores in log2 are x * scale, or cap * (1 - 2 / (2^(x * scale) + 1))."""
     scale, cap = options.sm_scale * LOG2_E.value, options.logits_soft_cap
     return (2.0 * scale / cap, cap * LOG2_E.value) if cap > 0 else (scale, 0.0)
 
@@ -369,11 +371,10 @@ def launch_on_hopper(
     division: PrefillWork,
     launch: PrefillLaunch,
 ) -> None:
-    """Launches the kernel after `fits_hopper` has agreed, with the arguments of `prefill_paged`, on the current
-    device."""
+    """Launches the kernel on the current device; `fits_hopper` must have returned True."""
     rows = page_rows(cache.k)
     assert rows is not None
-    programs = multiprocessor_count(q.device)  # those without work leave at once
+    programs = multiprocessor_count(q.device)  # programs without work return at once
     prefill_hopper_kernel[(programs,)](
         q, pages_by_tma(cache.k, rows, BLOCK_N), pages_by_tma(cache.v, rows, BLOCK_N),
         qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr, division.taken,

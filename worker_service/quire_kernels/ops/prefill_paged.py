@@ -1,9 +1,9 @@
-"""Prefill: ragged queries against paged keys. Whole prompts, chunks of them, drafts to verify.
+"""Prefill: ragged queries attend to paged keys. Serves whole prompts, chunks of prompts, and drafts to verify.
 
     out_i = softmax(score(q_i, K)) V over the keys that query i sees      scores, sinks and lse: see `options`
 
-One program per block of query rows and KV head; `prefill_rows` has the masks and the attention of a block. Blocks are
-worked on from the last to the first: under a causal mask the last are the longest, and the short ones then fill the
+There is one program per block of query rows and KV head; `prefill_rows` has the masks and the attention of a block.
+Blocks run from the last to the first: under a causal mask the last ones take longest, and the short ones then fill the
 gaps at the end.
 """
 
@@ -57,7 +57,7 @@ def prefill_paged_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASK_KIND: tl.constexpr,
     SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Runs one program for each, unit outermost and backwards, then KV head."""
+    """Runs one program per unit (outermost, from last to first) and KV head."""
     unit_count = tl.load(unit_indptr + batch)
     unit = unit_count - 1 - tl.program_id(0) // KV_HEADS
     if unit < 0:
@@ -101,7 +101,7 @@ def prefill_paged(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends ragged queries to paged keys. Waits for nothing; the page table must have been checked.
+    """Attends ragged queries to paged keys. Does not wait for the device; the page table must have been checked.
 
     Args:
         q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
@@ -112,15 +112,15 @@ def prefill_paged(
         last_page_len: int32 `[batch]`.
         options: scale, soft cap, window and so on.
         masking: causal, chunks, custom mask.
-        division: by `divide_prefill` of this qo_indptr.
-        out: `[tokens, query_heads, v_head_dim]`, of q's dtype, contiguous; new if None.
-        lse: float32 `[tokens, query_heads]`, contiguous; new if None.
+        division: the result of `divide_prefill` for this qo_indptr.
+        out: `[tokens, query_heads, v_head_dim]`, of q's dtype, contiguous; None allocates it.
+        lse: float32 `[tokens, query_heads]`, contiguous; None allocates it.
 
     Returns:
         out, and lse in base 2; zeros and -inf for a query that sees no key.
 
     Raises:
-        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+        ValueError: a shape, dtype, device or stride does not fit; the message names the argument.
     """
     batch, interpreted = division.work.batch, is_interpreted(prefill_paged_kernel)
     check_index_tensor("indptr", indptr, length=batch + 1)

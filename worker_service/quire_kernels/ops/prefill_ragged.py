@@ -1,9 +1,9 @@
-"""Prefill of prompts whose keys are not in pages: ragged queries against ragged keys.
+"""Prefill without pages: ragged queries attend to ragged keys.
 
     out_i = softmax(score(q_i, K)) V over the keys that query i sees      scores, sinks and lse: see `options`
 
-The same blocks of rows as `prefill_paged` (see `prefill_rows`), the keys of a request one after another. The head dims
-of keys and values may differ: 192 and 128 for the prefill of multi-head latent attention.
+Blocks of rows are those of `prefill_paged` (see `prefill_rows`). The keys of a request are adjacent in memory. The head
+dims of keys and values may differ: 192 and 128 for the prefill of multi-head latent attention.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def prefill_ragged_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASK_KIND: tl.constexpr,
     SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Runs one program for each, unit outermost and backwards, then KV head."""
+    """Runs one program per unit (outermost, from last to first) and KV head."""
     unit_count = tl.load(unit_indptr + batch)
     unit = unit_count - 1 - tl.program_id(0) // KV_HEADS
     if unit < 0:
@@ -91,7 +91,7 @@ def prefill_ragged(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends ragged queries to ragged keys. Waits for nothing; the indptrs must have been checked.
+    """Attends ragged queries to ragged keys. Does not wait for the device; the indptrs must have been checked.
 
     Args:
         q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
@@ -101,15 +101,15 @@ def prefill_ragged(
         kv_indptr: int32 `[batch + 1]`, from 0 to kv_tokens.
         options: scale, soft cap, window and so on.
         masking: causal, chunks, custom mask.
-        division: by `divide_prefill` of this qo_indptr.
-        out: `[tokens, query_heads, v_head_dim]`, of q's dtype, contiguous; new if None.
-        lse: float32 `[tokens, query_heads]`, contiguous; new if None.
+        division: the result of `divide_prefill` for this qo_indptr.
+        out: `[tokens, query_heads, v_head_dim]`, of q's dtype, contiguous; None allocates it.
+        lse: float32 `[tokens, query_heads]`, contiguous; None allocates it.
 
     Returns:
         out, and lse in base 2; zeros and -inf for a query that sees no key.
 
     Raises:
-        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+        ValueError: a shape, dtype, device or stride does not fit; the message names the argument.
     """
     if k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or 0 in k.shape[1:] or 0 in v.shape[1:]:
         raise ValueError(f"k and v must be [tokens, kv_heads, dim], not {tuple(k.shape)} and {tuple(v.shape)}")

@@ -1,9 +1,9 @@
-"""RMSNorm (Zhang and Sennrich, 2019), in one launch; transformers makes six, since it goes to float32 and back.
+"""RMSNorm (Zhang and Sennrich, 2019) in one launch. Transformers needs six, because it converts to float32 and back.
 
     y = x / sqrt(mean(x^2) + eps) * (weight + offset)
 
-The offset is 0, or 1 where weights are counted from 1, as Gemma's are. All of it is computed in float32 and rounded
-once. One program per row, which it holds in registers.
+The offset is 0, or 1 for models such as Gemma that store weight - 1. Everything is computed in float32 and rounded
+once. There is one program per row, and it holds the row in registers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import triton.language as tl
 from quire_kernels.shared.launch import QUERY_DTYPES, check_devices, device_of, output_like
 from quire_kernels.shared.numbers import require_finite
 
-SIZE_MAX = 32_768  # elements of a row that one program holds: 64 a thread
+SIZE_MAX = 32_768  # longest row that one program can hold: 64 elements per thread
 ELEMENTS_PER_WARP = 1_024
 
 
 @triton.jit
 def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, row_stride, eps, offset, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program r norms row r."""
+    """Norms row r in program r."""
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, BLOCK)
     mask = element < SIZE
@@ -39,19 +39,19 @@ def rmsnorm(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Norms the last dimension; FlashInfer's name and arguments.
+    """Norms the last dimension. Name and arguments are FlashInfer's.
 
     Args:
         input: float16, bfloat16 or float32 `[..., size]`, dense in its last dimension.
-        weight: `[size]`, contiguous, of its dtype.
+        weight: `[size]`, contiguous, of the input's dtype.
         eps: added to the mean of squares.
-        out: as the result, written in place; new if None.
+        out: tensor for the result, written in place; None allocates it.
 
     Returns:
         `[..., size]` of the input's dtype, contiguous.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit; names the argument.
+        ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
     return _normed(input, weight, require_finite("eps", eps), out, offset=0.0)
 
@@ -62,7 +62,7 @@ def gemma_rmsnorm(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Norms with weights that are counted from 1; else as `rmsnorm`."""
+    """Norms with 1 + weight, as Gemma does; otherwise as `rmsnorm`."""
     return _normed(input, weight, require_finite("eps", eps), out, offset=1.0)
 
 
@@ -73,7 +73,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, *, off
 
 
 def launch_sizes(size: int) -> dict[str, Any]:
-    """Gives the constexprs and the warps of one row."""
+    """Returns the constexprs and the number of warps for a row."""
     block = max(128, triton.next_power_of_2(size))
     return {"SIZE": size, "BLOCK": block, "num_warps": min(16, max(4, block // ELEMENTS_PER_WARP))}
 

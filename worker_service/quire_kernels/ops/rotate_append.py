@@ -1,14 +1,15 @@
-"""Turns queries and keys by their positions and writes keys and values to their slots, in one launch.
+"""Rotates queries and keys by their positions, and writes keys and values to their slots, in one launch.
 
-    x          = head / sqrt(mean(head^2) + eps) * (weight + offset)      where heads are normed (Qwen3, Gemma 3)
+    x          = head / sqrt(mean(head^2) + eps) * (weight + offset)      if heads are normed (Qwen3, Gemma 3)
     turned(x)  = x * cos + rotate_half(x) * sin                           Su et al., 2021; beyond `rotary_dim`: x
 
-    queries    are turned where they lie
-    keys       turned, and written to page and place of their slot
-    values     written as they are
+    queries    are rotated in place
+    keys       are rotated, and written to page and offset of their slot
+    values     are written unchanged
 
-Computed in float32 and rounded once. One program per token and head. A negative slot, or one outside the pool, is
-padding of a batch of fixed size: its keys and values are not written, and its queries are not used.
+Everything is computed in float32 and rounded once. There is one program per token and head. A token with a negative
+slot, or a slot outside the pool, is padding of a batch of fixed size: its keys and values are not written, and its
+queries are not used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton.language as tl
 from quire_kernels.shared.launch import QUERY_DTYPES, check_devices, device_of
 from quire_kernels.shared.paged_cache import PagedKVCache, unpack_paged_cache
 
-NUM_WARPS = 1  # 32 threads hold a head of 128
+NUM_WARPS = 1  # 32 threads are enough to hold a head of 128
 
 
 @triton.jit(do_not_specialize=["slot_count"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
@@ -54,7 +55,7 @@ def rotate_append_kernel(
     BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Program (t, h) takes head h of token t: queries first, then keys, then values."""
+    """Processes head h of token t in program (t, h): queries come first, then keys, then values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     element = tl.arange(0, BLOCK)
@@ -89,7 +90,7 @@ def rotate_append_kernel(
         sine = tl.load(sine_ptr + token * table_stride + element, mask=is_turned, other=0.0).to(tl.float32)
         turned = turned * cosine + tl.where(element < half, -y, y) * sine
         if head < QUERY_HEADS:
-            # Another thread may still read the words that this one is about to overwrite.
+            # Another thread may still be reading the words that this thread is about to overwrite.
             tl.debug_barrier()
             tl.store(source + element, turned.to(heads_ptr.dtype.element_ty), mask=mask)
         else:
@@ -98,13 +99,13 @@ def rotate_append_kernel(
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of each query head and of each key head, before they are turned.
+    """The RMSNorm of each query head and each key head before rotation.
 
     Attributes:
-        query: `[head_dim]`, of the heads' dtype.
-        key: the same.
+        query: weights `[head_dim]`, of the heads' dtype.
+        key: weights `[head_dim]`, of the heads' dtype.
         eps: added to the mean of squares.
-        offset: added to both; 1 where weights are counted from 1.
+        offset: added to the weights of both; 1 for models such as Gemma 3 that store weight - 1.
     """
 
     query: torch.Tensor
@@ -123,23 +124,23 @@ def rotate_append(
     *,
     norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    """Turns queries in place, and writes turned keys and values to their slots. Waits for nothing.
+    """Rotates queries in place, and writes rotated keys and values to their slots. Does not wait for the device.
 
     Args:
         heads: float16, bfloat16 or float32 `[tokens, query_heads + 2 * kv_heads, head_dim]`, dense in its last two
-            dimensions: queries, keys and values of each token, as one product gives them.
-        cosine: `[tokens, rotary_dim]` of any of these dtypes, whose second half repeats the first.
-        sine: the same, of the same strides.
-        slot_mapping: int64 `[tokens]`, slot = page * page_size + place; negative for padding.
+            dimensions: queries, keys and values of each token, as one matrix product gives them.
+        cosine: `[tokens, rotary_dim]` of any of these dtypes; the second half repeats the first.
+        sine: as `cosine`, with the same strides.
+        slot_mapping: int64 `[tokens]`, slot = page * page_size + offset; negative for padding.
         paged_kv_cache: 5-D or a pair of 4-D tensors of the heads' dtype, dense in their last dimension.
         kv_layout: "NHD" or "HND".
-        norms: of the heads, before; None: none.
+        norms: applied to the heads before rotation; None: no norms.
 
     Returns:
         The queries, `[tokens, query_heads, head_dim]`: a view of `heads`.
 
     Raises:
-        ValueError: a shape, dtype, device or layout does not fit; names the argument.
+        ValueError: a shape, dtype, device or layout does not fit; the message names the argument.
     """
     cache = unpack_paged_cache(paged_kv_cache, kv_layout)
     tokens, _, head_dim = heads.shape
@@ -186,8 +187,7 @@ def rotate_append_reference(
     *,
     norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the new queries and keys, float64 `[tokens, query_heads, head_dim]` and `[tokens, kv_heads,
-    head_dim]`."""
+    """Returns rotated queries and keys, float64 `[tokens, heads of each, head_dim]`, in plain torch."""
     query_heads = heads.shape[1] - 2 * kv_heads
     found = []
     for part, weight in (
@@ -206,7 +206,7 @@ def rotate_append_reference(
 
 
 def tile_sizes(query_heads: int, kv_heads: int, head_dim: int, rotary_dim: int, page_size: int) -> dict[str, Any]:
-    """Returns the constexprs of one program's share."""
+    """Returns the constexprs that size a program's work."""
     return {
         "QUERY_HEADS": query_heads,
         "KV_HEADS": kv_heads,

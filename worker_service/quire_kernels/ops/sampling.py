@@ -1,4 +1,4 @@
-"""Logits to tokens: temperature, top-k, top-p, min-p and the draw in one kernel, without sorting the vocabulary.
+"""Sampling: temperature, top-k, top-p, min-p and the draw in one kernel, without sorting the vocabulary.
 
     x_i = logit_i * (1 / temperature)
     kept:  fewer than top_k tokens are above x_i
@@ -6,17 +6,17 @@
            e^(x_i - max x) >= min_p
     token: the first in the order of the vocabulary whose cumulative kept probability exceeds `uniform` * the whole
 
-So equals are kept or dropped together, the likeliest always stays, and a draw takes one number, which makes it the same
-on every machine and in any company up to the rounding of sums. Temperature 0 is greedy: the likeliest token, the first
-of equals.
+So tokens with equal logits are kept or dropped together, and the likeliest token always stays. A draw uses one uniform
+number, so its result does not depend on the machine or on the rest of the batch, up to the rounding of sums.
+Temperature 0 is greedy: the likeliest token, or the first of several equal ones.
 
-Both limits ask for the lowest value v such that the tokens above v weigh less than a limit, where a token weighs 1 for
-top-k and e^(x - max x) for top-p. A kernel finds it bit by bit: floats, their sign bit handled, are in the order of
-their bits read as integers, so it is a search among 2^32 numbers, three bits a pass over the row:
+Both top-k and top-p ask for the lowest value v such that the tokens above v weigh less than a limit. A token weighs 1
+for top-k, and e^(x - max x) for top-p. The kernel finds v bit by bit. Floats sort like their bits as integers once the
+sign bit is handled, so this is a search among 2^32 numbers, three bits per pass over the row:
 
     v = the largest c with weight(x >= c) >= limit
 
-One program a row. A row of 151,936 float32 is 0.6 MB, which the L2 cache keeps from pass to pass.
+There is one program per row. A row of 151,936 float32 is 0.6 MB, which the L2 cache keeps from pass to pass.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from quire_kernels.shared.launch import device_of
 from quire_kernels.shared.numbers import require_finite, require_integer
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-BLOCK = 2048  # tokens of the vocabulary at a time
-DRAW_BLOCK = 4096  # tokens at a time in the last pass, which sums each time
+BLOCK = 2048  # tokens of the vocabulary that are read at a time
+DRAW_BLOCK = 4096  # tokens that are read at a time in the last pass, which computes a sum per block
 NUM_WARPS = 16
-# For each argument: lowest, highest, and whether these are allowed.
+# For each argument: the lowest and the highest value, and whether each of them is itself allowed.
 RANGES = {
     "uniform": (0.0, 1.0, True, False),
-    "temperature": (1e-3, float("inf"), True, False),  # or 0
+    "temperature": (1e-3, float("inf"), True, False),  # 0 is allowed too
     "top_k": (0, 2**31 - 1, True, True),
     "top_p": (0.0, 1.0, False, True),
     "min_p": (0.0, 1.0, True, True),
@@ -44,7 +44,7 @@ RANGES = {
 
 @triton.jit
 def _ordered(x):
-    """Takes fp32 as uint32 that compare alike; +0.0 makes -0.0 equal to 0.0."""
+    """Maps fp32 to uint32 with the same order; adding +0.0 makes -0.0 equal to 0.0."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return tl.where((bits & 0x80000000) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -60,20 +60,20 @@ def _load_scaled(row_ptr, start, vocabulary, stride, inverse_temperature, BLOCK:
 def _lowest_kept(
     row_ptr, vocabulary, stride, inverse_temperature, largest, limit, WEIGH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns the largest c for which the tokens at or above it weigh at least `limit`."""
+    """Returns the largest c such that the tokens at or above c weigh at least `limit`."""
     found = tl.cast(0, tl.uint32)
     digit = tl.arange(0, 8).to(tl.uint32)
     shift = 30
     while shift >= 0:
         bound = found + (digit << shift)
-        weights = tl.zeros([BLOCK, 8], tl.float32)  # summed up once, at the end of a pass
+        weights = tl.zeros([BLOCK, 8], tl.float32)  # columns are summed once, at the end of a pass
         for start in range(0, vocabulary, BLOCK):
             x = _load_scaled(row_ptr, start, vocabulary, stride, inverse_temperature, BLOCK)
             key = _ordered(x)
             weight = tl.exp(x - largest) if WEIGH else tl.full([BLOCK], 1.0, tl.float32)
             weight = tl.where(start + tl.arange(0, BLOCK) < vocabulary, weight, 0.0)
             weights += tl.where(key[:, None] >= bound[None, :], weight[:, None], 0.0)
-        # The first pass has two bits left: its digits from 4 on would wrap around.
+        # Only two bits are left for the first pass: digits from 4 on would wrap around.
         reached = (tl.sum(weights, axis=0) >= limit) & (digit > 0) & ((bound >> shift) == (found >> shift) + digit)
         found += tl.sum(reached.to(tl.int32), axis=0).to(tl.uint32) << shift
         shift -= 3
@@ -99,13 +99,13 @@ def sample_kernel(
     DRAW_BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
-    """A program chooses the token of one row."""
+    """Chooses the token of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     temperature = tl.cast(0.0, tl.float32) if GREEDY else tl.load(temperature_ptr + row)
     is_drawn = temperature > 0.0
     inverse_temperature = tl.div_rn(tl.cast(1.0, tl.float32), tl.where(is_drawn, temperature, 1.0))
-    # The first of the largest, and whether there is a NaN.
+    # Find the first of the largest logits, and whether there is a NaN.
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.zeros([BLOCK], tl.int32)
     nan_count = tl.zeros([BLOCK], tl.int32)
@@ -126,7 +126,7 @@ def sample_kernel(
                 lowest = _lowest_kept(row_ptr, vocabulary, stride, inverse_temperature, largest, limit, False, BLOCK)
             top_p = tl.load(top_p_ptr + row)
             if top_p < 1.0:
-                # A share of the tokens that top_k keeps, all of which the tokens above the sought value belong to.
+                # top_p is a share of the tokens that top_k keeps; all tokens above the sought value are among these.
                 total = _kept_weight(row_ptr, vocabulary, stride, inverse_temperature, largest, lowest, 0.0, BLOCK)
                 limit = top_p * total
                 by_weight = _lowest_kept(row_ptr, vocabulary, stride, inverse_temperature, largest, limit, True, BLOCK)
@@ -144,7 +144,7 @@ def sample_kernel(
 
 @triton.jit
 def _weights(row_ptr, start, vocabulary, stride, inverse_temperature, largest, lowest, min_p, BLOCK: tl.constexpr):
-    """Computes e^(x - max x) of the tokens that are kept, 0 of the others."""
+    """Computes e^(x - max x) for kept tokens, and 0 for the others."""
     x = _load_scaled(row_ptr, start, vocabulary, stride, inverse_temperature, BLOCK)
     weight = tl.exp(x - largest)
     return tl.where((_ordered(x) >= lowest) & (weight >= min_p), weight, 0.0)
@@ -162,8 +162,7 @@ def _kept_weight(row_ptr, vocabulary, stride, inverse_temperature, largest, lowe
 def _draw(
     row_ptr, vocabulary, stride, inverse_temperature, largest, lowest, min_p, target, likeliest, BLOCK: tl.constexpr
 ):
-    """Returns the first token whose cumulative weight exceeds `target`, or the last kept one if rounding leaves
-    none."""
+    """Returns the first token with a cumulative weight above `target`; the last kept one if rounding leaves none."""
     token = likeliest
     before = tl.cast(0.0, tl.float32)
     start = 0
@@ -178,7 +177,7 @@ def _draw(
                 first = tl.min(tl.where(exceeds, number, BLOCK), axis=0)
                 if first < BLOCK:
                     token = start + first
-                    start = vocabulary  # the end of the search
+                    start = vocabulary  # ends the search
         before += tile_weight
         start += BLOCK
     return token
@@ -200,19 +199,19 @@ def sample(
     Args:
         logits: fp32, bf16 or fp16 `[batch, vocabulary]`, any strides; -inf is never drawn.
         uniform: fp32 `[batch]`, in [0, 1).
-        temperature: a number, or fp32 `[batch]`, at least 1e-3; or 0: greedy, ignores all others.
-        top_k: a number, or int32 `[batch]`; 0 keeps all. Equals of the last one stay.
-        top_p: a number, or fp32 `[batch]`, above 0; 1 keeps all. A share of the tokens that top_k keeps.
-        min_p: a number, or fp32 `[batch]`, in [0, 1]: of the likeliest token's probability.
-        check: whether the values of tensors are checked too, which makes the host wait for the device; not inside a
-            CUDA graph.
-        out: int32 `[batch]`, contiguous: where the tokens go.
+        temperature: a number, or fp32 `[batch]`, at least 1e-3; or 0 for greedy, which ignores all other options.
+        top_k: a number, or int32 `[batch]`; 0 keeps all. Tokens that equal the last kept one stay too.
+        top_p: a number, or fp32 `[batch]`, above 0; 1 keeps all. It is a share of the tokens that top_k keeps.
+        min_p: a number, or fp32 `[batch]`, in [0, 1]: the least probability as a share of the likeliest token's.
+        check: whether the values of tensors are checked too. This makes the host wait for the device, so it must be
+            False inside a CUDA graph.
+        out: int32 `[batch]`, contiguous, written in place; None allocates it.
 
     Returns:
         `out`, or a new int32 `[batch]`; -1 for a row that contains NaN or whose largest logit is not finite.
 
     Raises:
-        ValueError: a shape, dtype, device or number is not as described; names the argument.
+        ValueError: a shape, dtype, device or number is not as described; the message names the argument.
     """
     _check_logits(logits)
     given = {"uniform": uniform, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -226,7 +225,7 @@ def sample(
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the likeliest token of each row, the first of equals.
+    """Returns the likeliest token of each row, or the first of several equal ones.
 
     Args:
         logits: fp32, bf16 or fp16 `[batch, vocabulary]`, any strides.
@@ -244,7 +243,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def weights_reference(
     logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Returns the weights from which `sample` draws a row, in plain torch, by sorting.
+    """Returns the probabilities from which `sample` draws a row, computed by sorting in plain torch.
 
     Args:
         logits: floating `[vocabulary]`.
@@ -254,7 +253,7 @@ def weights_reference(
         min_p: see `sample`.
 
     Returns:
-        float64 `[vocabulary]`, adding up to 1; 0 where a token is not kept.
+        float64 `[vocabulary]`, with sum 1; 0 for tokens that are not kept.
     """
     x = logits.to(torch.float32) * (1 / torch.tensor(temperature, dtype=torch.float32, device=logits.device))
     if 0 < top_k < x.numel():
@@ -312,7 +311,7 @@ def _check_range(name: str, value: torch.Tensor | float, *, read: bool) -> None:
 
 
 def _vector(name: str, value: torch.Tensor | float, dtype: torch.dtype, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the value of each row, `[batch]`."""
+    """Expands an option to one value per row, `[batch]`."""
     shape = logits.shape[:1]
     if not isinstance(value, torch.Tensor):
         return torch.full(shape, value, dtype=dtype, device=logits.device)

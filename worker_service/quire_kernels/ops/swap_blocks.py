@@ -1,9 +1,9 @@
-"""Gathers whole blocks into one contiguous buffer, and scatters them back: to host memory, to disk, to another pool.
+"""Gathers whole blocks into one contiguous buffer, and scatters them: for host memory, disk or another pool.
 
-    gather:   staging[i] = buffers[0][blocks[i]], buffers[1][blocks[i]], ...        scatter: the other way
+    gather:   staging[i] = buffers[0][blocks[i]], buffers[1][blocks[i]], ...        scatter: the reverse
 
-`staging[i]` holds block i of all buffers, one after another. It may lie on the buffers' device or in pinned memory of
-the host, which the GPU reads and writes over the bus: one launch instead of a copy per block and layer.
+`staging[i]` holds block `blocks[i]` of all buffers, one after another. It may be on the buffers' device or in pinned
+host memory, which the GPU reads and writes over the bus. So one launch replaces a copy per block and layer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def swap_blocks_kernel(
     CHUNK_WORDS: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """A program moves one chunk of one block of one buffer; chunk innermost, then buffer, then row of staging."""
-    # staging's address; [buffers, 3] of buffers; [buffers] offsets in a row of staging; [rows] blocks
+    """Moves one chunk of one block of one buffer; chunk is the innermost index, then buffer, then row of staging."""
+    # the table: staging's address; [buffers, 3] fields of buffers; [buffers] offsets in a row of staging; [rows] blocks
     program = tl.program_id(0)
     chunk = program % chunk_count
     buffer = (program // chunk_count) % buffer_count
@@ -61,17 +61,17 @@ def swap_blocks_kernel(
 
 
 def gather_blocks(buffers: Buffers, blocks: Sequence[int], staging: torch.Tensor) -> None:
-    """Copies blocks of all buffers into `staging`, one row a block.
+    """Copies blocks of all buffers into `staging`, one row per block.
 
-    One upload and one launch on the current stream; waits for nothing, so the host must wait for the stream before it
-    reads pinned memory.
+    Makes one upload and one launch on the current stream, and does not wait for the device. The host must wait for the
+    stream before it reads pinned memory.
 
     Args:
-        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. A
-            result of `describe_buffers` is taken too, which saves looking at each tensor again.
-        blocks: block ids, in any order; one may come twice.
-        staging: uint8 `[blocks, bytes]` or longer, written in place; bytes are those of a block in all buffers. On the
-            device of the buffers, or pinned.
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. Or
+            the result of `describe_buffers`, which saves checking each tensor again.
+        blocks: block ids, in any order; repetitions are allowed.
+        staging: uint8 `[blocks, bytes]` or longer, written in place, on the buffers' device or in pinned memory.
+            `bytes` is the sum of a block's bytes in all buffers.
 
     Raises:
         ValueError: an id is outside the pool, or `buffers` or `staging` are not as described.
@@ -82,16 +82,16 @@ def gather_blocks(buffers: Buffers, blocks: Sequence[int], staging: torch.Tensor
 
 
 def scatter_blocks(staging: torch.Tensor, buffers: Buffers, blocks: Sequence[int]) -> None:
-    """Copies the rows of `staging` into blocks of all buffers: undoes `gather_blocks`.
+    """Copies the rows of `staging` into blocks of all buffers, the reverse of `gather_blocks`.
 
     Args:
-        staging: uint8 `[blocks, bytes]` or longer, as `gather_blocks` fills it; must not change until the stream is
+        staging: uint8 `[blocks, bytes]` or longer, as `gather_blocks` fills it; it must not change until the stream is
             done.
         buffers: as for `gather_blocks`; written in place.
         blocks: block ids, each at most once.
 
     Raises:
-        ValueError: an id is outside the pool or comes twice, or `buffers` or `staging` are not as described.
+        ValueError: an id is outside the pool or repeated, or `buffers` or `staging` are not as described.
     """
     table = describe_buffers(buffers)
     check_blocks("blocks", blocks, table.block_count, unique=True)

@@ -1,10 +1,10 @@
-"""Request and position of each new token: arguments of `append_paged_kv_cache`, in FlashInfer's words.
+"""Computes request and position of each new token, the arguments of `append_paged_kv_cache`. Names are FlashInfer's.
 
 The tokens `[append_indptr[i], append_indptr[i + 1])` are the newest of request i, and its length includes them:
 
     batch_indices[t] = i          positions[t] = seq_lens[i] - append_indptr[i + 1] + t
 
-Plain torch on the device of `append_indptr`; nothing waits for it, so a CUDA graph can capture this.
+Runs in plain torch on the device of `append_indptr`. The host does not wait for it, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ def get_batch_indices_positions(
 
     Args:
         append_indptr: int32 `[batch + 1]`, rising from 0 to at most nnz.
-        seq_lens: int32 or int64 `[batch]`, tokens of each request, the new ones included; on any device.
-        nnz: tokens. Those past `append_indptr[batch]` are padding: they get -1 and 0, which the append skips.
-        batch_indices: int32 `[nnz]`, written in place; new if None.
-        positions: int32 `[nnz]`, written in place; new if None.
+        seq_lens: int32 or int64 `[batch]`, tokens of each request including the new ones; on any device.
+        nnz: number of tokens. Tokens past `append_indptr[batch]` are padding: they get -1 and 0, and appending skips
+            them.
+        batch_indices: int32 `[nnz]`, written in place; None allocates it.
+        positions: int32 `[nnz]`, written in place; None allocates it.
 
     Returns:
         batch_indices and positions, int32 `[nnz]`.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit; names the argument.
+        ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
     check_index_tensor("append_indptr", append_indptr)
     device, batch = append_indptr.device, append_indptr.shape[0] - 1
@@ -50,7 +51,7 @@ def get_batch_indices_positions(
     if batch == 0:
         return batch_indices.fill_(-1), positions.zero_()
     token = torch.arange(nnz, dtype=torch.int32, device=device)
-    request = torch.searchsorted(append_indptr[1:], token, right=True)  # batch for padding
+    request = torch.searchsorted(append_indptr[1:], token, right=True)  # padding gets the number of requests
     is_padding = request == batch
     request = request.clamp_(max=batch - 1)
     last = (seq_lens.to(device) - append_indptr[1:])[request]
@@ -60,18 +61,18 @@ def get_batch_indices_positions(
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens of each request of a page table.
+    """Returns the number of tokens of each request of a page table.
 
     Args:
         kv_indptr: int32 `[batch + 1]`.
-        kv_last_page_len: int32 `[batch]`; that of a request without pages is not looked at.
+        kv_last_page_len: int32 `[batch]`; ignored for a request without pages.
         page_size: tokens per page.
 
     Returns:
         int32 `[batch]`.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or page_size is below 1; names the argument.
+        ValueError: a shape or dtype does not fit, or page_size is below 1; the message names the argument.
     """
     check_index_tensor("kv_indptr", kv_indptr)
     check_index_tensor("kv_last_page_len", kv_last_page_len, length=kv_indptr.shape[0] - 1)

@@ -1,10 +1,10 @@
-"""The common parts of both ways to append: the copy of one token's heads to their slot, and the checks of the tensors.
+"""The common parts of both append kernels: copying one token's heads to its slot, and checking the tensors.
 
     cache[page, offset, head, :] = token[head, :]                            same dtype: the bits are copied
     cache[page, offset, head, :] = fp8(token[head, :] / scale[head])         fp8 cache: quantised, saturating, see `fp8`
 
-A kernel sees every tensor as integers of its element's size, so any dtype without scales goes through one code path
-and nothing is rounded; only a quantising append reads floating-point numbers.
+Kernels see every tensor as integers of its element size. All dtypes without scales therefore share one code path, and
+nothing is rounded. Only a quantizing append reads floating-point numbers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from quire_kernels.shared.launch import device_of
 from quire_kernels.shared.numbers import require_finite
 from quire_kernels.shared.paged_cache import PagedCache, PagedKVCache, unpack_paged_cache
 
-# Accepted scales: none, one for all heads, or fp32 `[num_kv_heads]` on the cache's device.
+# Accepted scales: None, one number for all heads, or fp32 `[num_kv_heads]` on the cache's device.
 Scale = float | torch.Tensor | None
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 QUANTISABLE = (torch.bfloat16, torch.float16, torch.float32)
-TILE_ELEMENTS_MAX = 2048  # one program writes as many heads as have so many elements together: 16 of 128
+TILE_ELEMENTS_MAX = 2048  # elements that one program writes at most: 16 heads of 128
 NUM_WARPS = 4
 
 
@@ -59,7 +59,10 @@ def write_token(
     BLOCK_DIM: tl.constexpr,
     QUANTISE: tl.constexpr,
 ):
-    """Program axis 1 counts blocks of heads. `token`, `page` and `offset` are int64, so that no product overflows."""
+    """Writes a block of heads of one token to its slot; program axis 1 counts the blocks.
+
+    `token`, `page` and `offset` are int64, so that no product overflows.
+    """
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     element = tl.arange(0, BLOCK_DIM)
     mask = (head < HEADS)[:, None] & (element < DIM)[None, :]
@@ -91,7 +94,7 @@ def write_key_and_value(
     BLOCK_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, QUANTISE: tl.constexpr,
 ):
-    """Writes both parts of a token, its key and its value, to its slot."""
+    """Writes the key and the value of a token to its slot."""
     write_token(
         key_ptr, k_ptr, k_scale_ptr, token, page, offset, key_strides[0], key_strides[1], key_strides[2],
         k_strides[0], k_strides[1], k_strides[2], k_strides[3],
@@ -107,15 +110,15 @@ def write_key_and_value(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Append:
-    """Tensors of one append, checked and viewed as the kernels take them.
+    """Tensors of one append, checked, and viewed in the form that kernels take.
 
-    `views`, `strides` and `sizes` are the kernels' arguments of these kinds, in the order of their signatures.
+    `views`, `strides` and `sizes` are kernel arguments, in the order of the kernels' signatures.
     """
 
     cache: PagedCache
     token_count: int
     views: tuple[torch.Tensor | None, ...]  # key, value, k cache, v cache, k scale, v scale
-    strides: tuple[int, ...]  # of the first four views: 3 of key, 3 of value, 4 of each cache
+    strides: tuple[int, ...]  # of the first four views: 3 for key, 3 for value, 4 for each cache
     sizes: dict[str, Any]  # constexprs
 
     @property
@@ -124,7 +127,7 @@ class Append:
         return triton.cdiv(self.cache.num_kv_heads, self.sizes["BLOCK_HEADS"])
 
     def launch(self, kernel: Any, *places: Any) -> None:
-        """Runs a kernel over all tokens; `places` are the arguments with each token's destination."""
+        """Runs a kernel over all tokens; `places` are the arguments that give each token's destination."""
         if self.token_count == 0:
             return
         with device_of(kernel, paged_kv_cache=self.cache.k):
@@ -141,19 +144,20 @@ def prepare(
     k_scale: Scale,
     v_scale: Scale,
 ) -> Append:
-    """Checks everything that needs no wait for the device.
+    """Checks the arguments, as far as that needs no wait for the device.
 
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
             cache is float8_e4m3fn or float8_e5m2.
-        append_value: the same; its head dim is that of the values.
+        append_value: as `append_key`, with the head dim of values.
         paged_kv_cache: see `quire_kernels.shared.paged_cache`.
         kv_layout: "NHD" or "HND".
-        k_scale: of an fp8 cache; stored is `append_key / k_scale`.
+        k_scale: only for an fp8 cache, which stores `append_key / k_scale`.
         v_scale: as `k_scale`, for values.
 
     Raises:
-        ValueError: shape, dtype, device or layout do not fit, or a scale is no positive number; names the argument.
+        ValueError: shape, dtype, device or layout do not fit, or a scale is not a positive number. The message names
+            the argument.
     """
     cache = unpack_paged_cache(paged_kv_cache, kv_layout)
     _check_source("append_key", append_key, cache, cache.head_dim)
@@ -190,7 +194,7 @@ def prepare(
 
 
 def tile_sizes(num_kv_heads: int, head_dim: int, v_head_dim: int) -> dict[str, Any]:
-    """Returns the constexprs of one program's share: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
+    """Returns the constexprs that size a program's work: at most `TILE_ELEMENTS_MAX` elements, but at least a head."""
     block_k, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
     fitting = max(1, TILE_ELEMENTS_MAX // max(block_k, block_v))
     return {
@@ -211,7 +215,7 @@ def store_reference(
     k_scale: Scale,
     v_scale: Scale,
 ) -> None:
-    """Writes token i to its (page, offset in the page), or nowhere, in plain torch."""
+    """Writes each token to its (page, offset in the page) in plain torch; skips tokens whose slot is None."""
     for source, pages, scale in ((append_key, cache.k, k_scale), (append_value, cache.v, v_scale)):
         data = source
         if is_fp8(cache.dtype) and source.dtype in QUANTISABLE:
@@ -240,7 +244,7 @@ def _check_source(name: str, source: torch.Tensor, cache: PagedCache, head_dim: 
 
 
 def _scale_tensor(name: str, scale: Scale, cache: PagedCache) -> torch.Tensor:
-    """A scale as fp32 `[num_kv_heads]`; one number for all heads is repeated by a stride of 0."""
+    """Returns a scale as fp32 `[num_kv_heads]`; a number for all heads is expanded with stride 0."""
     if not isinstance(scale, torch.Tensor):
         value = 1.0 if scale is None else require_finite(name, scale)
         if value <= 0:

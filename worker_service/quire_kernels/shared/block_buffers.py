@@ -1,11 +1,11 @@
-"""The common part of the kernels that move whole blocks: addresses of the blocks of several tensors, as one table.
+"""The common part of the kernels that move whole blocks: a table with the block addresses of several tensors.
 
 A block id names one block in every buffer, such as one page in the tensor of each layer:
 
     block b of buffer i  =  block_bytes[i] bytes from  base[i] + b * stride[i]
 
-A kernel reads base, stride and size from memory, three int64 a buffer, so that one launch serves all of them, whatever
-their number; bytes are moved as words, the largest type that every address is a multiple of.
+A kernel reads base, stride and size from memory, three int64 per buffer, so one launch serves any number of buffers.
+Bytes are moved as words of the largest type that divides every address.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import triton.language as tl
 from quire_kernels.shared.launch import device_of
 from quire_kernels.shared.upload import upload_tensor
 
-CHUNK_WORDS = 1024  # one program moves so many words of one block of one buffer: 8 KiB of 8-byte words
+CHUNK_WORDS = 1024  # words that one program moves, of one block of one buffer: 8 KiB of 8-byte words
 NUM_WARPS = 4
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by size in bytes
-BUFFER_FIELDS = 3  # a buffer is described by base, stride and size
+BUFFER_FIELDS = 3  # base, stride and size
 
 
 @triton.jit
 def words_at(address, WORD: tl.constexpr):
-    """Takes the int64 `address` for a pointer to words. Neighbouring threads move neighbouring words."""
+    """Casts the int64 `address` to a pointer to words. Adjacent threads move adjacent words."""
     return address.to(tl.pointer_type(WORD))
 
 
@@ -58,15 +58,17 @@ class BlockBuffers:
         return -(-max(self.block_bytes) // (CHUNK_WORDS * word_bytes))
 
     def word_bytes(self, *more: int) -> int:
-        """Returns the largest word, of 1, 2, 4 or 8 bytes, that divides all addresses, sizes and `more`: 4 for 4096 and
-        60."""
+        """Returns the largest word size (1, 2, 4 or 8 bytes) that divides all addresses, all sizes and `more`.
+
+        Example: 4 for 4096 and 60.
+        """
         return math.gcd(8, *self.fields, *more)
 
     def current(self, kernel: Any) -> AbstractContextManager[object]:
-        """Makes the buffers' device the current one, where `kernel` is then launched.
+        """Makes the buffers' device the current one, so that `kernel` is launched there.
 
         Raises:
-            ValueError: they are in the host's memory, and the kernel is compiled.
+            ValueError: the buffers are in host memory, and the kernel is compiled.
         """
         return device_of(kernel, buffers=self.device)
 
@@ -76,19 +78,19 @@ Buffers = Sequence[torch.Tensor] | BlockBuffers
 
 
 def word_constexprs(word_bytes: int) -> dict[str, object]:
-    """Returns the constexprs that tell the kernels about words."""
+    """Returns the constexprs that depend on the size of words."""
     return {"WORD": WORD_TYPES[word_bytes], "WORD_BYTES": word_bytes, "CHUNK_WORDS": CHUNK_WORDS}
 
 
 def describe_buffers(buffers: Buffers) -> BlockBuffers:
-    """Makes the table of some tensors, which may be used instead of them as long as they live.
+    """Makes the table of some tensors. It may be used in their place as long as they live.
 
     Args:
         buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. A
             table is returned unchanged.
 
     Raises:
-        ValueError: no buffers, an empty one, a block that is not contiguous, or several devices; names `buffers`.
+        ValueError: there are no buffers, one is empty, a block is not contiguous, or the devices differ.
     """
     if isinstance(buffers, BlockBuffers):
         return buffers
@@ -111,10 +113,10 @@ def describe_buffers(buffers: Buffers) -> BlockBuffers:
 
 
 def check_blocks(name: str, blocks: Sequence[int], block_count: int, *, unique: bool) -> None:
-    """Refuses block ids outside the pool and, if `unique`, ids that come twice.
+    """Refuses block ids outside the pool and, if `unique`, repeated ids.
 
     Raises:
-        ValueError: there is one; names the argument `name`.
+        ValueError: an id is outside the pool or repeated; the message names the argument `name`.
     """
     for block in blocks:
         if not 0 <= block < block_count:
@@ -124,5 +126,5 @@ def check_blocks(name: str, blocks: Sequence[int], block_count: int, *, unique: 
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Copies numbers to the device, int64, from pinned memory, so that the host does not wait for the copy."""
+    """Copies numbers to the device as int64, through pinned memory, so that the host does not wait."""
     return upload_tensor(torch.tensor(numbers, dtype=torch.int64), device)

@@ -1,8 +1,8 @@
-"""The division of decode: sizes of tiles, and the keys of each program.
+"""Work division of decode: the sizes of tiles, and the keys of each program.
 
-The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor `WAVES`
-programs, at least two pages and `TILES_MIN` tiles each. Requests of one length stay whole where they are more than half
-as many programs.
+The keys of a request are cut into units (`work_units`), enough to give every multiprocessor `WAVES` programs. A unit
+has at least two pages and `TILES_MIN` tiles. Requests of equal length stay whole if they already give more than half
+of the programs aimed at.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from quire_kernels.shared.launch import DOT_MIN, Tiling, chip_of, multiprocessor
 from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
-WAVES = 2  # programs per multiprocessor that the division aims at: as many as run at once, by their shared memory
-# Tiles per program at least: one that a program waits for, and one that comes meanwhile. Short sequences alone on the
-# chip take less time in more units, although those are merged.
+WAVES = 2  # programs per multiprocessor that the division aims at; their shared memory lets this many run at once
+# Minimum of tiles per program: a program waits for one while the other is on its way. A few short sequences alone on
+# the chip are faster in more units, although the units must be merged.
 TILES_MIN = 2
-HEAD_BLOCK_MAX = 64  # one program attends so many query heads at most
+HEAD_BLOCK_MAX = 64  # most query heads that one program attends
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeWork:
-    """The division of a batch; a new division into the same tensors keeps their addresses."""
+    """The work division of a batch; a new division can be written into the same tensors, at the same addresses."""
 
     work: WorkUnits
     tiling: Tiling
     partial_out: torch.Tensor  # float32 [capacity, heads, v_head_dim]
     partial_lse: torch.Tensor  # float32 [capacity, heads]
-    window_left: int  # that the division is for
+    window_left: int  # the window that the division was made for
 
 
 def decode_tiling(
     chip: str, group: int, head_dim: int, v_head_dim: int, element_bytes: int, *, is_fp8: bool = False
 ) -> Tiling:
-    """Chooses sizes for `group` query heads per KV head, such that nothing spills.
+    """Chooses tile sizes for `group` query heads per KV head, such that no registers spill.
 
-    Tiles in flight hide the latency of memory: two or three of them, each about 32 KiB.
+    Two or three tiles in flight, each about 32 KiB, hide the latency of memory.
 
     Args:
-        chip: of `launch.chip_of`.
+        chip: the result of `launch.chip_of`.
         group: query heads per KV head; a block holds all of them, or `HEAD_BLOCK_MAX`.
-        head_dim: of keys.
-        v_head_dim: of values.
-        element_bytes: of the queries. Those of 4 bytes are multiplied without tensor cores, which takes registers.
-        is_fp8: whether the cache is, which takes registers to convert.
+        head_dim: the head dim of keys.
+        v_head_dim: the head dim of values.
+        element_bytes: bytes per element of the queries. Products of 4-byte elements run without tensor cores, which
+            takes more registers.
+        is_fp8: whether the cache is fp8; converting it takes more registers.
     """
     if element_bytes == 4:
         return Tiling(DOT_MIN, 16, num_warps=8, num_stages=1) if is_fp8 else Tiling(DOT_MIN, 16, 4, 2)
@@ -61,9 +62,9 @@ def decode_tiling(
 
 
 def decode_capacity(batch: int, kv_heads: int, group: int, tiling: Tiling, device: torch.device) -> int:
-    """Says how many units a batch is cut into at most; each has a program per KV head and block of query heads.
+    """Returns the most units that a batch is cut into; each unit has a program per KV head and block of query heads.
 
-    On 132 multiprocessors 8 KV heads of 4 query heads give ceil(2 * 132 / 8) = 33 units, and one more per request.
+    Example: on 132 multiprocessors, 8 KV heads of 4 query heads give ceil(2 * 132 / 8) = 33 units plus one per request.
     """
     blocks = kv_heads * triton.cdiv(group, tiling.block_m)
     return max(1, triton.cdiv(WAVES * multiprocessor_count(device), blocks)) + batch
@@ -85,7 +86,7 @@ def divide_decode(
     workspace: torch.Tensor | None = None,
     out: DecodeWork | None = None,
 ) -> DecodeWork:
-    """Cuts the requests of a page table into units, on its device: once per forward pass, for all its layers.
+    """Cuts the requests of a page table into units, on its device, once per forward pass for all layers.
 
     Args:
         indptr: int32 `[batch + 1]`.
@@ -93,14 +94,14 @@ def divide_decode(
         page_size: tokens per page.
         query_heads: a multiple of kv_heads.
         kv_heads: KV heads.
-        head_dim: of keys.
-        v_head_dim: of values.
-        element_bytes: of the queries.
-        is_fp8: whether the cache is.
+        head_dim: the head dim of keys.
+        v_head_dim: the head dim of values.
+        element_bytes: bytes per element of the queries.
+        is_fp8: whether the cache is fp8.
         window_left: see `AttentionOptions`.
-        split_keys: whether a request may be more than one unit.
-        workspace: uint8, aligned to 16 bytes; holds the partial results instead of new tensors.
-        out: written instead of new tensors.
+        split_keys: whether a request may be cut into several units.
+        workspace: uint8, aligned to 16 bytes; memory for the partial results; None allocates it.
+        out: an earlier division to overwrite; None allocates a new one.
 
     Raises:
         ValueError: a dtype or shape does not fit, or the workspace is too small.

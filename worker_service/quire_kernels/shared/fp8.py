@@ -1,14 +1,14 @@
-"""fp8 as bytes, by integer arithmetic: both formats that caches may have.
+"""Conversions of the two fp8 formats of caches, by integer arithmetic on bytes.
 
     e4m3   sign, 4 bits of exponent (bias 7), 3 of mantissa    largest 448,   smallest normal 2^-6,  subnormals n 2^-9
     e5m2   sign, 5 bits of exponent (bias 15), 2 of mantissa   largest 57344, smallest normal 2^-14, subnormals n 2^-16
 
-e4m3 has no infinity, and its NaN is 0x7f; e5m2 has those of float16, and is its upper byte.
+e4m3 has no infinity, and its NaN is 0x7f. e5m2 is the upper byte of a float16, with its infinities and NaNs.
 
-Kernels see fp8 caches as bytes and convert here wherever the device has no such type, so that every device gives the
-same numbers: sm_80 has no e4m3, gfx942 has other formats under the same names, and Triton's interpreter rounds wrongly.
-The type of the bytes says which format they are: uint8 is e4m3, int8 is e5m2, so no kernel needs an argument for it.
-The kernels that convert wait for memory anyway.
+Where the device lacks the type, kernels see fp8 caches as bytes and convert here, so that every device gives the same
+numbers: sm_80 has no e4m3, gfx942 has other formats under the same names, and Triton's interpreter rounds wrongly.
+The dtype of the bytes tells the format: uint8 is e4m3, int8 is e5m2. So kernels need no argument for it. The kernels
+that convert wait for memory anyway.
 """
 
 from __future__ import annotations
@@ -20,44 +20,50 @@ import triton.language as tl
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
-FP8_BYTES = {E4M3: torch.uint8, E5M2: torch.int8}  # as which a kernel sees the format
+FP8_BYTES = {E4M3: torch.uint8, E5M2: torch.int8}  # dtype in which kernels see each format
 FP8_NAMES = "float8_e4m3fn or float8_e5m2"  # for messages
 
 
 def is_fp8(dtype: torch.dtype | None) -> bool:
-    """Tells whether a dtype is one of the two formats; torch has more of 8 bits, which no kernel reads."""
+    """Returns whether a dtype is one of the two formats; torch's other 8-bit formats are not supported."""
     return dtype in FP8_MAX
 
 
 @triton.jit
 def e4m3_from_float(x):
-    """Converts fp32 to e4m3 as uint8, of the same shape: rounded to nearest, ties to even, saturated at 448; NaN stays
-    NaN."""
+    """Converts fp32 to e4m3 as uint8, of the same shape.
+
+    Rounds to nearest, ties to even, and saturates at 448. NaN stays NaN.
+    """
     return fp8_from_float(x, 3, 7, 0x43E00000)  # the bits of 448.0
 
 
 @triton.jit
 def e5m2_from_float(x):
-    """Converts fp32 to e5m2 as int8, of the same shape: rounded to nearest, ties to even, saturated at 57344; NaN stays
-    NaN."""
+    """Converts fp32 to e5m2 as int8, of the same shape.
+
+    Rounds to nearest, ties to even, and saturates at 57344. NaN stays NaN.
+    """
     return fp8_from_float(x, 2, 15, 0x47600000).to(tl.int8, bitcast=True)  # the bits of 57344.0
 
 
 @triton.jit
 def fp8_from_float(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """Converts fp32 to fp8 of MANTISSA bits as uint8; the comments have the numbers of e4m3, where MANTISSA is 3 and
-    BIAS 7."""
+    """Converts fp32 to fp8 with MANTISSA bits of mantissa, as uint8.
+
+    The comments use the numbers of e4m3: MANTISSA 3 and BIAS 7.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     sign = ((bits >> 24) & 0x80).to(tl.uint32)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, LARGEST)  # as integers, magnitudes are in the order of the numbers
-    # A normal number: 23 bits of mantissa become 3, the exponent's bias 127 becomes 7. A carry moves into the exponent.
+    magnitude = tl.minimum(magnitude, LARGEST)  # the bits of magnitudes compare like the numbers
+    # Normal numbers: 23 bits of mantissa become 3, the exponent's bias 127 becomes 7. A carry moves into the exponent.
     DROPPED: tl.constexpr = 23 - MANTISSA
     HALF: tl.constexpr = (1 << (DROPPED - 1)) - 1
     normal = ((magnitude + HALF + ((magnitude >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # For a number below 2^-6: next to 2^14 the last bit of a float is worth 2^-9, so the addition rounds to a whole
-    # subnormal. 8 of them are the smallest normal, whose byte is 8 as well.
+    # Numbers below 2^-6: adding 2^14 rounds them to multiples of 2^-9, the smallest subnormal, because 2^-9 is the last
+    # bit of a float near 2^14. 8 subnormals are the smallest normal, and its byte is 8 too.
     EXPONENT: tl.constexpr = 24 - BIAS - MANTISSA
     shifted = magnitude.to(tl.float32, bitcast=True) + 2.0**EXPONENT
     subnormal = shifted.to(tl.uint32, bitcast=True) - ((127 + EXPONENT) << 23)
@@ -71,7 +77,7 @@ def e4m3_to_float(byte):
     """Converts e4m3 as uint8 to fp32 of the same shape, exactly."""
     bits = byte.to(tl.uint32)
     magnitude = bits & 0x7F
-    # Exponent and mantissa move to the places of a float, whose bias is 127 instead of 7. A subnormal is n * 2^-9.
+    # Exponent and mantissa move to their places in a float, and the bias 7 becomes 127. A subnormal is n * 2^-9.
     normal = ((magnitude << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
@@ -80,13 +86,13 @@ def e4m3_to_float(byte):
 
 @triton.jit
 def e5m2_to_float(byte):
-    """Converts e5m2 as int8 to fp32 of the same shape, exactly: the byte is the upper one of a float16."""
+    """Converts e5m2 as int8 to fp32 of the same shape, exactly: the byte is the upper byte of a float16."""
     bits = (byte.to(tl.int32) & 0xFF) << 8
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 def quantise_reference(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """Returns the bytes that an append must store, in plain torch.
+    """Computes the fp8 numbers that an append must store, in plain torch.
 
     Args:
         x: floating, any shape.

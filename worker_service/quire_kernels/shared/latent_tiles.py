@@ -1,6 +1,6 @@
-"""Copies to shared memory, and stores of results, for the kernel of `ops/mla_hopper`.
+"""Copies to shared memory, and stores of results, for the kernel in `ops/mla_hopper`.
 
-Index arithmetic has its own function, whose `fn` tests call as plain Python: Gluon has no interpreter.
+Index arithmetic is a function of its own, so that tests can call its `fn` as plain Python: Gluon has no interpreter.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-synchronize = getattr(gl, "barrier", None) or gl.thread_barrier  # the name in Triton 3.7 and in 3.6
+synchronize = getattr(gl, "barrier", None) or gl.thread_barrier  # the names in Triton 3.7 and 3.6
 
 
 @gluon.jit
 def page_of_box(key, box, last_page, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr):
-    """Says which page holds the keys from `key + box * ROWS` on, and at which slot; never past the last page."""
+    """Returns the page that holds the keys from `key + box * ROWS` on, at most the last page, and their slot in it."""
     first = key + box * ROWS
     page = first // PAGE_SIZE
     return min(page, last_page), first % PAGE_SIZE
@@ -23,7 +23,7 @@ def page_of_box(key, box, last_page, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr
 # fmt: off
 @gluon.jit
 def clear_rows(latents, first, layout: gl.constexpr):
-    """Clears the rows of a tile from `first` on: slots without a token may hold NaN, and 0 * NaN is NaN."""
+    """Zeroes the rows of a tile from `first` on: slots without a token may hold NaN, and 0 * NaN is NaN."""
     rows = gl.arange(0, latents.shape[0], gl.SliceLayout(1, layout))
     for box in gl.static_range(latents.shape[1] // 64):
         part = latents.slice(box * 64, 64, dim=1)
@@ -33,7 +33,7 @@ def clear_rows(latents, first, layout: gl.constexpr):
 
 @gluon.jit
 def rows_of_tile(page_ids, key, last_page, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr):
-    """Loads the rows at which the boxes of a tile begin."""
+    """Returns the first row of each box of a tile."""
     rows = ()
     for box in gl.static_range(KEYS // ROWS):
         page, slot = page_of_box(key, box, last_page, PAGE_SIZE, ROWS)
@@ -43,7 +43,7 @@ def rows_of_tile(page_ids, key, last_page, KEYS: gl.constexpr, PAGE_SIZE: gl.con
 
 @gluon.jit
 def keys_of(work, item, HEADS: gl.constexpr, BLOCK: gl.constexpr):
-    """Loads the keys of an item: the first, and past the last."""
+    """Loads the range of keys `[first, last)` of an item."""
     blocks: gl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     row = work[0] + item // blocks * 4
     return gl.load(row + 1), gl.load(row + 2)
@@ -52,7 +52,7 @@ def keys_of(work, item, HEADS: gl.constexpr, BLOCK: gl.constexpr):
 @gluon.jit
 def copy_pieces(source, column, rows, target, empty, free, full, first: gl.constexpr, PIECES: gl.constexpr,
                 ROWS: gl.constexpr):
-    """Copies half the dims of a tile, each piece with a barrier of its own; the last far one waits for ropes, too."""
+    """Copies half the dims of a tile, each piece with its own barrier; the last far barrier also covers the ropes."""
     KEYS: gl.constexpr = target.shape[0]
     WIDTH: gl.constexpr = target.shape[1] // PIECES
     ROPE: gl.constexpr = 64
@@ -82,7 +82,7 @@ def copy_items(
     work, q_nope, q_pe, ckv, kpe, shared, bars, page_indptr, page_indices, qo_indptr,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, PIECES: gl.constexpr,
 ):
-    """Copies the queries and the pairs of tiles of each item, as soon as their memory is not read any more."""
+    """Copies the queries and the pairs of tiles of each item, as soon as the groups have finished with the memory."""
     near, far, ropes, queries, query_ropes, _, _ = shared
     full, empty, _ = bars
     BLOCK: gl.constexpr = q_nope.block_shape[1]
@@ -126,13 +126,13 @@ def copy_items(
 @gluon.jit
 def store_half(acc, row_max, row_sum, result, item, dim_start: gl.constexpr, HEADS: gl.constexpr,
                SCORES: gl.constexpr, RESULT: gl.constexpr):
-    """Writes the half of the result that a group has, and, from group 0, lse."""
+    """Writes a group's half of the result; group 0 also writes lse."""
     out, lse, partial_out, partial_lse, units, qo_indptr = result
     BLOCK: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1]
     CKV_DIM: gl.constexpr = 2 * HALF
     blocks: gl.constexpr = (HEADS + BLOCK - 1) // BLOCK
-    # A thread has 8 elements of a row side by side then, so that whole sectors of memory are written.
+    # In this layout a thread has 8 adjacent elements of a row, so whole sectors of memory are written.
     WIDE: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0])
     unit = item // blocks
     head_start = item % blocks * BLOCK

@@ -1,4 +1,4 @@
-"""Decisions of every attention launcher: sizes of tiles, and the form of the kernel's tensors."""
+"""Functions that every attention launcher uses: the chip, checks, and the form of a kernel's arguments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire_kernels.shared.paged_cache import PagedCache
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NATIVE_FP8_CAPABILITY = (8, 9)
-DOT_MIN = 16  # the smallest side that a product on tensor cores may have
-MULTIPROCESSORS_WITHOUT_GPU = 4  # so that a test's requests are split into units, and not into many
+DOT_MIN = 16  # smallest side of a product on tensor cores
+MULTIPROCESSORS_WITHOUT_GPU = 4  # small, so that tests split requests into a few units
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Sizes of a tile, and options of the compiler."""
+    """Sizes of a tile, and compiler options."""
 
     block_m: int  # query rows
     block_n: int  # keys
@@ -31,7 +31,7 @@ class Tiling:
 
 
 def chip_of(device: torch.device) -> str:
-    """Returns the chip whose sizes are chosen: "sm_80" (all before sm_90), "sm_90" (and later), or "gfx942"."""
+    """Returns the chip that sizes are chosen for: "sm_80" (all before sm_90), "sm_90" (and later), or "gfx942"."""
     if device.type == "cuda" and torch.version.hip is not None:
         return "gfx942"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
@@ -40,34 +40,36 @@ def chip_of(device: torch.device) -> str:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Returns whether a device is of compute capability 9, which has kernels in Gluon."""
+    """Returns whether a device has compute capability 9, which the kernels in Gluon need."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Says whether a kernel can be started while the one before it ends ("programmatic dependent launch").
+    """Returns whether a kernel can start while the previous one ends ("programmatic dependent launch").
 
-    A kernel launched with `launch_pdl=True` starts once every program of the kernel before it has called
-    `gdc_launch_dependents` or has ended. It must call `gdc_wait` before it reads the results of that kernel.
+    A kernel launched with `launch_pdl=True` starts once every program of the previous kernel has called
+    `gdc_launch_dependents` or has ended. It must call `gdc_wait` before it reads the results of the previous kernel.
     """
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Returns whether a kernel runs in Triton's interpreter, whose bf16 arithmetic is wrong: it then computes in
-    float32."""
+    """Returns whether a kernel runs in Triton's interpreter.
+
+    The interpreter's bf16 arithmetic is wrong, so interpreted kernels compute in float32.
+    """
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
 def check_runnable(kernel: Any, **places: torch.Tensor | torch.device) -> None:
-    """Refuses tensors in the host's memory, which only an interpreted kernel can read.
+    """Refuses tensors in host memory unless the kernel is interpreted: compiled kernels cannot read them.
 
     Args:
-        kernel: the one that is to read them.
-        **places: tensors, or where they are, by the names of the caller's arguments.
+        kernel: the kernel that will read the tensors.
+        **places: tensors or their devices, by the names of the caller's arguments.
 
     Raises:
-        ValueError: one is there, and the kernel is compiled; names it.
+        ValueError: a tensor is in host memory, and the kernel is compiled; the message names the argument.
     """
     for name, place in places.items():
         device = place.device if isinstance(place, torch.Tensor) else place
@@ -79,11 +81,11 @@ def check_runnable(kernel: Any, **places: torch.Tensor | torch.device) -> None:
 
 
 def device_of(kernel: Any, **place: torch.Tensor | torch.device) -> AbstractContextManager[object]:
-    """Makes a tensor's device the current one, where `kernel` is then launched: every launcher goes through here.
+    """Makes a tensor's device the current one, so that `kernel` is launched there. Every launcher calls this.
 
     Args:
-        kernel: the one that is launched.
-        **place: a tensor, or where it is, by the name of the caller's argument.
+        kernel: the kernel to launch.
+        **place: a tensor or its device, by the name of the caller's argument.
 
     Raises:
         ValueError: see `check_runnable`.
@@ -95,14 +97,17 @@ def device_of(kernel: Any, **place: torch.Tensor | torch.device) -> AbstractCont
 
 
 def multiprocessor_count(device: torch.device) -> int:
-    """Counts the multiprocessors of a GPU; a CPU counts as a small one."""
+    """Returns the number of multiprocessors of a GPU; a CPU counts as a small GPU."""
     if device.type != "cuda":
         return MULTIPROCESSORS_WITHOUT_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def head_dim_blocks(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    """Gives the constexprs that depend on head dims: 192 and 128 give BLOCK_D 128, BLOCK_TAIL 64, BLOCK_V 128."""
+    """Returns the constexprs that depend on head dims.
+
+    Example: 192 and 128 give BLOCK_D 128, BLOCK_TAIL 64, BLOCK_V 128.
+    """
     block_d = max(DOT_MIN, 1 << (head_dim.bit_length() - 1))
     tail = head_dim - block_d
     return {
@@ -115,9 +120,10 @@ def head_dim_blocks(head_dim: int, v_head_dim: int) -> dict[str, int]:
 
 
 def as_kernel_sees(cache: torch.Tensor, *, interpreted: bool) -> torch.Tensor:
-    """Views a cache in the dtype for a kernel: fp8 goes as bytes, see `fp8`, where the device has no such type.
+    """Views a cache in the dtype for a kernel: an fp8 cache as bytes (see `fp8`) if the device lacks the type.
 
-    Triton could convert e5m2 on older chips, too. It goes as e4m3 does, so that they run what the interpreter tests.
+    Triton could convert e5m2 on older chips too. Bytes are used all the same, so that those chips run the code that the
+    interpreter tests.
     """
     if not is_fp8(cache.dtype):
         return cache
@@ -135,12 +141,12 @@ def check_queries(q: torch.Tensor, *, head_dim: int, kv_heads: int, kv_dtype: to
 
     Args:
         q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
-        head_dim: of the keys.
+        head_dim: the head dim of the keys.
         kv_heads: must divide query_heads.
-        kv_dtype: that of q, or float8_e4m3fn, or float8_e5m2.
+        kv_dtype: q's dtype, float8_e4m3fn or float8_e5m2.
 
     Raises:
-        ValueError: a shape or dtype does not fit; names the argument.
+        ValueError: a shape or dtype does not fit; the message names the argument.
     """
     if q.dim() != 3 or q.shape[2] != head_dim:
         raise ValueError(f"q must be [tokens, heads, {head_dim}], not {tuple(q.shape)}")
@@ -158,7 +164,7 @@ def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
     """Refuses tensors that are on another device than the queries.
 
     Raises:
-        ValueError: one is; names it.
+        ValueError: a tensor is on another device; the message names it.
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
@@ -168,10 +174,10 @@ def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
 def output_like(
     name: str, given: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Gives a tensor to write to: the caller's, if it fits, else a new one.
+    """Returns a tensor to write to: the caller's, or a new one if the caller gave none.
 
     Raises:
-        ValueError: the caller's has another shape, dtype or device, or is not contiguous; names it.
+        ValueError: the caller's tensor has another shape, dtype or device, or is not contiguous; the message names it.
     """
     if given is None:
         return torch.empty(*shape, dtype=dtype, device=device)
@@ -192,14 +198,14 @@ def option_arguments(options: AttentionOptions) -> dict[str, Any]:
         "slopes": options.alibi_slopes,
         "k_scale": options.k_scale,
         "v_scale": options.v_scale,
-        "sm_scale": float(options.sm_scale),  # an integer would be another type to the compiler
+        "sm_scale": float(options.sm_scale),  # Triton would compile another variant for an integer
         "soft_cap": float(options.logits_soft_cap),
         "SOFT_CAP": options.logits_soft_cap > 0,
     }
 
 
 def strides_of(q: torch.Tensor, cache: PagedCache) -> dict[str, int]:
-    """Returns the kernels' arguments that are strides, in elements."""
+    """Returns the stride arguments of the kernels, in elements."""
     tensors = (
         ("q", q, ("token", "head", "dim")),
         *((name, part, ("page", "token", "head", "dim")) for name, part in (("k", cache.k), ("v", cache.v))),

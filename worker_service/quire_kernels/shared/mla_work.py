@@ -1,4 +1,4 @@
-"""The division of latent attention: sizes of tiles, and the latents or rows of each program."""
+"""Work division of latent attention: the sizes of tiles, and the latents or rows of each program."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from quire_kernels.shared.paged_cache import check_index_tensor
 from quire_kernels.shared.work_units import WorkUnits, divide_work
 
 WAVES = 2  # programs per multiprocessor that decode aims at
-# On Hopper, see `mla_hopper`: a program fills a multiprocessor, and each unit more is 256 KiB of partial results.
+# For Hopper (`mla_hopper`): one program fills a multiprocessor, and each additional unit costs 256 KiB of partial
+# results.
 HOPPER_WAVES, HOPPER_KEYS, HOPPER_HEADS = 1, 64, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlaWork:
-    """The division of a batch."""
+    """The work division of a batch."""
 
     work: WorkUnits
     tiling: Tiling
     split_keys: bool  # every request has one query
     heads: int
     token_count: int
-    partial_out: torch.Tensor | None  # float32 [capacity, heads, ckv_dim], with split_keys
+    partial_out: torch.Tensor | None  # float32 [capacity, heads, ckv_dim], only with split_keys
     partial_lse: torch.Tensor | None  # float32 [capacity, heads]
 
 
 def mla_tiling(chip: str, heads: int, element_bytes: int) -> Tiling:
-    """Chooses sizes for latents of 512 + 64, such that nothing spills: the accumulator of a row has 512 entries."""
+    """Chooses tile sizes for latents of 512 + 64, such that no registers spill: a row's accumulator has 512 entries."""
     if chip == "gfx942":
         return Tiling(16, 16, num_warps=4, num_stages=1)
     if element_bytes == 4:
@@ -60,10 +61,10 @@ def divide_mla(
         token_count: query tokens, or an upper bound.
         split_keys: every request has exactly one query.
         heads: query heads.
-        ckv_dim: of latents, a power of two.
-        element_bytes: of the queries.
+        ckv_dim: dims of a latent without its rotary part; a power of two.
+        element_bytes: bytes per element of the queries.
         page_size: tokens per page.
-        out: written instead of new tensors.
+        out: an earlier division to overwrite; None allocates a new one.
 
     Raises:
         ValueError: a dtype or shape does not fit.

@@ -1,4 +1,4 @@
-"""Checks of numbers that callers give, before a kernel or a division sees them."""
+"""Checks of callers' numbers, before a kernel or a work division uses them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 import operator
 from typing import Any, Final
 
-LARGEST: Final = 2**31 - 1  # of heads, dimensions and tokens: kernels count in 32 bits
+LARGEST: Final = 2**31 - 1  # limit of heads, dimensions and tokens: kernels count in 32 bits
 
 
 def require_integer(name: str, value: Any, low: int) -> int:
-    """Returns an integer from `low` to `LARGEST`, of Python's own or of numpy's.
+    """Returns `value` as a Python integer from `low` to `LARGEST`; numpy's integers are accepted too.
 
     Raises:
-        TypeError: it is no integer. True and False are none.
-        ValueError: it is out of the range.
+        TypeError: the value is not an integer. True and False do not count as integers.
+        ValueError: the value is out of range.
     """
     if type(value) is int and low <= value <= LARGEST:
         return value
     try:
         number = operator.index(value)
-    except (TypeError, RuntimeError):  # torch has the latter for tensors of several entries
+    except (TypeError, RuntimeError):  # torch raises RuntimeError for tensors of several entries
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {_shown(value)}")
@@ -44,8 +44,8 @@ def require_finite(name: str, value: Any) -> float:
     """Returns a finite number.
 
     Raises:
-        TypeError: it is no number. True and False are none.
-        ValueError: it is NaN, infinite, or larger than numbers can be.
+        TypeError: the value is not a number. True and False do not count as numbers.
+        ValueError: the value is NaN or infinite, or an integer too large for a float.
     """
     if isinstance(value, (bool, str, bytes, bytearray)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, not {_shown(value)}")
@@ -59,8 +59,8 @@ def require_finite(name: str, value: Any) -> float:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as its caller wrote it, cut after 80 characters."""
+    """Returns the repr of a value, cut after 80 characters."""
     try:
         return f"{value!r:.80}"
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return "a number of thousands of digits"

@@ -1,6 +1,6 @@
-"""Options that may differ between attention calls: scale, soft cap, window, sinks, slopes.
+"""Options that may differ between attention calls: scale, soft cap, window, sinks, ALiBi slopes.
 
-The score of query i (of head h) and key j, in natural units, and then the mask:
+The score of query i (of head h) and key j is computed in natural units, and then masked:
 
     x = sm_scale * k_scale[kv head] * (q_i . k_j)
     x = logits_soft_cap * tanh(x / logits_soft_cap)               if logits_soft_cap > 0
@@ -10,8 +10,8 @@ The score of query i (of head h) and key j, in natural units, and then the mask:
     out_i = sum_j exp(x_ij) v_scale[kv head] v_j / (exp(sinks[h]) + sum_j exp(x_ij))
     lse_i = log2(exp(sinks[h]) + sum_j exp(x_ij))
 
-`lse` is in base 2 everywhere, as in FlashInfer. A sink is a natural logarithm and is not scaled; without sinks its term
-is absent. A row that sees no key gives zeros; its lse is -inf, or that of its sink alone.
+`lse` is in base 2 everywhere, as in FlashInfer. A sink is a natural logarithm and is not scaled. Without sinks, the
+sink's term is absent. A row that sees no key gives zeros; its lse is -inf, or the lse of its sink alone.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ Scale = float | torch.Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionOptions:
-    """See the top of the file.
+    """The options of an attention call; the formulas are at the top of the file.
 
     Raises:
-        TypeError: a number is none.
-        ValueError: a number is not finite or out of range, a tensor is not a contiguous float32 vector; names it.
+        TypeError: an option that must be a number is not one.
+        ValueError: a number is not finite or out of range, or a tensor is not a contiguous float32 vector. The message
+            names the option.
     """
 
     sm_scale: float
-    logits_soft_cap: float = 0.0  # 0: none
-    window_left: int = -1  # keys before its own position that a query sees, inclusive; -1: all
+    logits_soft_cap: float = 0.0  # 0 turns it off
+    window_left: int = -1  # how many keys before its own position a query sees; -1: all
     sinks: torch.Tensor | None = None  # float32 [query_heads], natural logarithms
     alibi_slopes: torch.Tensor | None = None  # float32 [query_heads]
     k_scale: torch.Tensor | None = None  # float32 [kv_heads]
@@ -61,7 +62,7 @@ class AttentionOptions:
         """Refuses vectors that do not fit the heads.
 
         Raises:
-            ValueError: a vector has another length or is on another device; names it.
+            ValueError: a vector has another length or is on another device; the message names it.
         """
         for name, length in (
             ("sinks", query_heads),
@@ -79,17 +80,17 @@ class AttentionOptions:
 
 
 def scale_per_head(name: str, scale: Scale | None, kv_heads: int, device: torch.device) -> torch.Tensor | None:
-    """Makes a scale float32 `[kv_heads]`; None stays None, which costs nothing in a kernel.
+    """Returns a scale as float32 `[kv_heads]`. None stays None, which costs nothing in a kernel.
 
     Args:
-        name: of the argument, for the message.
+        name: the argument's name, for the message.
         scale: a number, or a tensor of one entry or one per KV head.
         kv_heads: KV heads.
-        device: where the result lives.
+        device: the device of the result.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: a tensor of another size, or a number that is not finite.
+        TypeError: the scale is not a number.
+        ValueError: the tensor has another size, or the number is not finite.
     """
     if scale is None:
         return None

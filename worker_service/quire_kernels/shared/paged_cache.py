@@ -1,15 +1,15 @@
-"""The cache and page table of every kernel, and their checks.
+"""The forms of cache and page table that all kernels accept, and their checks.
 
-A cache comes in FlashInfer's words:
+A cache has one of FlashInfer's forms:
 
     one 5-D tensor    [pages, 2, page_size, kv_heads, head_dim]  NHD,   [pages, 2, kv_heads, page_size, head_dim]  HND
     a pair of 4-D     [pages, page_size, kv_heads, head_dim]     NHD,   [pages, kv_heads, page_size, head_dim]     HND
 
-of any strides. `unpack_paged_cache` turns all four into two views whose dimensions are always `[pages, page_size,
-kv_heads, head_dim]`. The layout remains in their strides, and kernels need nothing else.
+with any strides. `unpack_paged_cache` turns all four into two views with the dimensions `[pages, page_size, kv_heads,
+head_dim]`. The layout remains in their strides, and kernels need nothing else.
 
-A page table is FlashInfer's CSR triple, int32: request i owns the pages `indices[indptr[i] : indptr[i + 1]]`, all full
-but its last, which holds `last_page_len[i]` tokens. A request without pages has length 0.
+A page table is FlashInfer's CSR triple, int32: request i owns the pages `indices[indptr[i] : indptr[i + 1]]`. They are
+full except the last page, which holds `last_page_len[i]` tokens. A request without pages has length 0.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PagedKVCache = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedCache:
-    """Keys and values as views `[pages, page_size, kv_heads, head_dim]`, in this order whatever the layout.
+    """Keys and values as views `[pages, page_size, kv_heads, head_dim]`, in this order for every layout.
 
-    The head dim of the values may differ from that of the keys.
+    Values may have another head dim than keys.
     """
 
     k: torch.Tensor  # [pages, page_size, kv_heads, head_dim]
-    v: torch.Tensor  # [pages, page_size, kv_heads, v_head_dim], dtype and device of k
+    v: torch.Tensor  # [pages, page_size, kv_heads, v_head_dim], of k's dtype and device
 
     @property
     def page_count(self) -> int:
@@ -75,27 +75,26 @@ class PagedCache:
 
     @property
     def k_strides(self) -> tuple[int, int, int, int]:
-        """Counts how many elements lie between two pages, two tokens of a page, two heads, and two elements of a
-        key."""
+        """Returns the strides of keys, in elements: page, token, head, dim."""
         page, token, head, element = self.k.stride()
         return page, token, head, element
 
     @property
     def v_strides(self) -> tuple[int, int, int, int]:
-        """v_strides: as `k_strides`, for values."""
+        """Returns the strides of values, in elements: page, token, head, dim."""
         page, token, head, element = self.v.stride()
         return page, token, head, element
 
 
 def unpack_paged_cache(cache: PagedKVCache, kv_layout: str = "NHD") -> PagedCache:
-    """Gives keys and values as views with one order of dimensions.
+    """Returns keys and values as views with one order of dimensions.
 
     Args:
         cache: a 5-D tensor or a pair of 4-D tensors, see the top of the file; any dtype, any strides.
         kv_layout: "NHD" or "HND".
 
     Raises:
-        ValueError: unknown `kv_layout`; `cache` has other shapes, or its two tensors differ in dtype or device.
+        ValueError: `kv_layout` is unknown, `cache` has other shapes, or its two tensors differ in dtype or device.
     """
     check_kv_layout(kv_layout)
     if isinstance(cache, torch.Tensor):
@@ -121,17 +120,17 @@ def check_kv_layout(kv_layout: str) -> None:
     """Refuses a layout that is neither "NHD" nor "HND".
 
     Raises:
-        ValueError: it is another.
+        ValueError: the layout is another one.
     """
     if kv_layout not in KV_LAYOUTS:
         raise ValueError(f"kv_layout must be one of {KV_LAYOUTS}, not {kv_layout!r}")
 
 
 def check_index_tensor(name: str, tensor: torch.Tensor, *, length: int | None = None) -> None:
-    """Refuses tensors other than contiguous int32 vectors. Reads no value, so it never waits for a device.
+    """Refuses tensors other than contiguous int32 vectors. Reads no values, so it never waits for a device.
 
     Raises:
-        ValueError: dtype, shape or strides differ, or there are not `length` entries; names the argument `name`.
+        ValueError: dtype, shape or strides differ, or there are not `length` entries. The message names the argument.
     """
     if tensor.dtype != torch.int32:
         raise ValueError(f"{name} must be int32, not {tensor.dtype}")
@@ -142,16 +141,18 @@ def check_index_tensor(name: str, tensor: torch.Tensor, *, length: int | None = 
 
 
 def check_indptr(name: str, indptr: torch.Tensor, *, batch: int | None = None, total: int | None = None) -> None:
-    """Refuses an indptr that does not rise from 0. Reads it, so on a GPU it waits: for `plan`, not for `run`.
+    """Refuses an indptr that does not start at 0 and rise.
+
+    Reads the tensor, so on a GPU the host waits: call it in `plan`, not in `run`.
 
     Args:
-        name: of the argument, for the message.
+        name: the argument's name, for the message.
         indptr: int32 `[batch + 1]`.
-        batch: how many requests it must describe.
-        total: its last entry must be this.
+        batch: the number of requests that it must have.
+        total: the value that its last entry must have.
 
     Raises:
-        ValueError: any of this does not hold; names the argument.
+        ValueError: one of these conditions does not hold; the message names the argument.
     """
     check_index_tensor(name, indptr, length=None if batch is None else batch + 1)
     if indptr.shape[0] == 0:
@@ -175,18 +176,21 @@ def check_page_table(
     page_size: int,
     prefix: str = "",
 ) -> None:
-    """Refuses a page table that would read outside the pool. Reads it, so on a GPU it waits: for `plan`.
+    """Refuses a page table that would make a kernel read outside the pool.
+
+    Reads the tensors, so on a GPU the host waits: call it in `plan`, not in `run`.
 
     Args:
         indptr: int32 `[batch + 1]`.
         indices: int32 `[indptr[batch]]` or longer; entries past `indptr[batch]` are not read.
-        last_page_len: int32 `[batch]`, in `1..page_size`; not looked at for a request without pages.
-        page_count: pages of the pool; None where it is not known yet, then only negative indices are refused.
+        last_page_len: int32 `[batch]`, in `1..page_size`; ignored for a request without pages.
+        page_count: pages of the pool. None if it is not known yet: then only negative indices are refused.
         page_size: tokens per page.
-        prefix: before the names in messages, such as "paged_kv_".
+        prefix: put before the names in messages, such as "paged_kv_".
 
     Raises:
-        ValueError: an entry is out of range, `indptr` falls, or a dtype, shape or device differs; names the argument.
+        ValueError: an entry is out of range, `indptr` falls, or a dtype, shape or device differs. The message names the
+            argument.
     """
     require_integer("page_size", page_size, 1)
     check_indptr(f"{prefix}indptr", indptr)
@@ -207,10 +211,10 @@ def check_page_table(
 
 
 def kv_lengths(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Counts the tokens of each request, int32 `[batch]`, on the page table's device and without waiting for it.
+    """Computes the tokens of each request, int32 `[batch]`, on the page table's device and without waiting for it.
 
-    Three pages of 16 whose last holds 5 tokens are 2 * 16 + 5 = 37. No page means no token, whatever `last_page_len`
-    is.
+    Example: three pages of 16 with 5 tokens in the last one hold 2 * 16 + 5 = 37 tokens. A request without pages has 0
+    tokens, whatever its `last_page_len`.
     """
     pages = indptr.diff()
     return torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The common part of both prefill launchers: checks and arguments."""
+"""The common part of both prefill launchers: checks and kernel arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire_kernels.shared.prefill_rows import Masking, PrefillWork
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillLaunch:
-    """The checked arguments of both kernels."""
+    """The checked arguments for either prefill kernel."""
 
     grid: tuple[int]
     out: torch.Tensor  # [tokens, query_heads, v_head_dim]
@@ -30,7 +30,7 @@ class PrefillLaunch:
 
     @property
     def is_empty(self) -> bool:
-        """Tells whether there are no queries, so that nothing must be launched."""
+        """Returns whether there are no queries, so that nothing must be launched."""
         return self.out.shape[0] == 0 or self.grid[0] == 0
 
 
@@ -48,23 +48,23 @@ def prepare_prefill(
     lse: torch.Tensor | None,
     interpreted: bool,
 ) -> PrefillLaunch:
-    """Checks queries, options, masks and division, and returns the arguments that follow from them for either kernel.
+    """Checks queries, options, masks and division, and computes the arguments that both prefill kernels share.
 
     Args:
         q: `[tokens, query_heads, head_dim]`.
         qo_indptr: int32 `[batch + 1]`.
         kv_heads: KV heads.
-        head_dims: of keys and of values.
-        kv_dtype: of both.
+        head_dims: the head dim of keys and the head dim of values.
+        kv_dtype: the dtype of keys and values.
         options: scale, soft cap, window and so on.
         masking: causal, chunks, custom mask.
-        division: by `divide_prefill` of this qo_indptr.
-        out: the caller's place for the result, if there is one.
+        division: the result of `divide_prefill` for this qo_indptr.
+        out: the caller's tensor for the result; None allocates it.
         lse: as `out`, for lse.
-        interpreted: whether the kernel is.
+        interpreted: whether the kernel runs in Triton's interpreter.
 
     Raises:
-        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+        ValueError: a shape, dtype, device or stride does not fit; the message names the argument.
     """
     (tokens, heads), batch, tiling = q.shape[:2], division.work.batch, division.tiling
     check_queries(q, head_dim=head_dims[0], kv_heads=kv_heads, kv_dtype=kv_dtype)

@@ -1,5 +1,7 @@
-"""Pieces of work of the prefill kernel for Hopper (`ops/prefill_hopper`): how programs take them, and their keys and
-queries."""
+"""Pieces of work of the prefill kernel for Hopper (`ops/prefill_hopper`).
+
+Functions for taking pieces, and for loading their keys, values and queries.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from quire_kernels.shared.prefill_tiles import keys_of_block, tiles_of_keys, unit_of_piece
 
-GROUP_ROWS = gl.constexpr(64)  # of a group of warps: the rows of one wgmma
+GROUP_ROWS = gl.constexpr(64)  # rows per group of warps, as in one wgmma
 QUEUE_SLOTS = gl.constexpr(2)
 
-# Triton 3.6 has one name for it, 3.7 another. It synchronizes the warps of a group, not those of the program.
+# Synchronizes the warps of a group, not all warps of the program. Triton 3.6 and 3.7 name it differently.
 synchronize_group = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 # fmt: off
 @gluon.jit
 def piece(number, work, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Loads a piece: its KV head, and the rows and keys of its block."""
+    """Loads a piece: its KV head, and the rows and keys of its block of rows."""
     units, unit_count, qo_indptr, page_indptr, last_page_len = work
     unit = unit_of_piece(number, unit_count, KV_HEADS)
     request = gl.load(units + unit * 4)
@@ -36,7 +38,7 @@ def piece(number, work, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def publish(number, turn, queue):
-    """Puts the piece that follows a turn into the queue, once all have read the one in its slot. One warp."""
+    """Puts the piece that follows a turn into the queue, after all warps have read the slot's old piece. One warp."""
     numbers, published, read = queue
     slot = turn % QUEUE_SLOTS
     mbarrier.wait(read.index(slot), turn // QUEUE_SLOTS % 2 ^ 1)
@@ -47,7 +49,7 @@ def publish(number, turn, queue):
 
 @gluon.jit
 def published_piece(turn, queue, WARPS: gl.constexpr):
-    """Returns the piece that follows a turn, once it is published; `release` gives the slot back."""
+    """Waits for the piece that follows a turn, and returns it; `release` then frees the slot."""
     numbers, published, _ = queue
     slot = turn % QUEUE_SLOTS
     mbarrier.wait(published.index(slot), turn // QUEUE_SLOTS % 2)
@@ -56,7 +58,7 @@ def published_piece(turn, queue, WARPS: gl.constexpr):
 
 @gluon.jit
 def release(turn, queue):
-    """Says that this group of warps has read the piece that follows a turn."""
+    """Signals that this group of warps has read the piece that follows a turn."""
     synchronize_group()
     mbarrier.arrive(queue[2].index(turn % QUEUE_SLOTS), count=1)
 
@@ -68,21 +70,21 @@ def copy_keys(
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):
-    """Takes pieces, publishes them and copies the tiles of K of each. One warp."""
+    """Takes pieces, publishes them, and copies their tiles of K. One warp."""
     total = work[1] * KV_HEADS
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     number = gl.program_id(0)
     turn = 0
     count = 0
     while number < total:
-        # The answer is awaited only after the copies.
+        # The result is used only after the copies, so the warp does not wait for it here.
         ticket = gl.atomic_add(taken + lane, lane * 0 + 1, mask=lane == 0, sem="relaxed")
         count = copy_tiles(
             part, page_indices, number, work, window_left, rows, ring, full, empty, count,
             KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, BLOCK_N, STAGES, CAUSAL, WINDOW,
         )
-        # Each of `total` tickets is drawn once: by every program the one that ends it, and one for every piece after
-        # the first `PROGRAMS`. Who draws the last one leaves the counter as it was.
+        # Each of `total` tickets is drawn once: one for every piece after the first `PROGRAMS`, and one by every
+        # program to learn that no piece is left. The program that draws the last ticket resets the counter to 0.
         gl.store(taken + lane, lane * 0, mask=(lane == 0) & (ticket == total - 1))
         number = PROGRAMS + gl.sum(gl.where(lane == 0, ticket, 0), 0)
         publish(number, turn, queue)
@@ -96,7 +98,7 @@ def copy_values(
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):
-    """Copies the tiles of V of the pieces that are published. One warp."""
+    """Copies the tiles of V of published pieces. One warp."""
     total = work[1] * KV_HEADS
     number = gl.program_id(0)
     turn = 0
@@ -118,7 +120,7 @@ def copy_tiles(
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):
-    """Copies the tiles of K, or of V, of a piece into their ring. Returns the count of tiles so far. One warp."""
+    """Copies a piece's tiles of K, or of V, into their ring. Returns the number of tiles so far. One warp."""
     BOX: gl.constexpr = part.block_shape[0]
     BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * 2
     rows_per_page, rows_per_head, columns_per_head = rows
@@ -153,7 +155,7 @@ def load_queries(
     q, q_strides, number, work, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """Loads the 64 rows of a group for a piece, zero past the last row."""
+    """Loads a group's 64 query rows of a piece; zeros past the last row."""
     kv_head, row_start, row_stop, q_begin, _, _, _ = piece(number, work, KV_HEADS, PAGE_SIZE)
     row = row_start + HALF * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
     token = (q_begin + row // GROUP).to(gl.int64)

@@ -1,13 +1,13 @@
-"""The common part of both prefill kernels: a block of query rows against all keys that any of them sees.
+"""The common part of both prefill kernels: attention of a block of query rows to all keys that any of them sees.
 
-Row r of a request is head `r % GROUP` (of a KV head's query heads) of its token `r // GROUP`: keys are read once for
-all heads that share them, and any ratio of heads fills the block. Token t of a request of q_len queries and kv_len keys
-stands at position kv_len - q_len + t (right-aligned: the last query sees the last key) and sees the keys
+Row r of a request is head `r % GROUP` (of a KV head's query heads) of token `r // GROUP`. So keys are read once for all
+heads that share them, and any ratio of heads fills the block. Token t of a request with q_len queries and kv_len keys
+is at position kv_len - q_len + t (right-aligned: the last query sees the last key). It sees the keys
 
     [max(0, position - window_left, position // chunk_size * chunk_size), causal ? position + 1 : kv_len)
 
-where the custom mask, if there is one, allows. Keys that all rows of the block see are attended to without a mask;
-a window leaves edges on both sides, causality one on the right, and with a custom mask everything is an edge.
+that the custom mask, if any, allows. Keys that all rows of the block see are attended without a mask. The other keys
+are edges: a window makes edges on both sides, causality makes one on the right, and a custom mask makes all keys edges.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from quire_kernels.shared.work_units import WorkUnits, divide_work
 @triton.jit
 def attend_rows(
     q, q_begin, q_len, q_strides,  # q at the request's first token
-    keys, kv_len, kv_head,  # `Keys` of the request at its KV head
+    keys, kv_len, kv_head,  # `keys` is a `Keys` at the request's KV head
     out, lse, row_start, row_stop,
     sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size,
     mask, mask_indptr, request, shape,
@@ -107,7 +107,7 @@ def attend_rows(
 
 @triton.jit
 def visible_from(position, window_left, chunk_size, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
-    """Finds the first key that a query at `position` sees: of 40, with window_left 9 and chunks of 32, max(31, 32)."""
+    """Returns the first key that a query at `position` sees: at 40 with window_left 9 and chunks of 32, max(31, 32)."""
     low = position * 0
     if WINDOW:
         low = tl.maximum(low, position - window_left)
@@ -118,15 +118,16 @@ def visible_from(position, window_left, chunk_size, WINDOW: tl.constexpr, CHUNKE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masking:
-    """The keys that each query sees, besides the window of `AttentionOptions`.
+    """Restricts the keys that each query sees, in addition to the window of `AttentionOptions`.
 
     Raises:
-        ValueError: chunk_size is negative, a custom mask comes with `causal`, without its indptr, or of another dtype.
+        ValueError: chunk_size is negative, or a custom mask is combined with `causal`, lacks its indptr, or has another
+            dtype.
     """
 
     causal: bool = False
-    chunk_size: int = 0  # tokens; a query sees only keys of its own chunk (Llama 4); 0: all
-    custom_mask: torch.Tensor | None = None  # bool, an entry per (query, key), or uint8, eight entries a byte
+    chunk_size: int = 0  # tokens; a query sees only keys of its own chunk (Llama 4); 0: no chunks
+    custom_mask: torch.Tensor | None = None  # bool, one entry per (query, key); or uint8, eight entries per byte
     mask_indptr: torch.Tensor | None = None  # int64 [batch + 1], in entries or bytes of custom_mask
 
     def __post_init__(self) -> None:
@@ -144,23 +145,23 @@ class Masking:
 
     @property
     def kind(self) -> int:
-        """Returns MASK_NONE, MASK_BYTES or MASK_BITS of `tile`."""
+        """Returns the kind of the custom mask: MASK_NONE, MASK_BYTES or MASK_BITS of `tile`."""
         if self.custom_mask is None:
             return 0
         return 1 if self.custom_mask.dtype == torch.bool else 2
 
     def check(self, batch: int, device: torch.device) -> None:
-        """Refuses a mask that is elsewhere, or of another batch.
+        """Refuses a mask that is on another device, or has another batch size.
 
         Raises:
-            ValueError: as said; names the argument.
+            ValueError: the mask does not fit; the message names the argument.
         """
         check_devices(device, custom_mask=self.custom_mask, mask_indptr=self.mask_indptr)
         if self.mask_indptr is not None and self.mask_indptr.shape != (batch + 1,):
             raise ValueError(f"mask_indptr must have {batch + 1} entries, not {tuple(self.mask_indptr.shape)}")
 
     def arguments(self) -> dict[str, Any]:
-        """Gives the kernels' arguments that say this."""
+        """Returns the masking arguments of the kernels."""
         mask = self.custom_mask
         return {
             "mask": mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask,
@@ -173,12 +174,12 @@ class Masking:
 
 
 def mask_indptr_of(qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, *, packed: bool) -> torch.Tensor:
-    """Computes where each request's part of a flat mask starts, on the device.
+    """Computes on the device where each request's part of a flat mask starts.
 
     Args:
         qo_indptr: int32 `[batch + 1]`.
         kv_lengths: int32 `[batch]`.
-        packed: eight entries a byte, every request at a byte of its own; else an entry a byte.
+        packed: True: eight entries per byte, and each request starts at a new byte. False: one entry per byte.
 
     Returns:
         int64 `[batch + 1]`.
@@ -199,16 +200,17 @@ def prefill_tiling(
     masked: bool = False,
     is_fp8: bool = False,
 ) -> Tiling:
-    """Chooses sizes for blocks of query rows, such that nothing spills.
+    """Chooses tile sizes for blocks of query rows, such that no registers spill.
 
     Args:
-        chip: of `launch.chip_of`.
-        rows_per_request: a mean, so that it is known without the lengths.
-        head_dim: of keys.
-        v_head_dim: of values.
-        element_bytes: of the queries. Those of 4 bytes are multiplied without tensor cores, which takes registers.
-        masked: with a custom mask, whose addresses take registers.
-        is_fp8: whether the keys are, which takes registers to convert.
+        chip: the result of `launch.chip_of`.
+        rows_per_request: the mean over the batch, which is known without the lengths.
+        head_dim: the head dim of keys.
+        v_head_dim: the head dim of values.
+        element_bytes: bytes per element of the queries. Products of 4-byte elements run without tensor cores, which
+            takes more registers.
+        masked: whether there is a custom mask; its addresses take registers.
+        is_fp8: whether the keys are fp8; converting them takes registers.
     """
     block_m = 16 if rows_per_request <= 16 else 64 if rows_per_request <= 64 else 128
     widest = max(head_dim, v_head_dim)
@@ -232,26 +234,26 @@ def prefill_tiling(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillWork:
-    """The division of a batch's query rows; launches with it must not run at the same time."""
+    """The work division of a batch's query rows; launches with the same division must not run at the same time."""
 
     work: WorkUnits
-    taken: torch.Tensor  # int32 [1], 0 between launches: counts the pieces that the programs of one have taken
+    taken: torch.Tensor  # int32 [1]: pieces that the programs of a launch have taken; 0 between launches
     tiling: Tiling
-    group: int  # query heads per KV head that the division is for
-    token_count: int  # query tokens at most
+    group: int  # query heads per KV head
+    token_count: int  # upper bound of query tokens
 
 
 def divide_prefill(
     qo_indptr: torch.Tensor, *, token_count: int, group: int, tiling: Tiling, out: PrefillWork | None = None
 ) -> PrefillWork:
-    """Cuts the query rows of every request into blocks, on the device: once per forward pass, for all its layers.
+    """Cuts the query rows of every request into blocks, on the device, once per forward pass for all layers.
 
     Args:
         qo_indptr: int32 `[batch + 1]`.
-        token_count: query tokens of all requests, or an upper bound: it decides the size of the grid.
+        token_count: query tokens of all requests, or an upper bound. It determines the size of the grid.
         group: query heads per KV head.
-        tiling: by `prefill_tiling`.
-        out: written instead of new tensors; its `token_count` must suffice.
+        tiling: the result of `prefill_tiling`.
+        out: an earlier division to overwrite; its `token_count` must suffice. None allocates a new one.
 
     Raises:
         ValueError: a dtype or shape does not fit, or `out` is too small.
@@ -302,7 +304,7 @@ def attend_requests(
 
 
 def _mask_of(mask: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
-    """Cuts the custom mask of a request out, bool `[q_len, kv_len]`, from entries or bits."""
+    """Extracts the custom mask of a request, bool `[q_len, kv_len]`, from entries or bits."""
     size = shape.numel()
     if mask.dtype == torch.bool:
         return mask[start : start + size].reshape(shape)

@@ -1,4 +1,4 @@
-"""The softmax of a tile, for the prefill kernel for Hopper (`ops/prefill_hopper`), and the rows of V that none sees."""
+"""Softmax of a tile, and zeroing of unseen rows of V, for the prefill kernel for Hopper (`ops/prefill_hopper`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from quire_kernels.shared.prefill_pieces import GROUP_ROWS, synchronize_group
 
-CLEARED_ROWS = gl.constexpr(16)  # zeroed at once, to stay within the registers
+CLEARED_ROWS = gl.constexpr(16)  # rows zeroed at a time; more would need too many registers
 
 
 # fmt: off
@@ -17,10 +17,10 @@ def softmax_tile(
     s, row_max, row_sum, scale, cap, tile, row_low, row_high, is_edge,
     LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):
-    """Takes a tile of products into the online softmax. Returns p, row_max, row_sum and the factor for the earlier
-    sums. row_sum is `[64, 4]`, see `thread_sums`.
+    """Adds a tile of products to the online softmax. Returns p, row_max, row_sum and the factor for the earlier sums.
 
-    Scores and row_max are in units of log2. `scale` is positive: the largest product gives the largest score.
+    row_sum is `[64, 4]`, see `thread_sums`. Scores and row_max are in units of log2. `scale` is positive, so the
+    largest product gives the largest score.
     """
     if SOFT_CAP:
         s = cap * (1.0 - 2.0 / (gl.exp2(s * scale) + 1.0))  # cap * tanh
@@ -48,19 +48,19 @@ def softmax_tile(
 
 @gluon.jit
 def shares_of_threads(s, BLOCK_N: gl.constexpr):
-    """Returns `[64, BLOCK_N / 32, 4, 4, 2]`: four threads have a row, and the fourth dimension says which."""
+    """Reshapes to `[64, BLOCK_N / 32, 4, 4, 2]`: four threads share a row, and the fourth dimension is the thread."""
     return s.reshape([GROUP_ROWS, BLOCK_N // 32, 4, 4, 2])
 
 
 @gluon.jit
 def thread_sums(p, BLOCK_N: gl.constexpr):
-    """Returns `[64, 4]`: a row's sums by thread, so that the threads add them up once a piece and not once a tile."""
+    """Returns `[64, 4]`: each thread's sum of a row. So threads add up their sums once per piece, not once per tile."""
     return gl.sum(gl.sum(gl.sum(shares_of_threads(p, BLOCK_N), 4), 2), 1)
 
 
 @gluon.jit
 def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zeroes the rows of a tile outside `[low, high)`. Both groups do, with equal results, so neither waits."""
+    """Zeroes the rows of a tile outside `[low, high)`. Both groups do this, so neither has to wait for the other."""
     for i in gl.static_range(BLOCK_N // CLEARED_ROWS):
         if (i * CLEARED_ROWS < low) | ((i + 1) * CLEARED_ROWS > high):
             part = values.slice(i * CLEARED_ROWS, CLEARED_ROWS, dim=0)

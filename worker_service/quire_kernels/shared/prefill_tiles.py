@@ -1,7 +1,7 @@
-"""The tiles of keys of a block of query rows, for the kernel for Hopper and, as plain Python, for its tests.
+"""The tiles of keys that a block of query rows needs; used by the kernel for Hopper, and as plain Python by its tests.
 
-Rows and their keys are those of `prefill_rows`. Tile j holds the keys `[j * BLOCK_N, (j + 1) * BLOCK_N)`. Of the tiles
-`[start, stop)` those in `[free_start, free_stop)` need no mask: every row sees every key of them.
+Rows and their keys are those of `prefill_rows`. Tile j holds the keys `[j * BLOCK_N, (j + 1) * BLOCK_N)`. A block needs
+the tiles `[start, stop)`. The tiles `[free_start, free_stop)` need no mask: every row sees all of their keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def keys_of_block(
 
 @gluon.jit
 def tiles_of_keys(low, high, free_low, free_high, BLOCK_N: gl.constexpr):
-    """Returns start, stop, free_start and free_stop, in tiles."""
+    """Returns start, stop, free_start and free_stop (see the top of the file), in tiles."""
     start = low // BLOCK_N
     stop = max((high + BLOCK_N - 1) // BLOCK_N, start)
     return start, stop, (free_low + BLOCK_N - 1) // BLOCK_N, free_high // BLOCK_N
@@ -40,7 +40,9 @@ def tiles_of_keys(low, high, free_low, free_high, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def unit_of_piece(number, unit_count, KV_HEADS: gl.constexpr):
-    """Returns the block of rows of a piece: the last of a request first, since under a causal mask it sees the most
-    keys, and the KV heads of a block side by side, since programs that work at the same time then share pages.
+    """Returns the block of rows of a piece.
+
+    A request's last block comes first: under a causal mask it sees the most keys. The KV heads of a block are adjacent
+    pieces, so that programs that run at the same time share pages.
     """
     return unit_count - 1 - number // KV_HEADS

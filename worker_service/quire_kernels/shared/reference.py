@@ -1,4 +1,4 @@
-"""Attention of one request in plain torch and float64, the reference of every kernel."""
+"""Attention of one request in plain torch and float64: the reference for every kernel."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from quire_kernels.shared.paged_cache import PagedCache
 
 LOG2_E = 1.4426950408889634
 
-# Largest error that tests allow, absolute and relative, by the type of the queries. Results are means of normal
-# numbers, so they rarely exceed 3. Half precision rounds results, and on a GPU weights before the second product.
-# fp8 caches are compared with their own values, so their tolerance is that of the queries. Measured differences:
-# `docs/attention.md`.
+# Largest absolute and relative error that tests allow, by the dtype of the queries. Results are means of normal
+# numbers, so they rarely exceed 3. Half precision rounds the results, and on a GPU also the weights before the second
+# product. fp8 caches are compared with the values that they hold, so the tolerance of the queries' dtype applies.
+# Measured differences: `docs/attention.md`.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LSE_TOLERANCE = 1e-4
-# Those of the worker's path on a CPU, which is PyTorch's own arithmetic: it rounds bfloat16 where the interpreter
-# truncates, and needs no margin for a GPU.
+# Tolerances of the worker's CPU path. PyTorch rounds bfloat16, where the interpreter truncates. No margin for a GPU is
+# needed.
 CPU_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}
-# Merging rounds once, or, in the interpreter, cuts bfloat16 off.
+# Tolerances of merging, which rounds once; the interpreter truncates bfloat16 instead.
 MERGE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-SAMPLE_TOLERANCE = 1e-5  # the number that drew a token may lie so far outside the token's share of the probability
+SAMPLE_TOLERANCE = 1e-5  # how far a uniform number may lie outside the probability interval of the drawn token
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the formulas at the top of `options` as they stand there.
+    """Computes attention by the formulas at the top of `options`.
 
     Args:
         q: `[q_len, query_heads, head_dim]`, any dtype.
         k: `[kv_len, kv_heads, head_dim]`.
         v: `[kv_len, kv_heads, v_head_dim]`.
-        seen: bool `[q_len, kv_len]`, on any device; the window of `options` is not applied again.
+        seen: bool `[q_len, kv_len]`, on any device. It must include the window: `options.window_left` is ignored.
         options: scale, soft cap and so on.
 
     Returns:
@@ -66,7 +66,7 @@ def attend(
 def visible(
     q_len: int, kv_len: int, *, causal: bool = False, window_left: int = -1, chunk_size: int = 0
 ) -> torch.Tensor:
-    """Says which keys a query sees, bool `[q_len, kv_len]`: right-aligned, the last query stands at the last key."""
+    """Returns which keys each query sees, bool `[q_len, kv_len]`; the last query is aligned with the last key."""
     position = (kv_len - q_len + torch.arange(q_len))[:, None]
     key = torch.arange(kv_len)[None, :]
     seen = torch.ones(q_len, kv_len, dtype=torch.bool)
@@ -82,7 +82,7 @@ def visible(
 def gather(
     cache: PagedCache, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, request: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gathers keys and values of a request, `[kv_len, kv_heads, head_dim]`, fp8 as float32."""
+    """Gathers keys and values of a request, `[kv_len, kv_heads, head_dim]`; fp8 is converted to float32."""
     pages = indices[int(indptr[request]) : int(indptr[request + 1])].long()
     length = (pages.shape[0] - 1) * cache.page_size + int(last_page_len[request]) if pages.shape[0] else 0
     k, v = (part[pages].flatten(0, 1)[:length] for part in (cache.k, cache.v))

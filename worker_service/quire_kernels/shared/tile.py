@@ -1,19 +1,18 @@
-"""The inner loop that all attention kernels share: a block of query rows against a range of keys, online softmax.
+"""The inner loop of all attention kernels: a block of query rows attends to a range of keys with online softmax.
 
-A query row is one head of one token; the rows of a block all read the same KV head. Per tile of BLOCK_N keys:
+A query row is one head of one token. All rows of a block read the same KV head. Per tile of BLOCK_N keys:
 
     s = q k^T * scale, soft-capped, biased, masked, in units of log2
     m' = max(m, rowmax(s));  p = 2^(s - m');  l = l 2^(m - m') + rowsum(p);  acc = acc 2^(m - m') + p v
 
-in float32; p is rounded to the type of the queries for the second product, as everyone does. Tiles are either free
-(every row sees every key: no mask at all) or edges (masked by row and at the loads). A slot outside
-`[load_low, load_high)` is never read: it may hold NaN, and 0 * NaN would outlive a mask after the product. Neither is
-its page id.
+in float32. For the second product p is rounded to the dtype of the queries, as usual. Tiles are either free (every row
+sees every key, so there is no mask) or edges (masked by row and at the loads). A slot outside `[load_low, load_high)`
+and its page id are never read: the slot may hold NaN, and a mask after the product cannot remove 0 * NaN.
 
-Keys lie in pages, or, with PAGE_SIZE 0, one after another. The page ids of the next tile are loaded one iteration
-ahead: a load that depends on a load of the same iteration would keep the compiler from pipelining the keys.
+Keys lie in pages or, with PAGE_SIZE 0, one after another. The page ids of the next tile are loaded one iteration ahead:
+a load that depends on a load of the same iteration would keep the compiler from pipelining the keys.
 
-A head dim that is no power of two is cut in two for the first product, BLOCK_D + BLOCK_TAIL (96 = 64 + 32,
+A head dim that is not a power of two is split for the first product into BLOCK_D + BLOCK_TAIL (96 = 64 + 32,
 192 = 128 + 64), and padded to BLOCK_V for the second.
 """
 
@@ -36,8 +35,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def as_operand(x, like, UPCAST: tl.constexpr):
-    """Returns `x` as an operand of a product with `like`; bytes are fp8, see `fp8`, and UPCAST is for the
-    interpreter."""
+    """Converts `x` to an operand of a product with `like`.
+
+    Bytes are fp8 (see `fp8`). UPCAST is for the interpreter, which computes in float32.
+    """
     if x.dtype == tl.uint8:
         x = e4m3_to_float(x)
     elif x.dtype == tl.int8:
@@ -52,7 +53,7 @@ def as_operand(x, like, UPCAST: tl.constexpr):
 def load_query_dims(
     q, row_offset, row_valid, stride_dim, DIM_START: tl.constexpr, DIM_STOP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Loads the dims `[DIM_START, DIM_STOP)` of query rows, `[M, BLOCK]`, zero outside."""
+    """Loads the dims `[DIM_START, DIM_STOP)` of query rows, `[M, BLOCK]`; zeros outside."""
     dims = DIM_START + tl.arange(0, BLOCK)
     valid = row_valid[:, None] & (dims < DIM_STOP)[None, :]
     return tl.load(q + row_offset[:, None] + dims[None, :].to(tl.int64) * stride_dim, mask=valid, other=0.0)
@@ -69,7 +70,7 @@ def load_queries(
     BLOCK_TAIL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Loads both parts of query rows, `[M, BLOCK_D]` and `[M, BLOCK_TAIL]`; without a tail the second is the first."""
+    """Loads both parts of query rows, `[M, BLOCK_D]` and `[M, BLOCK_TAIL]`; without a tail, the first part twice."""
     part = load_query_dims(q, row_offset, row_valid, stride_dim, 0, BLOCK_D, BLOCK_D)
     tail = part
     if BLOCK_TAIL > 0:
@@ -82,7 +83,7 @@ def load_queries(
 
 @triton.jit
 def start_softmax(sinks, head, valid, is_first, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Gives acc, row_max and row_sum before any key. A sink is counted once: where `is_first`."""
+    """Returns acc, row_max and row_sum before any key. Only the unit with `is_first` counts the sink."""
     acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -95,7 +96,7 @@ def start_softmax(sinks, head, valid, is_first, BLOCK_M: tl.constexpr, BLOCK_V: 
 
 @triton.jit
 def score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOCK_M: tl.constexpr):
-    """Loads the ALiBi slope of each row, and computes the scales of scores and output."""
+    """Loads each row's ALiBi slope, and computes the scales of scores and output."""
     slope = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + head, mask=valid, other=0.0)
@@ -110,7 +111,7 @@ def score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOC
 
 @triton.jit
 def store_rows(out, lse, row, valid, result, result_lse, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Writes rows of a contiguous output `[rows, V_DIM]` and, if there is one, of its lse; `row` int64 `[M]`."""
+    """Writes rows of a contiguous output `[rows, V_DIM]` and of lse, unless it is None; `row` is int64 `[M]`."""
     dims = tl.arange(0, BLOCK_V)
     stored = valid[:, None] & (dims < V_DIM)[None, :]
     tl.store(out + row[:, None] * V_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=stored)
@@ -128,9 +129,10 @@ def page_ids_of_tile(
     BLOCK_N: tl.constexpr,
     ONCE_A_PAGE: tl.constexpr = False,
 ):
-    """Loads the page ids of the keys `[start, start + BLOCK_N)`: one if pages are that large, else one a key; int64.
+    """Loads the page ids of the keys `[start, start + BLOCK_N)`, int64: one per key, or one if a page holds the tile.
 
-    With ONCE_A_PAGE each is loaded once and spread over its keys. That saves loads where loads take the time.
+    With ONCE_A_PAGE each id is loaded once and broadcast to the keys of its page. This helps where loads are the
+    bottleneck.
     """
     if PAGE_SIZE == 0:
         return tl.zeros((), dtype=tl.int64)
@@ -152,7 +154,7 @@ def page_ids_of_tile(
 def token_offsets(pages, start, strides, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Computes the element offsets of the keys `[start, start + BLOCK_N)`, int64 `[BLOCK_N]`.
 
-    Key 37 in pages of 16 is slot 5 of its page: page id * page stride + 5 * token stride.
+    Example: key 37 in pages of 16 is slot 5 of its page: page id * page stride + 5 * token stride.
     """
     lane = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
@@ -174,7 +176,7 @@ def load_tile(
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Loads the dims `[DIM_START, DIM_STOP)` of a tile of keys or values, `[BLOCK_N, BLOCK]`, zero outside."""
+    """Loads the dims `[DIM_START, DIM_STOP)` of a tile of keys or values, `[BLOCK_N, BLOCK]`; zeros outside."""
     dims = DIM_START + tl.arange(0, BLOCK)
     pointers = base + offsets[:, None] + dims[None, :].to(tl.int64) * stride_dim
     if DIM_STOP - DIM_START == BLOCK:
@@ -191,13 +193,13 @@ def load_tile(
 
 @triton.jit
 def soft_capped(x, soft_cap):
-    """Computes soft_cap * tanh(x / soft_cap); the interpreter has no tanh, which is 1 - 2 / (e^2y + 1) of y."""
+    """Computes soft_cap * tanh(x / soft_cap), with tanh(y) = 1 - 2 / (e^2y + 1): the interpreter has no tanh."""
     return soft_cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E / soft_cap)) + 1.0))
 
 
 @triton.jit
 def is_unmasked(mask, mask_row, keys, valid, MASK_KIND: tl.constexpr):
-    """Loads entries of a custom mask, bool `[M, BLOCK_N]`; `mask_row`, int64 `[M]`, is where each row begins."""
+    """Loads entries of a custom mask, bool `[M, BLOCK_N]`; `mask_row`, int64 `[M]`, is the start of each row."""
     index = mask_row[:, None] + keys[None, :]
     if MASK_KIND == MASK_BITS:
         byte = tl.load(mask + (index >> 3), mask=valid, other=0)
@@ -208,7 +210,7 @@ def is_unmasked(mask, mask_row, keys, valid, MASK_KIND: tl.constexpr):
 
 @triton.jit
 def softmax_step(s, v, q, acc, row_max, row_sum, EDGE: tl.constexpr, UPCAST: tl.constexpr):
-    """Takes one tile into the online softmax; `s` is in units of log2."""
+    """Adds one tile to the online softmax; `s` is in units of log2."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
     if EDGE:  # -inf - -inf would be NaN
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -222,22 +224,22 @@ def softmax_step(s, v, q, acc, row_max, row_sum, EDGE: tl.constexpr, UPCAST: tl.
     return acc, new_max, row_sum
 
 
-# The arguments of `attend_keys`, by meaning. A tuple with compile-time values (upper case) is made in the call itself:
-# Triton turns the numbers of a tuple that has a name into values at run time.
+# The arguments of `attend_keys`, grouped by meaning. A tuple with compile-time values (upper case) must be made inside
+# the call itself: Triton turns the numbers of a named tuple into run-time values.
 class Keys(NamedTuple):
     """Addresses of the keys and values of a request."""
 
     k: Any  # pointer to the KV head (and, without pages, the first key) of the request
     v: Any
     page_ids: (
-        Any  # pointer to the id of the request's first page; without pages any pointer, as Triton 3.6 takes no None
+        Any  # pointer to the id of the request's first page; any pointer without pages, as Triton 3.6 rejects None
     )
     k_strides: Any  # (page, token, element)
     v_strides: Any
 
 
 class Span(NamedTuple):
-    """The keys `[start, stop)` that a call attends to; it reads those that also lie in `[load_low, load_high)`."""
+    """The keys `[start, stop)` that a call attends to; it reads only keys in `[load_low, load_high)`."""
 
     start: Any  # a multiple of BLOCK_N
     stop: Any
@@ -246,17 +248,17 @@ class Span(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The keys of each row: `[low, high)`. All three are `[M]` int32."""
+    """The keys `[low, high)` of each row, and its position. All three are int32 `[M]`."""
 
     low: Any
     high: Any
-    position: Any  # of the query among the keys
+    position: Any  # the query's position among the keys
 
 
 class Scoring(NamedTuple):
-    """The path from products to scores: see `options`."""
+    """The parameters that turn products into scores, see `options`."""
 
-    scale: Any  # natural units, that of the cache's keys included
+    scale: Any  # natural units; includes the scale of the cache's keys
     soft_cap: Any
     slope: Any  # [M] float32, natural units
     mask: Any  # pointer to the request's custom mask, or None
@@ -267,9 +269,9 @@ class Scoring(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The compiler's knowledge of keys and tiles."""
+    """Compile-time sizes of keys and tiles."""
 
-    PAGE_SIZE: Any  # 0: keys lie one after another
+    PAGE_SIZE: Any  # 0: no pages, keys lie one after another
     HEAD_DIM: Any
     V_DIM: Any
     BLOCK_N: Any
@@ -284,9 +286,9 @@ class Shape(NamedTuple):
 def attend_keys(softmax, q, keys, span, rows, scoring, shape, EDGE: tl.constexpr):
     """Attends a block of rows to a span of keys.
 
-    `softmax` is acc `[M, BLOCK_V]`, row_max (log2) and row_sum `[M]`, all float32; the result has the same form, with
-    these keys added. `q` is both parts of the queries, see `load_queries`. The others are the tuples above. With EDGE
-    some row does not see some key of the span.
+    `softmax` is acc `[M, BLOCK_V]`, row_max (log2) `[M]` and row_sum `[M]`, all float32. The result has the same form,
+    and includes these keys. `q` is both parts of the queries, see `load_queries`. The other arguments are the tuples
+    above. EDGE means that some row does not see some key of the span.
     """
     acc, row_max, row_sum = softmax
     q_part, q_tail = q
@@ -328,7 +330,7 @@ def attend_keys(softmax, q, keys, span, rows, scoring, shape, EDGE: tl.constexpr
 
 @triton.jit
 def finish_softmax(acc, row_max, row_sum, v_scale):
-    """Gives output `[M, BLOCK_V]` and base-2 lse `[M]`; they are zeros and -inf where nothing was seen."""
+    """Returns output `[M, BLOCK_V]` and base-2 lse `[M]`; zeros and -inf for rows that saw no key."""
     nothing = row_sum == 0.0
     out = acc * (v_scale / tl.where(nothing, 1.0, row_sum))[:, None]
     lse = tl.where(nothing, float("-inf"), row_max + tl.log2(tl.where(nothing, 1.0, row_sum)))

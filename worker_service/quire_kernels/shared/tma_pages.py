@@ -1,4 +1,4 @@
-"""Pages of a cache as TMA addresses them: boxes of rows of one matrix, whatever the layout."""
+"""Addresses of a cache's pages for TMA: in either layout, pages are boxes of rows of one matrix."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # of tiles of 16-bit numbers
-TMA_BYTES = 16  # addresses and strides are multiples of it
+TMA_BYTES = 16  # addresses and strides must be multiples of this
 TMA_ROWS_MAX = 2**31  # coordinates are int32
-BOX_ROWS_MIN = 8  # of a TMA box: the pattern of swizzled shared memory repeats every 8 rows
+BOX_ROWS_MIN = 8  # rows of a TMA box at least: the pattern of swizzled shared memory repeats every 8 rows
 
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """The place of keys if the cache is taken for a matrix whose rows are as far apart as two tokens of a page."""
+    """Positions of keys in the cache as a matrix; its row stride is the distance of two tokens of a page."""
 
-    per_page: int  # rows from a page to the next
-    per_head: int  # rows from a KV head to the next, where heads lie apart by whole rows (HND)
-    columns_per_head: int  # columns from a KV head to the next, where they lie side by side (NHD)
+    per_page: int  # rows from one page to the next
+    per_head: int  # rows from one KV head to the next, if heads are whole rows apart (HND)
+    columns_per_head: int  # columns from one KV head to the next, if heads are side by side (NHD)
     count: int
     width: int  # columns in use
 
 
 def page_rows(part: torch.Tensor) -> PageRows | None:
-    """Returns how TMA can address `[pages, page_size, kv_heads, head_dim]`; None where it cannot.
+    """Returns how TMA can address `[pages, page_size, kv_heads, head_dim]`; None if it cannot.
 
-    NHD pages of 16 tokens, 8 heads of 128, keys and values interleaved: rows of 1024, 32 rows from page to page, heads
-    128 columns apart. HND: rows of 128, 256 rows from page to page, heads 16 rows apart.
+    Example: pages of 16 tokens, 8 heads of 128, keys and values interleaved. NHD has rows of 1024 elements, 32 rows
+    from page to page, and heads 128 columns apart. HND has rows of 128 elements, 256 rows from page to page, and heads
+    16 rows apart.
     """
     (pages, page_size, heads, head_dim), (page, token, head, element) = part.shape, part.stride()
     head = head if heads > 1 else 0
@@ -50,6 +51,6 @@ def page_rows(part: torch.Tensor) -> PageRows | None:
 
 
 def pages_by_tma(part: torch.Tensor, rows: PageRows, block_n: int) -> TensorDescriptor:
-    """Returns a descriptor of K or V. It goes to the kernel by value, so a graph keeps it."""
+    """Returns a TMA descriptor of K or V. It is passed by value, so a CUDA graph keeps it."""
     box = [min(part.shape[1], block_n), part.shape[3]]
     return TensorDescriptor(part, [rows.count, rows.width], [part.stride(1), 1], box, PAGE_LAYOUT)

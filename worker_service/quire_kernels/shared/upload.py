@@ -14,9 +14,9 @@ def upload_tensor(
     """Returns a tensor on a device.
 
     Args:
-        tensor: on any device; returned unchanged if it is there already.
-        device: of the result.
-        into: on the device, of its shape; written instead of a new tensor, and returned.
+        tensor: on any device; returned unchanged if it is on `device` already.
+        device: the result's device.
+        into: a tensor of the same shape on `device`, which is written and returned; None allocates a new one.
     """
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()

@@ -1,22 +1,23 @@
 """Divides ragged work among the programs of a fixed grid, on the device.
 
 Request i has the items `[first[i], last[i])`, at most 2^30: keys that its query sees (decode), or query rows (prefill).
-With `unit_target` None they are cut into units of `size_min` items; the last of a request may have fewer. Else
+With `unit_target` None, they are cut into units of `size_min` items; a request's last unit may be smaller. Otherwise
 
     size = max(size_min, ceil(sum(last - first) / unit_target));   units of request i = max(1, floor(items of i / size))
 
-of equally many items, rounded up to the alignment. 700 and 36 items, 7 units aimed at, size_min and alignment 32:
-the size is 106, which gives 6 units of 128 items (the last has 60) and 1 of 36.
+with equal numbers of items, rounded up to the alignment. Example: 700 and 36 items, unit_target 7, size_min and
+alignment 32. The size is 106, which gives 6 units of 128 items (the last has 60) and 1 unit of 36.
 
-A request of fewer than two sizes stays whole. Requests of one length are therefore at most `unit_target` units, or
-whole: one unit more would start when the others end.
+A request with fewer items than two sizes stays whole. So requests of equal length either stay whole or give at most
+`unit_target` units. This matters because one more unit would start only when the others end.
 
-There are at most `unit_target + batch` units, whatever the lengths: that many programs are launched, and those past the
-last unit leave at once. A CUDA graph can be replayed with other lengths, and a long request beside short ones is cut
-into as many units as it takes to fill the chip.
+There are at most `unit_target + batch` units for any lengths. That many programs are launched, and programs past the
+last unit return at once. So a CUDA graph can be replayed with other lengths. A long request beside short ones is cut
+into enough units to fill the chip.
 
-`units` is int32 `[capacity, 4]`: request, first item, past the last item, units of the same request. The units of
-request i are the rows `[indptr[i], indptr[i + 1])`, in order. The last entry of `indptr` is the number of units.
+`units` is int32 `[capacity, 4]`: request, first item, end of items (exclusive), number of units of the same request.
+The units of request i are the rows `[indptr[i], indptr[i + 1])`, in order. The last entry of `indptr` is the number of
+units.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from quire_kernels.shared.paged_cache import check_index_tensor
 REQUEST, START, STOP, SIBLINGS = range(4)  # columns of `units`
 UNIT_COLUMNS = 4
 BLOCK = 256
-ITEMS_MAX = tl.constexpr(2**30)  # of a request, so that sums of two fit into 32 bits; a multiple of every alignment
+ITEMS_MAX = tl.constexpr(2**30)  # most items of a request: sums of two fit into 32 bits; a multiple of every alignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkUnits:
-    """The work of each program; see the top of the file."""
+    """The work of each program, described at the top of the file."""
 
     units: torch.Tensor  # int32 [capacity, 4]
     indptr: torch.Tensor  # int32 [batch + 1]
 
     @property
     def capacity(self) -> int:
-        """Counts how many units there can be at most; the grid has this many programs (times the KV heads)."""
+        """Returns the largest possible number of units; the grid has this many programs (times the KV heads)."""
         return self.units.shape[0]
 
     @property
@@ -56,8 +57,8 @@ class WorkUnits:
 
 @triton.jit
 def cut(items, size, alignment, units_min, unit_target):
-    """Returns the units of requests of so many items, and the items of each unit but the last."""
-    rounding = tl.where(unit_target == 0, size - 1, 0)  # units of a fixed size: a rest is one more
+    """Returns the number of units of requests with `items` items, and the items of each unit but the last."""
+    rounding = tl.where(unit_target == 0, size - 1, 0)  # units of a fixed size: the remainder gets a unit of its own
     count = tl.maximum((items + rounding) // size, 1)
     per_unit = tl.where(unit_target == 0, size, ((items + count - 1) // count + alignment - 1) // alignment * alignment)
     return tl.maximum((items + per_unit - 1) // tl.maximum(per_unit, 1), units_min), per_unit
@@ -80,7 +81,7 @@ def divide_work_kernel(
     units_min,
     BLOCK: tl.constexpr,
 ):
-    """Program i counts the units of all requests before i, then writes those of i."""
+    """Counts the units of all requests before i, and writes the units of request i, in program i."""
     request = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     size = tl.full((), 0, tl.int64) + size_min
@@ -127,20 +128,20 @@ def divide_work(
     capacity: int | None = None,
     out: WorkUnits | None = None,
 ) -> WorkUnits:
-    """Cuts every request into units. Reads no length on the host.
+    """Cuts every request into units. The host reads no lengths.
 
     Args:
         first: int32 `[batch]`, first item of each request.
-        last: int32 `[batch]`, past its last item.
-        unit_target: units to aim at, enough to fill the chip; None: units of `size_min` items.
-        size_min: fewest items of a unit (the last of a request may have fewer).
+        last: int32 `[batch]`, end of each request's items (exclusive).
+        unit_target: number of units to aim at, enough to fill the chip; None: units of `size_min` items.
+        size_min: fewest items of a unit; a request's last unit may have fewer.
         alignment: the size of a unit is a multiple of this.
-        units_min: units of a request without items, 0 or 1 (1 where a program must write its zeros).
-        capacity: most units; needed without a target, else `unit_target + batch`.
-        out: written instead of new tensors, so that a CUDA graph finds them where they were.
+        units_min: units of a request without items, 0 or 1; 1 if a program must write its zeros.
+        capacity: the most units. Required without a target; otherwise it is `unit_target + batch`.
+        out: an earlier division to overwrite, so that a CUDA graph finds it at its address; None allocates a new one.
 
     Raises:
-        ValueError: a dtype, shape or device differs, a count is out of range, or `out` has no room.
+        ValueError: a dtype, shape or device differs, a count is out of range, or `out` is too small.
     """
     batch = first.shape[0]
     check_index_tensor("first", first)

@@ -1,10 +1,11 @@
-"""The specialisations that ship, which `scripts/compile_kernels.py` compiles: a table per family of kernels.
+"""The specializations that ship, one table per family of kernels; `scripts/compile_kernels.py` compiles them.
 
-A kernel can be launched for any ratio of heads, page size and head dim, so not all of it can be compiled. The list has
+A kernel can be launched for any ratio of heads, page size and head dim, so not every specialization can be listed.
+The list has
 
-- every dtype that a launcher takes (float32 too: it is multiplied without tensor cores, and slower);
-- every size of tile that a launcher can choose, with all options at once, at the largest head dims that get it;
-- head dims 64 to 256, 5, 7 and other query heads per KV head, and pages of 1, 16 and 64, each once without options.
+- every dtype that a launcher accepts, including float32, which is slower because it does not use tensor cores;
+- every tile size that a launcher can choose, with all options at once, at the largest head dims that use this size;
+- head dims 64 to 256; 5, 7 and other numbers of query heads per KV head; pages of 1, 16 and 64; each without options.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from quire_kernels.compilation.shipped.attention import ATTENTION
 from quire_kernels.compilation.shipped.moving import MOVING
 from quire_kernels.compilation.shipped.on_hopper import ON_HOPPER
 
-# Two choices of a launcher may lead to one specialisation; it is compiled once.
+# Different choices of a launcher may give the same specialization, so duplicates are dropped.
 SHIPPED: tuple[KernelConfiguration, ...] = unique(
     (*APPENDING, *ATTENTION, *AROUND_ATTENTION, *AROUND_PRODUCTS, *MOVING, *ON_HOPPER)
 )

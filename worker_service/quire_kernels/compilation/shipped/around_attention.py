@@ -1,5 +1,4 @@
-"""The shipped specializations of the kernels before and after attention: dividing work, packing masks, merging,
-choosing tokens."""
+"""The shipped specializations of kernels around attention: dividing work, packing masks, merging, sampling."""
 
 from __future__ import annotations
 

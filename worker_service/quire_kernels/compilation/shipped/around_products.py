@@ -1,5 +1,4 @@
-"""The shipped specializations of the kernels between a layer's products: norms, gated activations, rotating and
-appending."""
+"""The shipped specializations of kernels between a layer's products: norms, gated activations, rotary embedding."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from quire_kernels.ops.rotate_append import rotate_append_kernel
 
 DTYPES = ("bf16", "fp16", "fp32")
 HIDDEN = (512, 2048, 4096, 8192, 16_384)
-# Query heads, KV heads, head dim, dims that are turned, page size; whether heads are normed.
+# (query heads, KV heads, head dim, rotary dim, page size), and whether heads are normed.
 HEADS = (
     ((32, 8, 128, 128, 16), False),  # Llama 3 8B
     ((32, 8, 128, 128, 16), True),  # Qwen3 8B
     ((16, 8, 256, 256, 16), True),  # Gemma 3 12B
     ((64, 8, 64, 64, 16), False),  # gpt-oss 20B
     ((32, 32, 96, 96, 1), False),  # Phi 3
-    ((32, 32, 80, 32, 64), False),  # whose first part is rotated
+    ((32, 32, 80, 32, 64), False),  # only the first part of a head is rotated
 )
 
 

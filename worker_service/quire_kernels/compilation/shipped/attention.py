@@ -1,5 +1,4 @@
-"""The shipped specializations of the attention kernels, chip by chip: each chip has its own tile sizes and types for
-fp8."""
+"""The shipped specializations of the attention kernels; each chip has its own tile sizes and fp8 types."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ from quire_kernels.shared.launch import head_dim_blocks
 from quire_kernels.shared.mla_work import mla_tiling
 from quire_kernels.shared.prefill_rows import prefill_tiling
 
-OPTIONS = ("sinks", "slopes", "k_scale", "v_scale")  # tensors that a launch may go without
+OPTIONS = ("sinks", "slopes", "k_scale", "v_scale")  # optional tensors of a launch
 ONES = ("stride_q_dim", "stride_k_dim", "stride_v_dim")
-KV_HEADS = 8  # as many models have; nothing that a tile depends on
+KV_HEADS = 8  # common among models; tiles do not depend on it
 USUAL, WIDE, LATENT = (128, 128), (256, 256), (192, 128)  # head dims of keys and of values
 
 
 def runtime_strides(kernel: Any) -> list[str]:
-    """Returns the strides that are arguments at run time; those of the head dim are 1 and compiled in."""
+    """Returns the strides that are run-time arguments; strides of the head dim are 1, a compile-time constant."""
     return [name for name in kernel.arg_names if name.startswith("stride_") and not name.endswith("_dim")]
 
 
 def _present(options: bool, cache: str) -> tuple[str, ...]:
-    """Returns the optional tensors of a launch: all at once, or the scales that an fp8 cache comes with."""
+    """Returns the optional tensors of a launch: all of them, or only the scales of an fp8 cache."""
     return OPTIONS if options else OPTIONS[2:] if ELEMENT_BYTES[cache] == 1 else ()
 
 
@@ -74,7 +73,7 @@ def _decode(
 
 
 def _decodes(chip: str) -> Iterator[KernelConfiguration]:
-    """Yields the head dims, ratios of heads, page sizes and dtypes of models; and each tiling with all options."""
+    """Yields decode for models' head dims, head ratios, page sizes and dtypes, and each tiling with all options."""
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE, LATENT):
         yield _decode(chip, "bf16", "bf16", dims)
     for group in (1, 5, 7, 8, 16, 32, 64):
@@ -99,8 +98,10 @@ def _prefill(
     kernel: Any, chip: str, dtype: str = "bf16", cache: str | None = None, dims: tuple[int, int] = USUAL, *,
     group: int = 4, page_size: int = 16, rows: int = 1024, options: bool = False, mask: int = 0, causal: bool = True,
 ) -> KernelConfiguration:  # fmt: skip
-    """Launches either kernel of prefill; `rows` are those of a request, `mask` is a kind of `tile` and replaces
-    causal."""
+    """Describes a launch of either prefill kernel.
+
+    `rows` is the number of query rows per request. `mask` is a mask kind of `tile`, and replaces `causal`.
+    """
     cache = cache or dtype
     is_fp8 = ELEMENT_BYTES[cache] == 1
     tiling = prefill_tiling(chip, rows, *dims, ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
@@ -148,7 +149,7 @@ def _prefill(
 
 
 def _paged_prefills(chip: str) -> Iterator[KernelConfiguration]:
-    """Yields the same of prefill, with masks besides."""
+    """Yields prefill over pages for the same cases as `_decodes`, and with masks."""
     kernel = prefill_paged_kernel
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE, LATENT):
         yield _prefill(kernel, chip, dims=dims)
@@ -176,7 +177,7 @@ def _paged_prefills(chip: str) -> Iterator[KernelConfiguration]:
 
 
 def _ragged_prefills(chip: str) -> Iterator[KernelConfiguration]:
-    """Yields fewer than paged prefill, with the same inner loop: keys without pages take fewer registers."""
+    """Yields fewer cases than for paged prefill: the inner loop is the same, and uses fewer registers without pages."""
     kernel = prefill_ragged_kernel
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE):
         yield _prefill(kernel, chip, dims=dims)
@@ -230,7 +231,7 @@ def _latent(chip: str, dtype: str, heads: int, page_size: int, *, split_keys: bo
 
 
 def _latents(chip: str) -> Iterator[KernelConfiguration]:
-    """Latents of 512 + 64 in bfloat16, few and many heads, as DeepSeek has them; the other dtypes once."""
+    """Yields DeepSeek's latents of 512 + 64 in bfloat16, with few and with many heads; other dtypes once."""
     variants = (
         *(("bf16", heads, page_size) for heads in (16, 128) for page_size in (1, 16, 64)),
         *((dtype, heads, 16) for dtype in ("fp16", "fp32") for heads in (16, 128)),

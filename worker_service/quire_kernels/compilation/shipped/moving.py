@@ -1,4 +1,4 @@
-"""The shipped specializations of the kernels that move whole blocks: every word size, whatever the blocks hold."""
+"""The shipped specializations of the kernels that move whole blocks: one per word size, for any dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped specializations of the Gluon kernels, for compute capability 9 alone."""
+"""The shipped specializations of the Gluon kernels, only for compute capability 9."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _prefill(
 
 
 def _prefills() -> Iterator[KernelConfiguration]:
-    """Yields head dims with and without options, pages of 64, ratios of heads, float16, and no mask at all."""
+    """Yields head dims with and without options, pages of 64, ratios of heads, float16, and prefill without a mask."""
     for head_dim, options in itertools.product((64, 128), (False, True)):
         yield _prefill(head_dim, options=options)
     yield _prefill(page_size=64)
@@ -102,7 +102,7 @@ def _latent(dtype: str, heads: int, page_size: int) -> KernelConfiguration:
         aligned=frozenset({"out", "partial_out"}),
         num_warps=mla_hopper.NUM_WARPS,
         maxnreg=mla_hopper.REGISTERS,
-        has_products_in_flight=False,  # the two groups overlap with each other
+        has_products_in_flight=False,  # one group's products overlap with the other group's exponentials
         architectures=("sm_90",),
     )
 

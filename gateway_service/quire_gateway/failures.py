@@ -128,6 +128,12 @@ def invalid(name: str, message: str) -> ApiError:
     return ApiError(400, message, param=name)
 
 
+def would_be_rounded(name: str, written: str) -> ApiError:
+    """Refuses a structure with a number that a float64 does not keep."""
+    why = "numbers of a structure may have no more digits than a float64 keeps"
+    return invalid(name, f"{name} has the number {written[:32]}, which would be rounded: {why}")
+
+
 def missing(name: str | None) -> ApiError:
     """Returns the refusal of a request that lacks a parameter, or a body."""
     return ApiError(400, f"you must provide {name or 'a body'}", param=name, code="missing_required_parameter")

@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from quire_gateway.failures import ApiError, missing
+from quire_gateway.failures import ApiError, missing, would_be_rounded
+from quire_gateway.schemas import rounded
 
 AT_ONCE_BYTES: Final = 16 << 10  # larger bodies are parsed on a thread
 LISTS_MAX: Final = 1 << 16  # arrays and objects in one body
@@ -44,6 +45,8 @@ _KINDS: Final = {  # for values of a wrong type
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
+# Fields with schemas that constrain answers. The numbers of other fields may be rounded.
+_STRUCTURES: Final = ("response_format", "structured_outputs", "guided_json", "tools", "functions", "text")
 BodyT = TypeVar("BodyT", bound=BaseModel)
 AskT = TypeVar("AskT")
 
@@ -94,7 +97,7 @@ def read(body: bytes, kind: type[BodyT]) -> BodyT:
     """Returns the fields of a body.
 
     Raises:
-        ApiError: it is not JSON, has too many values, or a field is wrong.
+        ApiError: it is not JSON, has too many values, a field is wrong, or a number of a structure would be rounded.
     """
     body = body.removeprefix(codecs.BOM_UTF8)  # PowerShell and some .NET clients send a byte order mark.
     check_values(body)
@@ -111,6 +114,9 @@ def read(body: bytes, kind: type[BodyT]) -> BodyT:
             shown = name[:PARAM_SHOWN]
             what = f"Unrecognized request argument supplied: {shown}"
             raise ApiError(400, what, param=shown, code="unknown_parameter")
+    structures = [name for name in _STRUCTURES if isinstance(given.get(name), dict | list)]
+    if structures and (number := rounded(body.decode(errors="replace"), structures)) is not None:
+        raise would_be_rounded(str(number.field), number.written)
     try:
         return kind.model_validate(given)
     except ValidationError as error:

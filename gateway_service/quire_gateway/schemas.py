@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final, NamedTuple
 
 _BY_NAME: Final = ("properties", "$defs", "definitions")  # keywords whose values are schemas by name
 _BRANCHES: Final = ("anyOf", "oneOf", "allOf")
@@ -14,6 +15,51 @@ _OF_OBJECTS: Final = ("properties", "required", "minProperties", "patternPropert
 _CLOSED: Final = "additionalProperties"
 _PATTERN: Final = "pattern"
 _BEYOND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # lookaround, or a back reference
+
+_LONG: Final = re.compile(r"[\d.]{16,}|\d[eE][-+]?\d{3}")  # A float64 keeps every number that this does not match.
+
+
+class Rounded(NamedTuple):
+    """A number that a float64 does not keep, and the field of the body that holds it."""
+
+    field: str | None
+    written: str
+
+
+class _Written(str):
+    """A number with a fraction or an exponent, as a JSON text writes it."""
+
+    def is_kept(self) -> bool:
+        """Returns whether a float64 has the number's value."""
+        try:
+            return Decimal(self) == Decimal(repr(float(self)))
+        except InvalidOperation:
+            return False
+
+
+def rounded(text: str, fields: Iterable[str] | None = None) -> Rounded | None:
+    """Returns a number of a JSON text that a float64 rounds; None if there is none, or if the text is not JSON.
+
+    Args:
+        text: the JSON text.
+        fields: names of the fields whose numbers count; None for all of them.
+    """
+    if not _LONG.search(text):
+        return None
+    try:
+        read = json.loads(text, parse_float=_Written, parse_int=len)
+    except (ValueError, RecursionError):
+        return None
+    waiting: list[tuple[str | None, Any]] = (
+        [(None, read)] if fields is None else [(field, read.get(field)) for field in fields]
+    )
+    while waiting:
+        field, part = waiting.pop()
+        if isinstance(part, dict | list):
+            waiting += [(field, each) for each in (part.values() if isinstance(part, dict) else part)]
+        elif isinstance(part, _Written) and not part.is_kept():
+            return Rounded(field, part)
+    return None
 
 
 def closed(schema: Any) -> Any:

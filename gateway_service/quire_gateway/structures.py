@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from quire_gateway.bodies import Body
-from quire_gateway.failures import invalid, missing, unsupported
-from quire_gateway.schemas import closed
+from quire_gateway.failures import invalid, missing, unsupported, would_be_rounded
+from quire_gateway.schemas import closed, rounded
 
 _FORMAT_KEYS: Final = {
     "text": frozenset({"type"}),
@@ -58,6 +58,8 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
         raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
     for name, (option, value) in found.items():
         if option == "json_schema":
+            if isinstance(value, str) and (number := rounded(value)) is not None:
+                raise would_be_rounded(name, number.written)
             found[name] = option, closed(value)
             _check_numbers(name, found[name][1])
     return found

@@ -15,9 +15,14 @@ from pydantic import BaseModel
 from quire_gateway import app, asks, reading  # noqa: F401  # app: with every body
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
 from quire_gateway.failures import ApiError
+from quire_gateway.responses.bodies import ResponseBody
 
 SIZE = 8 << 20
-
+NEEDED: dict[Any, bytes] = {
+    CompletionBody: b'{"prompt":"p",',
+    ChatBody: b'{"messages":[{"role":"user","content":"u"}],',
+    ResponseBody: b'{"input":"p",',
+}  # the beginning of a body
 
 ITEMS = (b"1", b"[]", b"{}", b'""', b"null", b"1.5", b'"ab"', b"[1]", b'{"a":1}')
 FIELDS = [(kind, name) for kind in (CompletionBody, ChatBody) for name in kind.model_fields]
@@ -110,6 +115,43 @@ def test_numbers_that_are_no_json_are_refused_where_they_stand(body: bytes) -> N
 def test_integers_stay_what_they_are() -> None:
     body = b'{"prompt":"a","guided_json":{"const":18446744073709551617}}'
     assert reading.read(body, CompletionBody).guided_json == {"const": 2**64 + 1}
+
+
+@pytest.mark.parametrize(
+    "number", ["9007199254740993.0", "0.1234567890123456789", "9007199254740993e0", "1e-400", "1e400"]
+)
+@pytest.mark.parametrize(
+    ("kind", "form", "param"),
+    [
+        (CompletionBody, '{"guided_json":{"const":%s}}', "guided_json"),
+        (CompletionBody, '{"guided_json":"{\\"const\\":%s}"}', "guided_json"),
+        (CompletionBody, '{"structured_outputs":{"json":{"anyOf":[{"minimum":%s}]}}}', "structured_outputs"),
+        (ChatBody, '{"response_format":{"type":"json_object","schema":{"const":%s}}}', "response_format"),
+        (ChatBody, '{"tools":[{"type":"function","function":{"name":"f","parameters":{"const":%s}}}]}', "tools"),
+        (ResponseBody, '{"text":{"format":{"type":"json_schema","name":"n","schema":{"const":%s}}}}', "text"),
+    ],
+)
+def test_a_structure_with_a_number_that_reading_would_round_is_refused(
+    kind: type[Body], form: str, param: str, number: str
+) -> None:
+    with pytest.raises(
+        ApiError, match=rf"^{param} has the number {re.escape(number)}, which would be rounded"
+    ) as raised:
+        asks_of(kind, NEEDED[kind] + (form % number).encode()[1:])
+    assert raised.value.body["error"]["param"] == param
+
+
+def test_other_numbers_may_be_as_long_as_they_like() -> None:
+    form = b'"temperature":0.69999998807907104,"guided_json":{"const":%b},"user":"1234567890123456789.0e400"}'
+    for number in (
+        b"0.30000000000000004",
+        b"1.5000000000000000000",
+        b"1e22",
+        b"9007199254740992.0",
+        b"18446744073709551617",
+    ):
+        read = reading.read(NEEDED[CompletionBody] + form % number, CompletionBody)
+        assert read.guided_json == {"const": json.loads(number)}
 
 
 def test_a_byte_order_mark_is_no_part_of_a_body() -> None:

@@ -119,6 +119,8 @@ class Places:
         if not self._is_next(text):
             if self._before + self._place == 0 and text.startswith(" ") and self._is_next(text[1:]):
                 text = text[1:]
+            elif text and self._text.startswith(f" {text}", self._place):  # The decoder adds a space between two words.
+                self._place += 1
             elif not self._pending:
                 return self._before + self._place
         place = self._before + self._place + is_cut

@@ -28,10 +28,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, BinaryIO, Final, Self
 
 from quire._transport.timeouts import checked_timeout
-from quire.errors import InternalError
+from quire.errors import InternalError, UsageError
 
 POLL_S: Final = 0.05
 DRAIN_S: Final = 30.0  # for calls under way when a server is told to stop, as servers have it by themselves
@@ -57,6 +57,19 @@ class ServerFailedError(InternalError):
 
     def __str__(self) -> str:
         return self.message
+
+
+def _opened(log: Path) -> BinaryIO:
+    """Opens a log to write behind what it holds. A link is not followed: others can guess the name of the file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    try:
+        return os.fdopen(os.open(log, flags, 0o644), "ab")
+    except OSError as error:
+        raise UsageError(f"cannot write the log {log}: {error.strerror}") from None
 
 
 class ServerProcess:
@@ -93,7 +106,7 @@ class ServerProcess:
         command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]
         command += [*arguments, "--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:
-            output = files.enter_context(log.open("ab")) if log is not None else sys.stderr.fileno()
+            output = files.enter_context(_opened(log)) if log is not None else sys.stderr.fileno()
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,  # the lifeline; nothing is ever written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from quire import Allocator, Client, _child, local
 from quire._serving.server import DRAIN_S
+from quire.errors import UsageError
 from quire.local import LocalStack, ServerFailedError, ServerProcess
 
 from tests.client.servers import allocator_process
@@ -54,6 +56,24 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     with allocator_process(tmp_path / "of_the_server") as server, Allocator(server.address) as client:
         assert client.health()
+
+
+def test_whatever_starts_a_python_leaves_the_current_folder_out() -> None:
+    root = Path(__file__).resolve().parents[2]
+    parts = ("client/quire", "allocator_service", "gateway_service", "worker_service", "integrations/vllm/quire_vllm")
+    texts = [path.read_text(encoding="utf-8") for part in parts for path in (root / part).rglob("*.py")]
+    started = [found for text in texts for found in re.findall(r"sys\.executable(.{0,20})", text)]
+    assert len(started) >= 3
+    assert [each for each in started if not each.startswith(', "-P", "-m"')] == []
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_log_is_written_to_no_link_and_no_folder(tmp_path: Path, kind: str) -> None:
+    log, elsewhere = tmp_path / "log", tmp_path / "elsewhere"
+    log.symlink_to(elsewhere) if kind == "link" else log.mkdir()
+    with pytest.raises(UsageError, match=f"^cannot write the log {log}: "):
+        ServerProcess("quire_allocator", [], folder=tmp_path, log=log)
+    assert not elsewhere.exists()
 
 
 def test_a_ready_file_of_a_server_that_was_there_before_is_not_believed(tmp_path: Path) -> None:

@@ -115,17 +115,26 @@ def test_senseless_numbers_are_refused(
     assert complaint in capsys.readouterr().err
 
 
-def test_ranks_on_loopback_follow_no_inherited_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_loopback_follow_no_inherited_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine's profile may name its network interface, where others could read the ranks' messages."""
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(variable, "eth0")
-    seen: list[tuple[str, str]] = []
+    inherited = {
+        "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_COMM_ID": "10.0.0.5:4000",
+        "NCCL_OOB_NET_ENABLE": "1", "NCCL_OOB_NET_IFNAME": "eth0",
+    }  # fmt: skip
+    for variable, value in inherited.items():
+        monkeypatch.setenv(variable, value)
+    seen: list[dict[str, str]] = []
 
     def init_process_group(*_: object, **__: object) -> None:
-        seen.append((os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]))
+        seen.append({variable: os.environ[variable] for variable in inherited if variable in os.environ})
         raise RuntimeError("as far as it goes here")
 
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     with pytest.raises(RankLostError):
-        Crew(RankIdentity(0, 2, 0, 2, Path("nowhere")), device=torch.device("cpu"), timeout_s=1.0)
-    assert seen == [(loopback_interface(),) * 2]
+        Crew(RankIdentity(0, 2, 0, 2, tmp_path / "nowhere"), device=torch.device("cpu"), timeout_s=1.0)
+    assert seen == [dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    elsewhere = RankIdentity(0, 2, 0, 1, tmp_path / "nowhere", is_on_loopback=False)
+    with pytest.raises(RankLostError):  # where another network was asked for, it is used
+        Crew(elsewhere, device=torch.device("cpu"), timeout_s=1.0)
+    assert seen[1]["GLOO_SOCKET_IFNAME"] == "eth0"

@@ -32,6 +32,8 @@ from quire_worker.ranks.messages import pack, unpack
 
 LOAD_TIMEOUT_S = 1800.0  # ranks wait this long for each other while weights are read and kernels compiled
 NCCL_TIMEOUT_S = 300.0
+# These variables tell NCCL which address or network to use, and override NCCL_SOCKET_IFNAME.
+_STRONGER = ("NCCL_COMM_ID", "NCCL_OOB_NET_ENABLE", "NCCL_OOB_NET_IFNAME")
 _FIRST_BYTES = 16_384  # size of the first broadcast of a message; most messages fit into it
 _HEAD_BYTES = 16  # a message's kind and length, as int64
 ResultT = TypeVar("ResultT")
@@ -80,6 +82,8 @@ class Crew:
         if identity.is_on_loopback and (name := loopback_interface()) is not None:
             # Overrides inherited settings: the ranks' messages must stay on this machine (docs/security.md).
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+            for variable in _STRONGER:
+                os.environ.pop(variable, None)
         with _losing():
             load = timedelta(seconds=LOAD_TIMEOUT_S)
             dist.init_process_group("gloo", store=identity.store(), rank=self.rank, world_size=self.size, timeout=load)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +205,13 @@ def parsed(result: subprocess.CompletedProcess[str]) -> Any:
     """Returns the JSON that a command printed."""
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
+
+
+def link_local() -> str | None:
+    """Returns a link-local address of this machine with its interface; None if there is none."""
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, scope, flags, name = line.split()
+            if scope == "20" and flags == "80":  # 20: link-local; 80: permanent, so ready for use
+                return f"{':'.join(digits[at : at + 4] for at in range(0, 32, 4))}%{name}"
+    return None

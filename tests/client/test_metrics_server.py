@@ -9,13 +9,17 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 from quire._serving import metrics
 from quire._serving.metrics import MetricsServer
 from quire._serving.probes import Probes
-from quire._transport.address import split
+from quire._transport.address import canonical, split
+
+from tests.client.servers import link_local
 
 WAIT_S = 30.0
 
@@ -96,17 +100,37 @@ def test_on_loopback_a_name_that_is_not_ours_is_refused(host: str, status: int) 
         assert ask(server, "/metrics", Host=host) == status
 
 
-@pytest.mark.parametrize("listen", ["[::1]:0", "[::]:0", "localhost:0"])
-def test_metrics_listen_wherever_grpc_does(listen: str) -> None:
-    if ":" in listen.rpartition(":")[0]:
-        try:
-            with socket.socket(socket.AF_INET6) as probe:
-                probe.bind(("::1", 0))
-        except OSError:
-            pytest.skip("this machine has no IPv6 loopback")
+@pytest.mark.parametrize(
+    ("listen", "callers"),
+    [
+        ("[::1]:0", ["::1"]),
+        ("[::]:0", ["::1", "127.0.0.1"]),
+        ("0.0.0.0:0", ["127.0.0.1"]),
+        ("[::ffff:127.0.0.1]:0", ["127.0.0.1"]),
+        ("127.1:0", ["127.0.0.1"]),
+        ("localhost:0", ["localhost"]),
+        ("[{of_a_link}]:0", ["{of_a_link}"]),
+    ],
+)
+def test_metrics_listen_wherever_grpc_does(listen: str, callers: list[str]) -> None:
+    of_a_link = link_local()
+    if "of_a_link" in listen and of_a_link is None:
+        pytest.skip("no interface here has such an address")
+    if listen.startswith("[") and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    listen = listen.format(of_a_link=of_a_link)
+    beside = grpc.server(ThreadPoolExecutor(1))
+    grpc_port = beside.add_insecure_port(canonical(listen))
+    beside.start()
     with serving(listen) as server:
         assert server.bound_address.startswith(listen.removesuffix("0"))
-        assert ask(server) == 200
+        port = int(server.bound_address.rpartition(":")[2])
+        for host in (caller.format(of_a_link=of_a_link) for caller in callers):
+            with socket.create_connection((host, port), WAIT_S) as connection:
+                connection.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+                assert connection.recv(20).split()[1] == b"200", host
+            socket.create_connection((host, grpc_port), WAIT_S).close()
+    beside.stop(None)
 
 
 def test_callers_cannot_fill_the_log(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from pathlib import Path
 
 import pytest
 
+from tests.client.servers import link_local
 from tests.gateway.scene import gateway
 
 KEY = "sk-alpha-0123456789"
-
-
-def link_local() -> str | None:
-    """Returns a link-local address of this machine with its interface; None if there is none."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, scope, flags, name = line.split()
-            if scope == "20" and flags == "80":  # 20: link-local; 80: permanent, so ready for use
-                return f"{':'.join(digits[at : at + 4] for at in range(0, 32, 4))}%{name}"
-    return None
 
 
 # Container engines add and remove interfaces. With an address in its id, a test could differ between pytest processes.

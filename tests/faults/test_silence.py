@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
+from typing import Any
 
+import grpc
 import psutil
 import pytest
+from grpc import aio
 from quire import Allocator, AsyncAllocator, PoolSpec
 from quire.errors import DeadlineExceededError, QuireError
 from quire.events import CacheEvent
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire_allocator.limits import WATCHERS_MAX
 
 from tests.allocator.service.one_by_one import calls
 from tests.client.servers import endless, scripted_server
@@ -97,6 +103,51 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
         threads_client.close()
         await asyncio.to_thread(session.close)
         owner.close()
+        await proxy.stop()
+        place.stop()
+
+
+async def test_places_of_watchers_that_vanished_are_free_again(tmp_path: Path) -> None:
+    """As many as there are places for, each a caller of its own, as on a node that lost its network."""
+    place, proxy = Place(tmp_path), Proxy()
+    await asyncio.gather(place.start(), proxy.start())
+    proxy.target = place.address
+    owner = AsyncAllocator(place.address)
+    session = calls(owner, "p", SPEC)
+
+    def watched(address: str) -> tuple[aio.Channel, Any]:
+        channel = aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        return channel, pb_grpc.AllocatorServiceStub(channel).WatchEvents(pb.WatchEventsRequest(pool="p"))
+
+    watchers = [watched(proxy.address) for _ in range(2 * WATCHERS_MAX)]
+    channels = [channel for channel, _ in watchers]
+    silent = asyncio.create_task(asyncio.Event().wait())
+    try:
+        await session.open()
+        async with asyncio.timeout(60):
+            first = [await events.read() for _, events in watchers]
+        assert all(event.HasField("cleared") for event in first)
+
+        async def answered() -> grpc.StatusCode | None:
+            channel, events = watched(place.address)
+            channels.append(channel)
+            try:
+                await events.read()
+            except aio.AioRpcError as error:
+                return error.code()
+            return None
+
+        assert await answered() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        proxy.strand()
+        async with asyncio.timeout(2 * NOTICED_S):
+            while (code := await answered()) is not None:
+                assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+                await asyncio.wait([silent], timeout=0.2)
+    finally:
+        silent.cancel()
+        await session.close()
+        await owner.close()
+        await asyncio.gather(*(channel.close() for channel in channels))
         await proxy.stop()
         place.stop()
 

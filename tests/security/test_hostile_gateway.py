@@ -15,16 +15,18 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 from quire.local import ServerProcess
+from quire.v1 import worker_pb2 as pb
 from quire_gateway.app import make_app
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
 from quire_gateway.responses.store import Store
 from starlette.routing import Route
 
-from tests.client.servers import ScriptedServer, endless, scripted_server
+from tests.client.servers import ScriptedServer, scripted_server
 from tests.gateway.scene import curl, gateway, script
 from tests.security.gateway_callers import (
     GROWTH_BYTES_MAX,
@@ -43,6 +45,7 @@ from tests.security.gateway_callers import (
 
 FIRST_TOKEN_S_MAX = 2.0
 BODY_BYTES = 8 << 20
+REFUSALS = {400, 404, 413, 429, 501}  # 404: no such branch; 501: what a script has no answer for
 ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 
 
@@ -50,6 +53,8 @@ ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 def worker() -> Iterator[ScriptedServer]:
     with scripted_server() as server:
         script(server).answers["Generate"] = as_many
+        for name in ("Detokenize", "Prefill"):
+            server.answers[name] = lambda _, context: context.abort(grpc.StatusCode.UNIMPLEMENTED, "not in the script")
         yield server
 
 
@@ -194,9 +199,9 @@ def post(served: ServerProcess, path: str, body: bytes) -> int:
     return int(head.split()[1])
 
 
-def test_bodies_of_millions_of_values_hold_nobody_up(served: ServerProcess, described: dict[str, Any]) -> None:
-    left, statuses = list(bodies(described)), list[int]()
-    lock = threading.Lock()
+def sent_by_several(served: ServerProcess, left: list[tuple[str, bytes]]) -> list[int]:
+    """Sends bodies, four at a time, and returns the statuses of their answers."""
+    statuses, lock = list[int](), threading.Lock()
 
     def send() -> None:
         while True:
@@ -206,13 +211,18 @@ def test_bodies_of_millions_of_values_hold_nobody_up(served: ServerProcess, desc
                 path, body = left.pop()
             statuses.append(post(served, path, body))
 
+    senders = [threading.Thread(target=send) for _ in range(4)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
+    return statuses
+
+
+def test_bodies_of_millions_of_values_hold_nobody_up(served: ServerProcess, described: dict[str, Any]) -> None:
     with others_are_served(served):
-        senders = [threading.Thread(target=send) for _ in range(4)]
-        for sender in senders:
-            sender.start()
-        for sender in senders:
-            sender.join()
-    assert set(statuses) <= {200, 400, 404, 413, 429, 501}, "404: no such branch; 501: what a script has no answer for"
+        statuses = sent_by_several(served, list(bodies(described)))
+    assert set(statuses) <= REFUSALS | {200}
     assert statuses.count(400) + statuses.count(413) > len(statuses) // 2
 
 
@@ -253,6 +263,52 @@ def test_every_list_has_a_limit_and_one_beyond_it_is_said(served: ServerProcess,
     assert found >= 40, "the description has the limits"
 
 
+# Lists within what the description calls an object, which have no limits of their own: (path, field, value with one).
+WITHIN: list[tuple[str, str, Callable[[list[Any]], Any]]] = [
+    ("/v1/chat/completions", "messages", lambda items: [{"role": "user", "content": items}]),
+    ("/v1/chat/completions", "messages", lambda items: [{"role": "assistant", "tool_calls": items}]),
+    ("/v1/chat/completions", "tools", lambda items: [{"type": "function", "function": {"name": items}}]),
+    ("/v1/chat/completions", "tool_choice", lambda items: {"type": "allowed_tools", "allowed_tools": {"tools": items}}),
+    ("/v1/chat/completions", "response_format", lambda items: {"type": "json_schema", "json_schema": items}),
+    ("/v1/chat/completions", "chat_template_kwargs", lambda items: {"x": items}),
+    ("/v1/completions", "structured_outputs", lambda items: {"choice": items}),
+    ("/v1/completions", "guided_json", lambda items: {"anyOf": items}),
+    ("/v1/completions", "prompt", lambda items: [items]),
+    ("/v1/responses", "input", lambda items: [{"role": "user", "content": items}]),
+    ("/v1/responses", "input", lambda items: [{"type": "reasoning", "summary": items}]),
+    (
+        "/v1/responses",
+        "text",
+        lambda items: {"format": {"type": "json_schema", "name": "n", "schema": {"enum": items}}},
+    ),
+    ("/v1/branches", "messages", lambda items: [{"role": "user", "content": items}]),
+    ("/v1/branches/branch_00/score", "candidates", lambda items: [items]),
+    ("/tokenize", "messages", lambda items: [{"role": "user", "content": items}]),
+]
+
+
+def wrong_lists(described: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Every list at its limit and one beyond, and the lists within objects as long as a body has room for, of one wrong
+    item after another."""
+    for path, name, schema in fields(described):
+        for part in (each for each in lists(schema) if each["type"] == "array"):
+            for item in ITEMS:
+                yield from ((path, name, [item] * count) for count in (part["maxItems"], part["maxItems"] + 1))
+    for path, name, value in WITHIN:
+        yield from ((path, name, value([item] * (1 << 16))) for item in ITEMS)
+
+
+@pytest.mark.timeout(300)
+def test_lists_of_wrong_items_are_refused_and_hold_nobody_up(served: ServerProcess, described: dict[str, Any]) -> None:
+    tried = {(path, name) for path, name, _ in wrong_lists(described)}
+    assert tried >= {(path, name) for path, name, _ in WITHIN}
+    left = [(path, json.dumps({**NEEDED[path], name: value}).encode()) for path, name, value in wrong_lists(described)]
+    with others_are_served(served):
+        statuses = sent_by_several(served, left)
+    assert set(statuses) <= REFUSALS | {200}
+    assert statuses.count(400) > len(statuses) // 2
+
+
 def curl_post(served: ServerProcess, path: str, body: object) -> dict[str, Any]:
     with closing(connect(served)) as connection:
         connection.sendall(request(HOSTILE, path, json.dumps(body).encode(), framing=None))
@@ -265,19 +321,40 @@ def curl_post(served: ServerProcess, path: str, body: object) -> dict[str, Any]:
     return error
 
 
-def test_places_and_bodies_of_one_are_not_those_of_another(served: ServerProcess, worker: ScriptedServer) -> None:
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        *(
+            (path, {"stream": is_stream})
+            for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+            for is_stream in (True, False)
+        ),
+        ("/v1/responses", {"background": True}),
+    ],
+    ids=str,
+)
+def test_places_and_bodies_of_one_are_not_those_of_another(
+    served: ServerProcess, worker: ScriptedServer, path: str, options: dict[str, bool]
+) -> None:
     """One caller takes as many answers as it gets, reads none of them, and sends bodies for as many more."""
-    body = json.dumps({"prompt": "p", "n": 2, "stream": True}).encode()
+    body = json.dumps({**NEEDED[path], **options}).encode()
+    begun, ended = threading.Semaphore(0), threading.Event()
+
+    def held() -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(sample=0, token_ids=[1], text="a")
+        begun.release()
+        ended.wait(60)
 
     def answer(asked: Any, context: Any) -> Any:
-        return (endless(worker) if asked.namespace == "hostile" else as_many)(asked, context)
+        return held() if asked.namespace == "hostile" else as_many(asked, context)
 
     worker.answers["Generate"] = answer
     try:
         with ExitStack() as cleanup, others_are_served(served):
             for _ in range(6):  # Six calls leave two of the scripted worker's threads free.
                 connection = cleanup.enter_context(closing(connect(served)))
-                connection.sendall(request(HOSTILE, "/v1/completions", body))
+                connection.sendall(request(HOSTILE, path, body))
+            assert all(begun.acquire(timeout=60) for _ in range(6))
             for _ in range(40):
                 connection = cleanup.enter_context(closing(connect(served)))
                 connection.settimeout(0.2)
@@ -291,6 +368,7 @@ def test_places_and_bodies_of_one_are_not_those_of_another(served: ServerProcess
                         )
                     )
     finally:
+        ended.set()
         worker.answers["Generate"] = as_many
 
 

@@ -251,13 +251,27 @@ def openssl(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=False, timeout=30)
 
 
+def assert_strictly_valid(bundle: Path, certificate: Path, purpose: str) -> None:
+    strict = ["-x509_strict", "-purpose", purpose, "-CAfile", str(bundle)]
+    done = openssl("verify", *strict, str(certificate))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_certificates_are_what_rfc_5280_asks_for(tmp_path: Path) -> None:
-    quire_certs(tmp_path, "--host", "a.example")
-    quire_certs(tmp_path, "--client", "worker", "--pool", "p")
+    hosts = ("a.example", "*.b.example", "127.0.0.1", "::1", "localhost")
+    quire_certs(tmp_path, *(word for host in hosts for word in ("--host", host)))
+    quire_certs(tmp_path, "--client", "worker", "--pool", "p", "--namespace", "a b/\N{SNOWMAN}")
     for name, purpose in (("server", "sslserver"), ("client", "sslclient"), ("worker", "sslclient")):
-        strict = ["-x509_strict", "-purpose", purpose, "-CAfile", str(tmp_path / "ca.pem")]
-        done = openssl("verify", *strict, str(tmp_path / f"{name}.pem"))
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert_strictly_valid(tmp_path / "ca.pem", tmp_path / f"{name}.pem", purpose)
+
+
+def test_so_are_they_before_and_after_another_authority_took_over(place: Path) -> None:
+    made_earlier(place, days_ago=61)
+    earlier = shutil.copytree(place / "service", place / "earlier")
+    renew(place)
+    for folder in (earlier, place / "service"):
+        for name, purpose in (("server", "sslserver"), ("client", "sslclient")):
+            assert_strictly_valid(place / "service" / "ca.pem", folder / f"{name}.pem", purpose)
 
 
 def test_two_authorities_in_one_bundle_are_both_trusted(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import AsyncAllocator, AsyncClient, PoolSpec, ResourceExhaustedError
 from quire._serving.calls import MESSAGE_S
-from quire._serving.server import HANDSHAKE_S
+from quire._serving.process import allow_open_files
+from quire._serving.server import CONNECTIONS_MAX, HANDSHAKE_S
 from quire.protocol import limits as protocol_limits
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -349,6 +350,29 @@ async def test_branches_and_waiting_texts_of_one_namespace_leave_places_for_othe
         for first in begun:
             first.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def test_connections_have_a_limit_and_those_that_there_are_go_on(tmp_path: Path) -> None:
+    allow_open_files()
+    with allocator_process(tmp_path) as server:
+        host, _, port = server.address.rpartition(":")
+
+        async def settings_of_one_more() -> tuple[asyncio.StreamWriter, bytes]:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(60):
+                    return writer, await reader.read(9)
+            return writer, b""
+
+        async with AsyncAllocator(server.address) as there, AsyncAllocator(server.address) as later:
+            await there.list_pools()
+            made = [await settings_of_one_more() for _ in range(CONNECTIONS_MAX + 50)]
+            assert CONNECTIONS_MAX // 2 < sum(bool(found) for _, found in made) <= CONNECTIONS_MAX
+            await there.list_pools()
+            for writer, _ in made:
+                writer.close()
+            await later.list_pools(timeout_s=60)
 
 
 async def test_a_server_ends_in_its_drains_time_whatever_calls_are_held(tmp_path: Path) -> None:

@@ -93,10 +93,33 @@ def no_decoder() -> Backend:
     return backend
 
 
+def word_piece_as_it_is() -> Backend:
+    backend = word_piece()
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # type: ignore[assignment]
+    return backend
+
+
+def bytes_before_spaces() -> Backend:
+    parts = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 0)]
+    return _with_pieces(_sentencepiece_pieces(), decoders.Sequence(parts), prepends=True)
+
+
+def metaspace_inside() -> Backend:
+    parts = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]
+    return _with_pieces(_sentencepiece_pieces(), decoders.Sequence(parts), prepends=False)
+
+
+def byte_level_fused() -> Backend:
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])  # type: ignore[assignment]
+    return backend
+
+
 KINDS: dict[str, Callable[[], Backend]] = {
     "llama_2": llama_2, "gemma": gemma, "metaspace": metaspace, "metaspace_with_bytes": metaspace_with_bytes,
     "unigram": unigram, "byte_level": byte_level, "word_piece": word_piece, "word_ends": word_ends,
-    "no_decoder": no_decoder,
+    "no_decoder": no_decoder, "word_piece_as_it_is": word_piece_as_it_is, "bytes_before_spaces": bytes_before_spaces,
+    "metaspace_inside": metaspace_inside, "byte_level_fused": byte_level_fused,
 }  # fmt: skip
 
 

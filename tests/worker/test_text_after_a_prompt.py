@@ -21,7 +21,7 @@ def pieces_of(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> lis
 def test_an_answer_is_what_decoding_prompt_and_answer_together_adds(kind: str, tmp_path: Path) -> None:
     tokenizer, backend = built(kind, tmp_path)
     dice = random.Random(kind)
-    raw = {backend.token_to_id(piece) for piece in BYTES} if kind != "byte_level" else set(range(256))
+    raw = {backend.token_to_id(piece) for piece in BYTES} if not kind.startswith("byte_level") else set(range(256))
     whole = [token for token in range(backend.get_vocab_size()) if token not in raw]
     for _ in range(300):
         prompt = dice.choices(whole, k=dice.randrange(6))
@@ -38,6 +38,8 @@ def test_an_answer_is_what_decoding_prompt_and_answer_together_adds(kind: str, t
 def test_the_bytes_of_an_answers_tokens_are_its_text(kind: str, tmp_path: Path) -> None:
     tokenizer, backend = built(kind, tmp_path)
     special = set(backend.get_added_tokens_decoder()) - {backend.token_to_id("é"), backend.token_to_id("<think> ")}
+    if kind == "bytes_before_spaces":  # The library decodes it, and drops valid bytes beside a broken one.
+        special |= {backend.token_to_id(piece) for piece in BYTES}
     dice = random.Random(kind)
     prompt = [backend.token_to_id("the") or backend.encode("the").ids[0]]
     for _ in range(100):

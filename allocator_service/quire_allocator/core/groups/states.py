@@ -122,7 +122,7 @@ class StateManager(UnitManager[StatePart]):
         part.last = part.unit
 
     def fork(self, part: StatePart, committed: int) -> StatePart:
-        """Shares the running block. The first to grow copies it; the last one writes in place, unless it is published."""
+        """Shares the running block. The first to grow copies it; the last writes in place, unless it is published."""
         if part.unit is not None:
             part.unit.live += 1
         child = StatePart(part.scope, part.unit)

@@ -187,7 +187,7 @@ class StateManager(UnitManager[StatePart]):
         return [(self._token_count(unit), unit.first_digest) for unit in scope.units()]
 
     def replaced(self, entry: Scoped) -> None:
-        """Drops a cached checkpoint that no request has hit and no stop needs."""
+        """Drops a cached checkpoint that no request has hit."""
         assert isinstance(entry, Unit)
         if entry.is_published and not entry.live and not entry.was_hit and not entry.is_needed():
             self._drop(entry)

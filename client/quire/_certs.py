@@ -24,9 +24,9 @@ from quire._secret_files import require_private
 from quire.errors import UsageError
 
 AUTHORITY: Final = "ca"
-RENEWED_BELOW: Final = 1 / 3  # of its life that is left: time to notice a renewal that fails
+RENEWED_BELOW: Final = 1 / 3  # share of a certificate's life: enough time to notice a failed renewal
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between this machine and those that check
+CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between this machine's clock and a verifier's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -57,7 +57,7 @@ def make_authority(folder: Path, *, days: int, replaced: Authority | None = None
         UsageError: one of the files is there already, and is not to be replaced, or cannot be written.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    # A name of its own: of two authorities of one name in a bundle, some look at the first alone.
+    # Each authority gets its own name: some libraries use only the first of two authorities with the same name.
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     name = _name(f"quire development CA {identifier.digest.hex()[:16]}")
     builder = _builder(name, name, key, days).add_extension(
@@ -83,7 +83,7 @@ def read_authority(folder: Path) -> Authority | None:
     try:
         cert, *earlier = x509.load_pem_x509_certificates(cert_path.read_bytes())
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError):  # whose text may be of any length, and says nothing to a user
+    except (OSError, ValueError, TypeError):  # The error's text may be long and does not help a user.
         raise UsageError(f"{cert_path} and {key_path} are no certificate and key of an authority") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
         raise UsageError(f"{cert_path} and {key_path} are no pair")
@@ -254,7 +254,7 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(end if ends is None else min(end, ends))
-        # RFC 5280 asks for both; Python refuses certificates without, from 3.13 on.
+        # RFC 5280 requires both extensions. Python 3.13 and later refuse certificates without them.
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False)
     )
@@ -299,7 +299,7 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    # A server that looks in between finds no pair, keeps what it has, and looks again.
+    # A server that looks between the two writes finds a mismatched pair. It keeps its previous one and looks again.
     for suffix, mode, data in (("key", 0o600, secret), ("pem", 0o644, cert)):
         path = folder / f"{name}.{suffix}"
         if replaces:
@@ -312,7 +312,7 @@ def _replace_file(path: Path, mode: int, data: bytes) -> None:
     """Writes a file beside the one that it then replaces, so that nobody reads half of it."""
     new = path.with_name(f"{path.name}.new")
     try:
-        new.unlink(missing_ok=True)  # of a run that was cut off
+        new.unlink(missing_ok=True)  # An interrupted run may have left this file.
         _write_file(new, mode, data)
         new.replace(path)
     except OSError as error:

@@ -19,8 +19,8 @@ import threading
 from collections.abc import Sequence
 from itertools import pairwise
 
-DRAIN_S = 30.0  # of a server whose command line does not say how long it drains
-LAST_S = 2.0  # what it may need after that
+DRAIN_S = 30.0  # used if the command line has no --drain-timeout
+LAST_S = 2.0  # time to end after the drain
 
 
 def kill_s(arguments: Sequence[str]) -> float:
@@ -28,7 +28,7 @@ def kill_s(arguments: Sequence[str]) -> float:
     drain_s = DRAIN_S
     for option, value in pairwise(arguments):
         if option == "--drain-timeout":
-            with contextlib.suppress(ValueError):  # the server says what is wrong with it
+            with contextlib.suppress(ValueError):  # The server itself reports an invalid value.
                 drain_s = float(value)
     return 2 * (drain_s + LAST_S)
 

@@ -38,8 +38,8 @@ def open_missing() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    if sys.stdout is None:  # as Python has it where the stream is closed
+            os.open(os.devnull, os.O_RDWR)  # os.open returns the lowest free number, which is the missing stream's.
+    if sys.stdout is None:  # Python sets None if the stream was closed at startup.
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         encoding = None if sys.stderr is None else sys.stderr.encoding
@@ -57,7 +57,7 @@ def require_open_files(program: str) -> None:
         SystemExit: with 2, as it may have too few.
     """
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= allowed < OPEN_FILES_MIN:  # below 0 it is unlimited
+    if 0 <= allowed < OPEN_FILES_MIN:  # A negative value means unlimited.
         what = f"{allowed} files may be open, and a server needs {OPEN_FILES_MIN} or more"
         sys.stderr.write(f"{program}: {what}: raise the limit (ulimit -n)\n")
         sys.exit(USAGE)

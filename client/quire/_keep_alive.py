@@ -17,7 +17,7 @@ from typing import Any, Final
 from quire.errors import QuireError, Reason
 
 RENEWALS_PER_LEASE: Final = 3
-# The session is gone: there is nothing to renew.
+# With these reasons the session no longer exists, so renewing ends.
 GONE: Final = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN})
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def _renew(session: Callable[[], Any], interval_s: float, ended: threading.Event
         except QuireError as error:
             if ended.is_set() or _is_gone(owner, error):
                 return
-        del owner  # else it could not be collected while this thread waits
+        del owner  # A reference here would keep the session alive while this thread waits.
 
 
 async def _renew_async(session: Callable[[], Any], interval_s: float) -> None:

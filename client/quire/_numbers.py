@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any, Final
 
-LARGEST: Final = 2**62  # of tokens, blocks and bytes: sums of several still fit 64 bits
+LARGEST: Final = 2**62  # limit for counts of tokens, blocks and bytes: a sum of several still fits 64 bits
 
 
 def require_integer(name: str, value: Any, low: int = 0, high: int = LARGEST) -> None:
@@ -46,5 +46,5 @@ def shown(value: object) -> str:
     """Returns a value as its caller wrote it, cut after 80 characters."""
     try:
         return f"{value!r:.80}"
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to format an integer of more than 4,300 digits.
         return "a number of thousands of digits"

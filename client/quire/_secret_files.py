@@ -38,7 +38,7 @@ def read_token(path: str | None) -> str | None:
     require_private(path, "token file")
     try:
         token = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).decode("ascii").strip()
-    except UnicodeDecodeError:  # whose text would show what is in the file
+    except UnicodeDecodeError:  # The error's text would reveal the file's content.
         token = ""
     except OSError as error:
         raise UsageError(f"token file {path}: {error.strerror}") from None

@@ -29,9 +29,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN: Final = "quire.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
-FIELD_KEY: Final = "field"  # of an ErrorInfo's metadata
+FIELD_KEY: Final = "field"  # key in an ErrorInfo's metadata
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
-RETRY_AFTER_S_MAX: Final = 60.0  # a server that asks for more is asked again after this
+RETRY_AFTER_S_MAX: Final = 60.0  # limit for a server's requested delay
 _NANOSECONDS: Final = 1_000_000_000
 
 
@@ -291,13 +291,13 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.TOKENIZER_FAILED: grpc.StatusCode.INTERNAL,
 }
 
-# Errors that go away by waiting alone. Callers add jitter, so that they do not all come back at once.
+# Errors that waiting alone resolves. Callers add jitter, so that they do not all return at once.
 _RETRY_AFTER_S: Final[dict[Reason, float]] = {
-    Reason.LIMIT: 1.0,  # somebody has to leave
-    Reason.REPORT_ADMISSION: 0.25,  # a report of 100,000 blocks takes about as long
-    Reason.QUEUE_FULL: 1.0,  # a request has to end
-    Reason.DRAINING: 0.25,  # another server may be there already
-    Reason.ALLOCATOR_LOST: 0.5,  # the worker's own attempts are at most this far apart
+    Reason.LIMIT: 1.0,  # Another caller must end first.
+    Reason.REPORT_ADMISSION: 0.25,  # about the time of a report of 100,000 blocks
+    Reason.QUEUE_FULL: 1.0,  # A request must end first.
+    Reason.DRAINING: 0.25,  # Another server may have started already.
+    Reason.ALLOCATOR_LOST: 0.5,  # the longest pause between the worker's own attempts
 }
 
 

@@ -33,11 +33,11 @@ from typing import Final
 from quire._numbers import require_integer
 
 DIGEST_BYTES: Final = 32
-FOREIGN_DIGEST_BYTES: Final = 16  # of other engines' hashes; they travel filled up with zeros
+FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' hashes. On the wire they are padded with zeros.
 CONTENT_ID_BYTES_MAX: Final = 128
-_TOKENS_MAX: Final = 2**31 - 1  # an offset is an int32
+_TOKENS_MAX: Final = 2**31 - 1  # Offsets are int32.
 _BLOCK_SIZE_MAX: Final = 2**32 - 1
-_PACKED_TOKENS: Final = 2_048  # at a time: a whole prompt as arguments of one call does not stay in the cache
+_PACKED_TOKENS: Final = 2_048  # tokens per struct call. The arguments of a whole prompt would not fit the CPU cache.
 _VERSION: Final = b"quire/2"
 _KEYS: Final = b"quire/2/keys"
 _MULTIMODAL: Final = b"mm/1"
@@ -276,15 +276,15 @@ def _field(data: bytes) -> bytes:
 def _int32_bytes(tokens: Sequence[int]) -> bytes:
     """Returns the tokens as little-endian int32: a copy of their memory where that is what they are already."""
     if not isinstance(tokens, list | tuple):
-        with contextlib.suppress(TypeError, NotImplementedError):  # no array, or of a format that Python does not read
+        with contextlib.suppress(TypeError, NotImplementedError):  # not an array, or of a format unknown to Python
             view = memoryview(tokens)  # type: ignore[arg-type]
             if view.format in ("i", "l") and view.itemsize == 4 and sys.byteorder == "little":
                 return view.tobytes()
             tokens = view.tolist()
     if sys.byteorder == "little":
-        with contextlib.suppress(OverflowError, TypeError):  # a negative one, or none that an array takes
+        with contextlib.suppress(OverflowError, TypeError):  # A token is negative, or not an integer.
             packed = array("I", tokens).tobytes()
-            if packed[3::4].isascii():  # nobody's highest bit is set; structs take twice as long
+            if packed[3::4].isascii():  # Every token is below 2**31. This path takes half the time of structs.
                 return packed
     parts = (tokens[first : first + _PACKED_TOKENS] for first in range(0, len(tokens), _PACKED_TOKENS))
     try:

@@ -34,10 +34,10 @@ from quire._transport.timeouts import checked_timeout
 from quire.errors import InternalError
 
 POLL_S: Final = 0.05
-DRAIN_S: Final = 30.0  # for calls under way when a server is told to stop, as servers have it by themselves
-DRAIN_S_MAX: Final = 86_400.0  # likewise
-LAST_S: Final = 2.0  # what a server may need after that
-RESTARTS_MAX: Final = 5  # of an allocator, within RESTARTS_S: more often it is no accident
+DRAIN_S: Final = 30.0  # time for running calls to end after SIGTERM, same as the servers' default
+DRAIN_S_MAX: Final = 86_400.0  # same as the servers' limit
+LAST_S: Final = 2.0  # time for a server to exit after the drain
+RESTARTS_MAX: Final = 5  # restarts of an allocator within RESTARTS_S. More indicate a permanent fault.
 RESTARTS_S: Final = 60.0
 LOG_LINES: Final = 20
 
@@ -87,16 +87,16 @@ class ServerProcess:
         self._grace_s = grace_s(drain_timeout_s)
         self._log = log
         self._ready_file = folder / f"{module}.json"
-        self._ready_file.unlink(missing_ok=True)  # of a server that was there before
+        self._ready_file.unlink(missing_ok=True)  # An earlier server may have left its file.
         self._ready: dict[str, Any] = {}
-        # -P: `-m` would put the current folder first on the path, and its select.py in the place of Python's own.
+        # Without -P, `-m` puts the current folder first on the path. A select.py there would replace Python's own.
         command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]
         command += [*arguments, "--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:
             output = files.enter_context(log.open("ab")) if log is not None else sys.stderr.fileno()
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # the lifeline; nothing is ever written
+                stdin=subprocess.PIPE,  # the lifeline. Nothing is ever written to it.
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **(environment or {})},
@@ -221,7 +221,7 @@ class LocalStack:
         self._drain_timeout_s = _checked_drain(drain_timeout_s)
         self._on_progress = on_progress
         self._cleanup = contextlib.ExitStack()
-        self._folder = Path()  # of ready files
+        self._folder = Path()  # folder for ready files
         self._restarts_s: list[float] = []
         self.allocator: ServerProcess | None = None
         self.worker: ServerProcess | None = None
@@ -261,9 +261,9 @@ class LocalStack:
             self.allocator.wait_ready(deadline=deadline)
             self._on_progress(f"allocator serves on {self.allocator.address}; starting the worker")
             command = ["--allocator", self.allocator.address, *self._worker_command]
-            # PASSIVE: torch's threads sleep between two forward passes instead of spinning on the servers' cores.
+            # With PASSIVE, torch's threads sleep between two forward passes instead of spinning on the servers' cores.
             self.worker = self._spawn("quire_worker", command, folder, OMP_WAIT_POLICY="PASSIVE")
-            undo.callback(self.worker.stop)  # undone in reverse order: the worker stops first
+            undo.callback(self.worker.stop)  # Callbacks run in reverse order, so the worker stops before the allocator.
             self.worker.wait_ready(deadline=deadline)
             self._on_progress(f"worker serves on {self.worker.address}")
             if self._gateway_command is not None:

@@ -48,7 +48,7 @@ class PrefixMirror:
                 )
         self.session_id = b""
         self.is_exact = False
-        # Groups of one specification change together: the first one stands for all of them.
+        # Groups with equal specifications change together, so the first one represents them all.
         self._groups = {group: spec.groups.index(group) for group in spec.groups}
         self._first = [self._groups[group] for group in spec.groups]
         self._digest_tokens = spec.block_size

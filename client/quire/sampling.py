@@ -11,8 +11,8 @@ from typing import Any, Literal, TypedDict
 class FinishReason(enum.IntEnum):
     """The reason that a sample ended."""
 
-    STOP = 1  # the model's end-of-text, a stop token or a stop text; none is part of the text
-    LENGTH = 2  # `max_tokens`, or the longest sequence that the model or the pool can hold
+    STOP = 1  # the model's end-of-text, a stop token or a stop text. The text does not include it.
+    LENGTH = 2  # `max_tokens`, or the model's or the pool's longest sequence
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -131,12 +131,12 @@ class Usage:
     """Tokens and blocks that a request used."""
 
     prompt_token_count: int
-    cached_token_count: int  # of the prompt's, found in the cache at its first admission, or held by its branch
-    output_token_count: int  # all samples together
-    granted_block_count: int  # newly granted and used; copies and recomputation after a preemption included
-    unshared_block_count: int  # that its samples would have taken in caches of their own
+    cached_token_count: int  # prompt tokens found in the cache at the first admission, or held by the branch
+    output_token_count: int  # sum over all samples
+    granted_block_count: int  # new blocks used, including copies and recomputation after a preemption
+    unshared_block_count: int  # blocks that the samples would have needed without sharing
     preemption_count: int
-    sample_token_count_max: int = 0  # `max_tokens`, or what the prompt left of the longest sequence; 0: not said
+    sample_token_count_max: int = 0  # `max_tokens`, or the room that the prompt left. 0 if the worker does not say.
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,10 @@ class Chunk:
     text: str
     finish_reason: FinishReason | None
     usage: Usage | None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on
-    score: float | None = None  # of a text that a beam search has found
-    stop_reason: str | int | None = None  # the stop text or the stop token that ended the sample
+    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, if the caller asked for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # per prompt token, from the second on
+    score: float | None = None  # score from a beam search, else None
+    stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,9 @@ class Sample:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
-    score: float | None = None  # of a text that a beam search has found
-    stop_reason: str | int | None = None  # the stop text or the stop token that ended it
+    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, if the caller asked for them
+    score: float | None = None  # score from a beam search, else None
+    stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Generation:
     samples: tuple[Sample, ...]
     usage: Usage
     request_id: str
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of its tokens from the second on
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # per prompt token, from the second on
 
     @property
     def text(self) -> str:

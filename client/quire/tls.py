@@ -46,7 +46,7 @@ class Tls:
         Raises:
             UsageError: what `channel_credentials` says, or a file holds no certificate.
         """
-        self.channel_credentials()  # which looks at the files
+        self.channel_credentials()  # checks the files
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:

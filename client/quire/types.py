@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 from quire.protocol.open_enum import OpenEnum
 
 BlockTable: TypeAlias = tuple[int | None, ...]
-NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat template, beyond messages and tools
+NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # variables of a chat template, beyond messages and tools
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Servers
@@ -29,11 +29,11 @@ class Limits:
 
     message_bytes_max: int
     step_bytes_max: int
-    operations_per_step_max: int  # of all phases together
-    sequences_max: int  # live ones of one pool
-    window_max: int  # steps that may be unanswered at a time
+    operations_per_step_max: int  # sum over all phases
+    sequences_max: int  # live sequences per pool
+    window_max: int  # unanswered steps at a time
     heartbeat_ms: int
-    silence_ms: int  # after which an owner leaves its stream for a new one
+    silence_ms: int  # An owner replaces a stream that is silent for this long.
     stops_max: int  # of one sequence
 
 
@@ -83,7 +83,7 @@ class DeviceMemory:
     """Memory that a profiling pass found on a GPU; pages may take `total * utilization - used - peak + current`."""
 
     total_bytes: int
-    used_bytes: int  # by all processes
+    used_bytes: int  # memory used by all processes
     peak_bytes: int  # allocated by torch while the largest batch was computed
     current_bytes: int  # allocated by torch afterwards
     utilization: float
@@ -96,13 +96,13 @@ class PoolMemory:
     pool_bytes: int
     budget_bytes: int
     kv_cache_dtype: str
-    kv_head_count: int  # of the layers that take most bytes per token
+    kv_head_count: int  # heads of the layers with the most bytes per token
     head_dim: int
-    device: DeviceMemory | None  # where the budget was measured
-    group_count: int  # of layers
-    state_group_count: int  # of them those of recurrent states
-    slot_bytes: int  # of one layer's part of a page
-    state_bytes: int  # of all states of a sequence
+    device: DeviceMemory | None  # None unless the budget was measured
+    group_count: int  # groups of layers
+    state_group_count: int  # groups of recurrent states among these
+    slot_bytes: int  # bytes per token in one layer's part of a page
+    state_bytes: int  # sum of a sequence's states
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +143,15 @@ class WorkerStatus:
     preemption_count: int
     held_block_count_max: int
     table_entry_count_max: int
-    state_digest: bytes  # of the block tables as the worker knows them
-    report_count: int  # block reports, the first and empty one included
-    disagreement_count: int  # times that the allocator's state was another
+    state_digest: bytes  # digest of the worker's block tables
+    report_count: int  # block reports, including the first, empty one
+    disagreement_count: int  # how often the allocator's state differed from the worker's
     rank_count: int  # processes that compute the model together
     branch_count: int
-    held_branch_count: int  # of these, those that hold blocks at present
+    held_branch_count: int  # branches that hold blocks at present
     memory: PoolMemory
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # the worker itself never applies them
-    model_aliases: tuple[str, ...] = ()  # further names of the model
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # The worker itself never applies them.
+    model_aliases: tuple[str, ...] = ()  # additional names of the model
 
     def __repr__(self) -> str:
         at_work = f"{self.running_count} running, {self.waiting_count} waiting"
@@ -163,11 +163,11 @@ class AdapterInfo:
     """A LoRA adapter that a worker has loaded."""
 
     name: str
-    digest: bytes  # of its configuration and weights, in the root of all its requests' digests
+    digest: bytes  # hash of its configuration and weights. It is part of the root of its requests' digests.
     rank: int
     layer_count: int
     byte_count: int
-    request_count: int  # that are computed or wait with it
+    request_count: int  # running and waiting requests that use it
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class GroupKind(OpenEnum):
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2  # tokens attend to the last `window` tokens, themselves included
     CHUNKED_LOCAL = 3  # tokens attend inside their own chunk of `window` tokens
-    STATE = 4  # recurrent: a block holds a state instead of tokens, and a table has one entry
+    STATE = 4  # recurrent layers: a block holds a state instead of tokens, and a table has one entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,18 +32,18 @@ class PoolSummary:
     pool: str
     spec: PoolSpec
     session_kind: SessionKind
-    connected: bool  # if not, the lease is running out
+    connected: bool  # False while the lease is running out
     lease_remaining_ms: int
     empty_block_count: int
     cached_block_count: int
     held_block_count: int
     sequence_count: int
-    table_entry_count: int  # what separate caches would hold; above held_block_count by what is shared
+    table_entry_count: int  # blocks without sharing. The excess over held_block_count is shared.
     last_step: int
-    groups: tuple[GroupUsage, ...]  # those of one specification are handled alike and have equal numbers
-    unwritten_slot_count: int  # tokens of room in held blocks of the first group that nothing is committed to
-    promised_block_count: int  # to prompts that are still growing
-    evicted_block_count: int  # cached blocks that were granted anew since the session began
+    groups: tuple[GroupUsage, ...]  # Groups with equal specifications have equal numbers.
+    unwritten_slot_count: int  # token slots without committed tokens in held blocks of the first group
+    promised_block_count: int  # blocks reserved for prompts that are still growing
+    evicted_block_count: int  # cached blocks that were granted again since the session began
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +182,21 @@ class RequestInfo:
     adapter: str
     state: RequestState
     wait_reason: WaitReason | None
-    missing_block_count: int  # of each group, where it waits for BLOCKS
-    behind_request_id: str  # of the request before it; empty if the caller may not know it
-    age_s: float  # now, or when it ended
-    queue_s: float | None  # to its first admission
+    missing_block_count: int  # blocks per group, if the request waits for BLOCKS
+    behind_request_id: str  # id of the request before it. Empty if the caller may not see it.
+    age_s: float  # until now, or until its end
+    queue_s: float | None  # time until its first admission
     first_token_s: float | None
-    time_left_s: float | None  # to its caller's deadline
+    time_left_s: float | None  # time until its caller's deadline
     priority: int
     sample_count: int
-    finish_reasons: tuple[str, ...]  # of the samples that ended in good order
+    finish_reasons: tuple[str, ...]  # reasons of the samples that ended without an error
     prompt_token_count: int
     cached_token_count: int
     output_token_count: int
     preemption_count: int
-    sequence_ids: tuple[int, ...]  # at the allocator, the first 64
-    block_count: int  # in its tables now
+    sequence_ids: tuple[int, ...]  # ids at the allocator, at most 64
+    block_count: int  # blocks in its tables now
     block_count_max: int
     error: str
-    stages: tuple[RequestStage, ...]  # where one request was asked for
+    stages: tuple[RequestStage, ...]  # Empty unless the caller asked for one request.

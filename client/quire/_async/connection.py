@@ -35,7 +35,7 @@ class AsyncConnected:
         request = health_pb2.HealthCheckRequest(service=self.SERVICE)
         try:
             reply = await self._link.call(stub.Check, request, timeout_s)
-        except NotFoundError:  # another service listens there
+        except NotFoundError:  # The server at this address runs another service.
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 

@@ -30,10 +30,10 @@ from quire._serving.caller_shares import CallerShares
 from quire._serving.rpc import Context, Handler, abort, caller_of, log_refused
 from quire.errors import QuireError, Reason
 
-MESSAGE_S: Final = 10.0  # for the message of a unary call, after its head
-MESSAGES_AT_ONCE_MAX: Final = 16  # of one caller, that arrive at a time; others wait unread, which takes no memory
-MESSAGES_BYTES_MAX: Final = 64 << 20  # that one caller's calls hold; all together hold twice as many
-SMALL_BYTES: Final = 8 << 10  # of a message that is not counted
+MESSAGE_S: Final = 10.0  # time for a unary call's message to arrive after its headers
+MESSAGES_AT_ONCE_MAX: Final = 16  # concurrent reads per caller. Further messages wait unread and take no memory.
+MESSAGES_BYTES_MAX: Final = 64 << 20  # message bytes per caller. All callers together may hold twice this.
+SMALL_BYTES: Final = 8 << 10  # Messages up to this size are not counted.
 HEALTH_CALLS_MAX: Final = 256
 HEALTH_WATCHES_MAX: Final = 256
 _HEALTH: Final = "/grpc.health.v1.Health/"
@@ -112,8 +112,8 @@ class _Calls:
     def __init__(self, count_max: int) -> None:
         self._places = CallerShares(count_max // 2)
         self._bytes = CallerShares(MESSAGES_BYTES_MAX)
-        self._arriving: dict[Hashable, asyncio.Semaphore] = {}  # of callers who have places
-        self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, the one that has waited longest first
+        self._arriving: dict[Hashable, asyncio.Semaphore] = {}  # by caller
+        self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, longest wait first
 
     @contextlib.contextmanager
     def place(self, caller: Hashable) -> Iterator[_Place]:

@@ -27,11 +27,11 @@ from quire._transport.address import is_local, resolve, split
 from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 
 log = structlog.get_logger()
-REQUEST_S: Final = 10.0  # of a connection, from its first byte to the last one of its answer
+REQUEST_S: Final = 10.0  # time for one connection, until the last byte of the answer
 CONNECTIONS_MAX: Final = 32
 HEAD_BYTES_MAX: Final = 16_384
-FAILURES_TOLD_S: Final = 60.0  # between two log lines about connections that failed
-PERMISSIONS_KEY = "quire.permissions"  # in a request's environment
+FAILURES_TOLD_S: Final = 60.0  # least time between two log lines about failed connections
+PERMISSIONS_KEY = "quire.permissions"  # key in a request's WSGI environment
 Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
 
@@ -90,12 +90,12 @@ class MetricsServer:
 
 class _MetricsHttp(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    block_on_close = False  # a thread whose peer stands still would be waited for
+    block_on_close = False  # Otherwise closing waits for a thread whose peer does nothing.
     request_queue_size = 128
 
     def __init__(self, listen: str, app: Wsgi, tls: ServerTls | None) -> None:
         self.tls = tls
-        self._started_s: dict[socket.socket, float] = {}  # of each connection, the oldest first
+        self._started_s: dict[socket.socket, float] = {}  # start time of each connection, oldest first
         self._failures = threading.Lock()
         self._failed_count, self._told_s = 0, -FAILURES_TOLD_S
         self.address_family, address = resolve(listen)
@@ -145,7 +145,7 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         """Ends a connection; the thread that reads or writes it finds out."""
         self._started_s.pop(connection, None)
         with contextlib.suppress(OSError):
-            # Not SSLSocket's own, which takes the connection's state from under the thread.
+            # SSLSocket.shutdown would remove the TLS state that the connection's thread still uses.
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
@@ -194,9 +194,9 @@ def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
     def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
         try:
             host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname or ""
-        except ValueError:  # brackets around what is no address
+        except ValueError:  # The brackets do not contain an address.
             host = ""
-        host = host.removesuffix(".")  # an absolute name
+        host = host.removesuffix(".")  # A fully qualified name may end in a dot.
         if host not in ("localhost", listen_host) and not _is_address(host):
             start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
             return [b"this address serves localhost alone\n"]
@@ -222,7 +222,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
         if said is not None:
             status = "200 OK" if said else "503 Service Unavailable"
             start_response(status, [("Content-Type", "text/plain")])
-            return [b"" if said else b"no\n"]  # no text: so Prometheus, too, can ask it
+            return [b"" if said else b"no\n"]  # An empty body is valid for Prometheus, so it can scrape a probe, too.
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
         if token is not None and not is_bearer_of(given, token):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])

@@ -20,8 +20,8 @@ import sys
 import threading
 from typing import Any, Final
 
-BYTES_MAX: Final = 1 << 20  # that wait at a time
-LAST_S: Final = 1.0  # for what waits when the process ends
+BYTES_MAX: Final = 1 << 20  # limit for queued text
+LAST_S: Final = 1.0  # time to write queued text when the process ends
 
 
 class NeverBlockingText(io.TextIOBase):
@@ -44,7 +44,7 @@ class NeverBlockingText(io.TextIOBase):
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()  # a warning may be written while another text is, by the same thread
+        self._lock = threading.RLock()  # Reentrant: a thread that writes may also write a Python warning.
         self._texts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._empty = threading.Event()
@@ -68,7 +68,7 @@ class NeverBlockingText(io.TextIOBase):
             self._texts.put(data)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="standard streams", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no thread is to be had: what waits is dropped in the end
+                with contextlib.suppress(RuntimeError):  # If no thread can be started, queued text is dropped at exit.
                     self._thread.start()
         return len(text)
 
@@ -117,7 +117,7 @@ class NeverBlockingText(io.TextIOBase):
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # somebody who shares the file has made it so
+            except BlockingIOError:  # Another process that shares the file has made it non-blocking.
                 select.select([], [self._descriptor], [])
 
 

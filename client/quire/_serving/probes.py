@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-ALIVE_WITHIN_S: Final = 5.0  # an event loop that is busy for longer serves nobody
+ALIVE_WITHIN_S: Final = 5.0  # An event loop that is busy for longer counts as dead.
 
 
 class Probes:

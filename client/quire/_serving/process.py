@@ -19,7 +19,7 @@ from quire.errors import UsageError
 
 log = structlog.get_logger()
 
-# New objects before the garbage collector looks for cycles. A server makes almost none.
+# The garbage collector looks for cycles after this many new objects. A server creates almost no cycles.
 YOUNG_OBJECTS_MAX = 50_000
 
 
@@ -68,7 +68,7 @@ def check_ready_file(path: str | None) -> None:
     if path is None:
         return
     target = Path(path)
-    # A new file replaces what is there: as root it would replace /dev/null for the whole machine.
+    # Writing replaces the target by a new file. As root that would replace /dev/null for the whole machine.
     if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
         raise UsageError(f"cannot write the ready file {path}: there is something that is no regular file")
     if not os.access(target.parent, os.W_OK | os.X_OK):
@@ -85,7 +85,7 @@ def write_ready_file(path: str | None, **values: object) -> None:
     if path is None:
         return
     check_ready_file(path)
-    # A name that nobody can have put a link in the place of.
+    # The name is random, so that nobody can have prepared a link under it.
     temporary = Path(f"{path}.{secrets.token_hex(8)}")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from quire._distribution import VERSION
 
-# Of the command lines of all servers: a server's own, and those that it shows to others and trusts them by.
+# Options of all servers: their own certificate, client certificates for other servers, and trusted authorities.
 CERTIFICATE_OPTIONS: Final = (
     "tls-cert",
     "tls-client-ca",
@@ -73,7 +73,7 @@ def _certificates_of(options: argparse.Namespace) -> dict[str, str]:
 
 def end_of(path: str) -> float | None:
     """Returns when the first certificate of a PEM file ends, in seconds since 1970; None if the file has none."""
-    from cryptography import x509  # only where there are certificates: importing it takes 50 ms
+    from cryptography import x509  # Imported only if there are certificates, because the import takes 50 ms.
 
     try:
         with open(path, encoding="ascii") as file:

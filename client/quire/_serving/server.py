@@ -29,8 +29,8 @@ from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
 
-# At a time, streams included; one caller has at most half of them. This is far above the limits of the services
-# themselves (a worker's queue: 1,088), because they refuse with a reason that says more.
+# Concurrent calls, streams included. One caller has at most half of them. The services' own limits are far lower
+# (a worker's queue: 1,088) and refuse with a more specific reason.
 CALLS_MAX: Final = 4_096
 CONNECTIONS_MAX: Final = 1_024
 HANDSHAKE_S: Final = 10.0
@@ -40,7 +40,7 @@ _TLS_OPTIONS: Final = {
     "tls-client-ca": "authorities of the callers: only certificates that they have signed are let in",
 }
 DRAIN_S_MAX: Final = 86_400.0
-DRAIN_S: Final = 30.0  # a supervisor that kills has to wait longer, as `quire.local` does
+DRAIN_S: Final = 30.0  # A supervisor must wait longer before it kills the server, as `quire.local` does.
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
@@ -101,7 +101,7 @@ def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | 
 
 
 def _seconds(text: str) -> float:
-    value = float(text)  # argparse says what is wrong with other texts
+    value = float(text)  # argparse reports a text that is not a number.
     if not 0 <= value <= DRAIN_S_MAX:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to {DRAIN_S_MAX:g}")
     return value
@@ -154,27 +154,27 @@ class Server:
         self._socket_lock: int | None = None
         self.grpc = aio.server(
             interceptors=[CallInterceptor(self.token, calls_max)],
-            # Only bounds memory: it refuses health, too, and without a reason.
+            # This limit only bounds memory. It also refuses health calls, and gives no reason.
             maximum_concurrent_rpcs=4 * calls_max,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-                # Beyond 1,000 calls that come at once gRPC would cancel some at random instead.
+                # With gRPC's default, more than 1,000 simultaneous new calls make it cancel some at random.
                 ("grpc.server.max_pending_requests", 4 * calls_max),
                 ("grpc.server.max_pending_requests_hard_limit", 4 * calls_max),
-                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # of one connection
+                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # per connection
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
-                # A caller that vanished without a word is noticed, and its places are free again, after 15 s.
+                # A caller that vanishes silently is noticed after 15 s. Its places are then free again.
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute, whatever the line before says
+                ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
-                # Callers may ping us likewise: gRPC ends connections that do so more often than every 5 minutes.
+                # Callers ping as often. gRPC's default ends a connection that pings more than once in 5 minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
-                ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not load sharing
+                ("grpc.so_reuseport", 0),  # A second server on the same port is a mistake, not load sharing.
             ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -199,7 +199,7 @@ class Server:
             else:
                 port = self.grpc.add_secure_port(listen, self._tls.server_credentials())
         except RuntimeError as error:
-            require_free("--listen", listen)  # somebody took it while a model was loaded
+            require_free("--listen", listen)  # Another process may have taken the port while the model was loaded.
             raise UsageError(f"cannot listen on {listen}: {error}") from None
         try:
             probes = Probes(asyncio.get_running_loop(), lambda: self._is_ready)
@@ -208,7 +208,7 @@ class Server:
         except OSError as error:
             require_free("--metrics", metrics, "serve metrics")
             raise UsageError(f"cannot serve metrics on {metrics}: {error}") from None
-        self._address = listen if is_unix(listen) else f"{listen.rpartition(':')[0]}:{port}"  # IPv6 keeps its brackets
+        self._address = listen if is_unix(listen) else f"{listen.rpartition(':')[0]}:{port}"  # keeps IPv6 brackets
         await self._set_ready(False)
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()

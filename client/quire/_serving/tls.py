@@ -33,10 +33,10 @@ class ServerTls:
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._lock = threading.Lock()  # handshakes of gRPC and of metrics are on threads of their own
+        self._lock = threading.Lock()  # Handshakes of gRPC and of the metrics server run on different threads.
         self._stamp = self._look()
         self._context, self._grpc = self._read()
-        self._told: object = None  # the grpc configuration that handshakes have
+        self._told: object = None  # the configuration that gRPC uses for handshakes
 
     @property
     def verifies_clients(self) -> bool:
@@ -96,7 +96,7 @@ class ServerTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            # A password is never asked for: nobody sits in front of a server.
+            # The empty password keeps OpenSSL from prompting on a terminal.
             context.load_cert_chain(self._cert, self._key, password=lambda: b"")
             if roots is not None:
                 context.load_verify_locations(cadata=roots.decode("ascii"))

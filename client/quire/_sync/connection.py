@@ -36,7 +36,7 @@ class Connected:
         request = health_pb2.HealthCheckRequest(service=self.SERVICE)
         try:
             reply = self._link.call(stub.Check, request, timeout_s)
-        except NotFoundError:  # another service listens there
+        except NotFoundError:  # The server at this address runs another service.
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 

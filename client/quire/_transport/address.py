@@ -14,7 +14,7 @@ from quire.errors import UsageError
 UNIX_PATH_BYTES_MAX: Final = 107
 _SCHEMES = ("http", "https", "grpc", "grpcs", "tcp")
 _GRPC_FORMS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:")
-_IPV4: Final = re.compile(r"[0-9a-fA-FxX.]*[0-9][0-9a-fA-FxX.]*")  # in any form that the C library takes
+_IPV4: Final = re.compile(r"[0-9a-fA-FxX.]*[0-9][0-9a-fA-FxX.]*")  # any form that the C library accepts
 
 
 def split(address: str) -> tuple[str, int]:
@@ -66,7 +66,7 @@ def _canonical_host(host: str) -> str:
         if not ipaddress.IPv6Address(host).is_link_local:
             return host.partition("%")[0]
     except (OSError, ValueError):
-        pass  # a name
+        pass  # The host is a name.
     return host
 
 

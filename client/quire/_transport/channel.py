@@ -46,13 +46,13 @@ from quire.tls import Tls, resolve_tls
 
 DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
 DEFAULT_WORKER: Final = "127.0.0.1:7071"
-LIVENESS: Final = "liveness"  # what grpc.health.v1 is asked where it is not about readiness
+LIVENESS: Final = "liveness"  # service name in grpc.health.v1 that asks for liveness instead of readiness
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
-LOOKED_S: Final = 1.0  # a finding about an address is believed for so long
+LOOKED_S: Final = 1.0  # time for which a finding about an address is reused
 ATTEMPTS_MAX: Final = 4
-BACKOFF_S: Final = 0.05  # before the second attempt
+BACKOFF_S: Final = 0.05  # pause before the second attempt
 BACKOFF_S_MAX: Final = 0.5
 
 _SERVICE_CONFIG: Final = {
@@ -67,9 +67,9 @@ _SERVICE_CONFIG: Final = {
                 "retryableStatusCodes": ["UNAVAILABLE"],
             },
         },
-        # The entry that names a method wins over the one above. An owner's stream must attach again, not be replayed.
-        # A server's stream with a retry policy hangs past its deadline where the connection is lost before the first
-        # message (threads only; grpcio 1.85): `Attempts` and `Watch` repeat it instead.
+        # This entry overrides the one above and has no retries. An owner's stream must attach again, not be replayed.
+        # With a retry policy, a server's stream hangs past its deadline if the connection is lost before the first
+        # message (threads only, grpcio 1.85). `Attempts` and `Watch` retry it instead.
         {
             "name": [
                 {"service": "quire.v1.AllocatorService", "method": "Session"},
@@ -90,13 +90,13 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.http2.bdp_probe", 0),  # which lets each call receive megabytes that nobody has asked for
-    # A connection that has died is left after 10 s of a call; TCP would keep it for a quarter of an hour.
+    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge windows until each call may buffer megabytes.
+    # A call gives up a dead connection after 10 s. TCP alone would keep it for a quarter of an hour.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute, whatever the line before says
+    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.
     ("grpc.http2.max_pings_without_data", 0),
-    # A connection of its own for each channel: a new channel would else go on with one that has fallen silent.
+    # Each channel has its own connection. Otherwise a new channel would reuse one that has fallen silent.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -154,7 +154,7 @@ class Link:
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         self.address = address = canonical(address)
-        self.server = ANY_SERVER  # the server that is expected there
+        self.server = ANY_SERVER  # the kind of server expected at this address, for error messages
         self._found = (-math.inf, "")
         self.timeout_s = checked_timeout(timeout_s)
         self._given = token, tls
@@ -166,7 +166,7 @@ class Link:
                 f"a token is not sent to {address} unencrypted: name the authorities to trust there in QUIRE_TLS_CA"
             )
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
-        # A certificate cannot name the path of a socket; the server there is this machine.
+        # A certificate cannot name a socket's path. The server is on this machine, so it must be valid for localhost.
         name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
         self.options = (*OPTIONS, *name)
         self._is_closed = False
@@ -300,7 +300,7 @@ class AsyncLink(Link):
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
         self.channel = self._new_channel()
-        self._others = set[AsyncLink]()  # made by `another`, and not closed yet
+        self._others = set[AsyncLink]()  # open links made by `another`
         self._origin: AsyncLink | None = None
 
     def _new_channel(self) -> aio.Channel:

@@ -44,4 +44,5 @@ def tokenize_request(
 
 
 def _dumped(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)  # so that what is no text is found here, and others are no longer
+    # Escaping to ASCII would hide invalid text, and make other text longer.
+    return json.dumps(value, ensure_ascii=False)

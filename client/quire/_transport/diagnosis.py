@@ -13,12 +13,12 @@ from typing import Final
 from quire._transport.address import is_local, is_unix, split
 from quire.errors import UsageError
 
-ANY_SERVER: Final = "server"  # expected by a caller that does not care which one it is
-PROBE_S: Final = 0.5  # for a connection, and again for its first bytes
+ANY_SERVER: Final = "server"  # name used when the kind of server is not known
+PROBE_S: Final = 0.5  # time to connect, and again to receive the first bytes
 _REQUEST: Final = b"GET / HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n"
-_ANSWER_BYTES: Final = 9  # the head of a frame of HTTP/2
-_SETTINGS: Final = 4  # type of the frame that a server of HTTP/2 begins with
-_ALERT: Final = b"\x15\x03"  # how TLS begins to say what it was given is none
+_ANSWER_BYTES: Final = 9  # size of an HTTP/2 frame header
+_SETTINGS: Final = 4  # type of an HTTP/2 server's first frame
+_ALERT: Final = b"\x15\x03"  # first bytes of a TLS alert, the answer to a request without TLS
 
 
 def what_is_at(address: str, server: str, *, is_encrypted: bool) -> str:
@@ -38,7 +38,7 @@ def what_is_at(address: str, server: str, *, is_encrypted: bool) -> str:
         return f"no {server} is running there; {start}"
     except OSError:
         return "its machine does not answer; is it the right address, and does a firewall let this machine in?"
-    except UsageError:  # a form that gRPC alone knows
+    except UsageError:  # Only gRPC can resolve this form of address.
         return f"is the {server} running there?"
     with connection:
         return _what_answers(connection, server, is_encrypted)
@@ -92,7 +92,7 @@ def _asked(connection: socket.socket) -> bytes | None:
         return connection.recv(_ANSWER_BYTES)
     except TimeoutError:
         return None
-    except OSError:  # reset
+    except OSError:  # The connection was reset.
         return b""
 
 

@@ -14,7 +14,7 @@ from quire._transport.prompts import warn_of_equal_samples
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
 from quire.v1 import worker_pb2 as worker_pb
 
-# Fields that are the same on both sides, None where a caller leaves one out.
+# Fields with the same name in `SamplingParams` and on the wire. None means unset.
 _NUMBERS = (
     *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "min_tokens", "logprobs", "prompt_logprobs", "best_of", "echo"),
@@ -24,10 +24,10 @@ _EARLY_STOPPINGS = {
     True: worker_pb.EARLY_STOPPING_ALWAYS,
     "never": worker_pb.EARLY_STOPPING_NEVER,
 }
-# Between messages of an answer that is waited for: a message costs worker and client the same at any length.
+# Interval between messages if the caller waits for the whole answer: a message costs the same at any length.
 WHOLE_INTERVAL_S = 1.0
 _INTERVAL_S = ranges.Range(0, 60)
-_NOTHING: tuple[Any, ...] = ()  # what fields of several values have by default
+_NOTHING: tuple[Any, ...] = ()  # default of fields with several values
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 _FINISH_REASONS = {0: None, **{reason.value: reason for reason in sampling.FinishReason}}
 
@@ -66,14 +66,15 @@ def generate_request(
 def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
     """Puts in what is not None, or not at its default."""
     numbers = {name: getattr(params, name) for name in _NUMBERS}
-    if params.top_k == -1:  # vLLM's word for all
+    if params.top_k == -1:  # vLLM's value for no limit
         numbers["top_k"] = 0
     fill(message, request_id, **{name: value for name, value in numbers.items() if value is not None})
     for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
         tokens = getattr(params, name)
         if tokens is not None and tokens is not _NOTHING:
             extend(getattr(message, name), name, tokens, request_id)
-    if params.allowed_token_ids is not None and not message.allowed_token_ids:  # on the wire none means all
+    # On the wire, an empty list would allow all tokens.
+    if params.allowed_token_ids is not None and not message.allowed_token_ids:
         text = "allowed_token_ids must not be empty: leave it out, or None, to allow all"
         raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="allowed_token_ids")
     if params.stop is not None and params.stop is not _NOTHING:

@@ -27,7 +27,7 @@ from typing import Final
 
 _VARIABLE: Final = "GRPC_EXPERIMENTS"
 _WITHOUT_EVENT_ENGINE: Final = "-event_engine_listener,-event_engine_client"
-LAST_WITH_BOTH: Final = (1, 85)  # that is known
+LAST_WITH_BOTH: Final = (1, 85)  # newest release known to have both
 
 
 def is_at_most(release: tuple[int, int]) -> bool:
@@ -35,7 +35,7 @@ def is_at_most(release: tuple[int, int]) -> bool:
     try:
         major, minor, *_ = version("grpcio").split(".")
         return (int(major), int(minor)) <= release
-    except (PackageNotFoundError, ValueError):  # built into something else, or of a form that nobody has seen yet
+    except (PackageNotFoundError, ValueError):  # Another package bundles gRPC, or the version's form is unknown.
         return False
 
 

@@ -162,7 +162,7 @@ def pool_usage(message: pb.GetPoolUsageResponse) -> views.PoolUsage:
 
 def pool_blocks(pages: Sequence[pb.GetPoolBlocksResponse]) -> views.PoolBlocks:
     """Returns who holds what, from all pages of an answer; the summary is the last page's."""
-    parts: dict[int, list[pb.SequenceInfo]] = {}  # a long sequence comes in several
+    parts: dict[int, list[pb.SequenceInfo]] = {}  # A long sequence spans several messages.
     for page in pages:
         for info in page.sequences:
             parts.setdefault(info.sequence_id, []).append(info)
@@ -279,7 +279,7 @@ def fill(
         check_field(_message, name, value, reason, _error_id)
         try:
             setattr(_message, name, value)
-        except ValueError as error:  # protobuf's word for a number out of the field's range
+        except ValueError as error:  # protobuf's error for a number outside the field's range
             raise InvalidArgumentError(_what_is_wrong(name, error), reason, _error_id, field=name) from None
         except TypeError as error:
             raise _wrong_type(name, value, error) from None

@@ -11,8 +11,8 @@ from quire.hashing import root_digest
 from quire.sampling import SamplingParams
 from quire.types import AdapterInfo, WorkerStatus
 
-Message: TypeAlias = Mapping[str, Any]  # of a chat: `role`, `content`, and what else its template knows
-AT_A_TIME: Final = 64  # requests of `generate_many`
+Message: TypeAlias = Mapping[str, Any]  # one chat message: `role`, `content`, and further keys that the template knows
+AT_A_TIME: Final = 64  # concurrent requests of `generate_many`
 
 
 def is_written(prompt: str | Sequence[int] | Sequence[Message]) -> TypeGuard[str | Sequence[Message]]:
@@ -47,5 +47,5 @@ def warn_of_equal_samples(params: SamplingParams) -> None:
     if params.n > 1 and params.temperature == 0 and params.num_beams == 1:
         warnings.warn(
             f"n={params.n} greedy samples are all the same text; give a temperature above 0, or num_beams",
-            stacklevel=4,  # beside generate_request, and `stream` or `generate`: where most callers are
+            stacklevel=4,  # skips this function, generate_request, and `stream` or `generate`: the usual call path
         )

@@ -34,7 +34,7 @@ class Range(NamedTuple):
 
 
 UINT32: Final = Range(0, 2**32 - 1, is_integer=True)
-# Ranges of `SamplingParams`, as the worker has them (quire_worker/sampling/params.py; a test compares the two).
+# Ranges of `SamplingParams`, same as in the worker (quire_worker/sampling/params.py). A test compares the two.
 SAMPLING: Final = {
     "max_tokens": Range(1, INT32_MAX, is_integer=True),
     "temperature": Range(1e-3, 100.0, besides=0, words="0 or from 0.001 to 100.0"),
@@ -84,7 +84,7 @@ def check_field(message: Any, name: str, value: Any, reason: Reason, request_id:
     if allowed is None:
         if not isinstance(value, bool) and _is_flag(message.DESCRIPTOR, name):
             raise TypeError(f"{name} must be True or False, not {shown(value)}")
-    elif type(value) is not int or not allowed.low <= value <= allowed.high:  # most numbers are in their range
+    elif type(value) is not int or not allowed.low <= value <= allowed.high:  # Few values reach this slow path.
         check(name, value, allowed, reason, request_id)
 
 
@@ -103,7 +103,7 @@ def _is_flag(message: Descriptor, name: str) -> bool:
 def _is_number(value: Any, allowed: Range) -> bool:
     if type(value) is int or (type(value) is float and not allowed.is_integer):
         return True
-    # Numbers of numpy, say, are as good as Python's own.
+    # Other numeric types, such as numpy's, are accepted.
     if isinstance(value, (bool, str, bytes, bytearray)):
         return False
     try:

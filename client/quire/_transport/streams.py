@@ -67,7 +67,7 @@ class SyncStream(Iterator[ItemT]):
                 item = self._attempts.read(message)
                 if item is not None:
                     return item
-        self._attempts.call.cancel()  # another thread may have closed the stream just before this attempt was started
+        self._attempts.call.cancel()  # Another thread may have closed the stream just before this attempt started.
         raise StopIteration
 
     def _message(self) -> Any:
@@ -120,7 +120,7 @@ class AsyncStream(AsyncIterator[ItemT]):
             except asyncio.CancelledError:
                 if is_task_cancelled():
                     raise
-                if not self._closed:  # else another task has called `aclose`
+                if not self._closed:  # If it is closed, another task has called `aclose`.
                     raise UnavailableError("the client was closed meanwhile") from None
             else:
                 if message is aio.EOF:  # type: ignore[attr-defined]
@@ -148,7 +148,8 @@ class AsyncStream(AsyncIterator[ItemT]):
 
     def __del__(self) -> None:
         if not self._link.is_inherited:
-            self._attempts.call.cancel()  # gRPC's own tasks keep an abandoned call alive; its other flavour does not
+            # gRPC's own tasks keep an abandoned asyncio call alive. A blocking call needs no cancel.
+            self._attempts.call.cancel()
 
     async def _try_again(self, error: QuireError) -> None:
         """Starts the next attempt after a pause, unless the stream is closed by then.
@@ -173,7 +174,7 @@ class SyncWatchStream(SyncStream[CacheEvent]):
     def __init__(self, link: SyncLink, watch: Watch) -> None:
         super().__init__(link, watch)
         self._watch = watch
-        self._waits_since_s = math.inf  # for the next message
+        self._waits_since_s = math.inf  # since when the caller has waited for the next message
         self._was_left = False
         arguments = (weakref.ref(self), self._closed)
         threading.Thread(target=_leave_silent_calls, args=arguments, name="quire-watch", daemon=True).start()
@@ -206,7 +207,7 @@ def _leave_silent_calls(stream: Callable[[], SyncWatchStream | None], closed: th
         if looked_after is None:
             return
         looked_after._leave_if_silent()
-        del looked_after  # else it could not be collected while this thread waits
+        del looked_after  # A reference here would keep the stream alive while this thread waits.
 
 
 class AsyncWatchStream(AsyncStream[CacheEvent]):

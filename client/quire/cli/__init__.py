@@ -11,7 +11,7 @@ from quire._distribution import how_to_install
 def main() -> None:
     """Entry point of `quire`: an error is one line on standard error and exit code 1, a wrong use exit code 2."""
     open_missing()
-    for stream in (sys.stdout, sys.stderr):  # texts of models have characters that a terminal's encoding may lack
+    for stream in (sys.stdout, sys.stderr):  # A model's text may contain characters that the terminal's encoding lacks.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         from quire.cli.app import run

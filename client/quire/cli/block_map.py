@@ -30,7 +30,7 @@ class SequenceRow(NamedTuple):
     namespace: str
     token_count: int
     committed_token_count: int
-    block_count: int  # distinct
+    block_count: int  # distinct blocks
     shared_block_count: int
 
 
@@ -54,7 +54,7 @@ def cells(pool: PoolBlocks) -> list[Legend]:
         if block is not None
     }
     fixed = {0: Legend(EMPTY, "dim"), 1: Legend(CACHED, "white")}
-    other = Legend(OTHER, "white")  # held by a sequence that came after its table was read
+    other = Legend(OTHER, "white")  # held by a sequence that was created after its page of tables was read
     return [
         fixed[state] if state in fixed else Legend(SHARED, "bold") if state > 2 else holder.get(block, other)
         for block, state in enumerate(pool.block_states, pool.summary.spec.first_block_id)

@@ -30,8 +30,8 @@ PORTS: Final = {
 }
 CERTIFICATES: Final = ("QUIRE_TLS_CA", "QUIRE_TLS_CERT", "QUIRE_SERVER_CERT", "QUIRE_SERVER_CLIENT_CA")
 KEYS: Final = ("QUIRE_TLS_KEY", "QUIRE_SERVER_KEY")
-RENEW_DAYS: Final = 10  # a third of what `quire certs` makes
-_TIME_ERROR: Final = 5  # of adjtimex(2): nothing keeps the clock right
+RENEW_DAYS: Final = 10  # a third of the life of certificates from `quire certs`
+_TIME_ERROR: Final = 5  # TIME_ERROR of adjtimex(2): the clock is not synchronized
 
 
 class Finding(NamedTuple):
@@ -112,7 +112,7 @@ def _tried(check: str, look: Callable[[], Any], state: str, advice: str = "") ->
 
 def _readable(path: str) -> str:
     read_token(path)
-    return path  # never what is in it
+    return path  # Only the path is shown, never the secret.
 
 
 def _compiler() -> str:
@@ -147,7 +147,8 @@ def _torch() -> str:
 def _clock() -> Finding:
     """Asks the kernel whether anything keeps the clock right: certificates and logs of several machines need it."""
     try:
-        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # more than struct timex, zero: ask only
+        # The buffer is larger than struct timex. All zeros makes the call read-only.
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         state = -1
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -71,7 +71,7 @@ def generate(
             ) as chunks:
                 shown = chunks if as_json else _shown(chunks, params.n)
                 generation = generating.gather(shown, chunks.request_id)
-    except KeyboardInterrupt:  # the stream is closed by now, which cancels the request
+    except KeyboardInterrupt:  # The stream is closed already, so the request is canceled.
         sys.exit(output.INTERRUPTED)
     if as_json:
         output.print_json(asdict(generation))
@@ -115,7 +115,7 @@ def _side_by_side(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
             done[chunk.sample] = chunk.finish_reason is not None
             live.update(panels())
             yield chunk
-        live.vertical_overflow = "visible"  # the last picture may scroll
+        live.vertical_overflow = "visible"  # Only the final output may be taller than the terminal.
 
 
 def _tagged(chunks: Iterable[Chunk]) -> Iterable[Chunk]:

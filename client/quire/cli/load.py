@@ -24,7 +24,7 @@ class Shape(NamedTuple):
     turns: int = 1
 
 
-Conversation = Sequence[Sequence[int]]  # the tokens that each turn adds
+Conversation = Sequence[Sequence[int]]  # token ids that each turn adds
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Outcome:
 
     first_s: float | None = None
     total_s: float = 0.0
-    pauses_s: list[float] = field(default_factory=list)  # between the pieces of its answer
+    pauses_s: list[float] = field(default_factory=list)  # pauses between the answer's chunks
     token_ids: list[int] = field(default_factory=list)
     prompt_token_count: int = 0
     cached_token_count: int = 0
     preemption_count: int = 0
-    error: str = ""  # name of the reason that it failed with
+    error: str = ""  # name of the error's reason, empty without an error
 
     @property
     def token_s(self) -> float | None:

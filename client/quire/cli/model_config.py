@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from quire.errors import UsageError
 
-HUB_S: Final = 1.5  # with what the command itself takes, an answer within 3 s
+HUB_S: Final = 1.5  # leaves the command an answer within 3 s in all
 
 
 def config_path(model: str) -> Path:
@@ -39,7 +39,7 @@ def config_path(model: str) -> Path:
     except ModuleNotFoundError:
         reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
         raise UsageError(f"no file or folder {model}; {reason}") from None
-    cached = hub.try_to_load_from_cache(model, "config.json")  # reads the disk alone, as `hf_hub_download` does not
+    cached = hub.try_to_load_from_cache(model, "config.json")  # Unlike `hf_hub_download`, this reads only the disk.
     if isinstance(cached, str):
         return Path(cached)
     if hub.constants.HF_HUB_OFFLINE:
@@ -56,7 +56,7 @@ def _fetched(hub: Any, model: str) -> Path:
     Raises:
         UsageError: the hub has no such file, or does not answer in time.
     """
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # how its attempts end is said here
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # This function reports failures itself.
     found: list[Path] = []
     failed: list[Exception] = []
 

@@ -18,10 +18,10 @@ from rich.segment import Segment
 from quire.errors import QuireError, UsageError
 from quire.local import ServerFailedError
 
-WIDTH: Final = 1_000  # a table is as wide as what is in it; a terminal that is narrower wraps it
+WIDTH: Final = 1_000  # A table is as wide as its content. A narrower terminal wraps it.
 USAGE: Final = 2
 INTERRUPTED: Final = 130
-# By the canonical code of a call that failed; docs/operating.md has the table.
+# Exit code by the failed call's gRPC status. docs/operating.md has the table.
 EXIT_CODES: Final = {
     grpc.StatusCode.UNAVAILABLE: 3,
     grpc.StatusCode.DEADLINE_EXCEEDED: 4,
@@ -99,7 +99,7 @@ def end_with(error: QuireError | typer.TyperException | OSError) -> None:
     """Says what went wrong on standard error, as JSON where the command line asks for JSON, and exits."""
     if isinstance(error, OSError) and not isinstance(error, QuireError):
         _drop_output()
-    if isinstance(error, BrokenPipeError):  # its reader has read enough, as `head` does
+    if isinstance(error, BrokenPipeError):  # The reader, such as `head`, has stopped reading.
         sys.exit(FAILED)
     if is_json_asked_for():
         print(json.dumps({"error": _fields(error)}), file=sys.stderr)

@@ -27,7 +27,7 @@ Examples:
     quire plan config.json --memory 80GiB --chat-tokens 8k --chat-tokens 30k
     quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
 """
-LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the model names a longest sequence
+LENGTH_MAX: Final = 32_768  # tokens, if neither the command line nor the model gives a longest sequence
 
 
 Tokens: TypeAlias = Annotated[
@@ -130,7 +130,7 @@ def plan(
         chats = tuple(_parsed("--chat-tokens", planning.parse_tokens, each) for each in chat_tokens or ())
         budget = None
         if memory is not None:
-            # What is used may hold weights, too: where it is said, they are not added to it by guess.
+            # --used may already include the weights, so an estimate of them is not added to it.
             taken = _weights(weights, model, config) if weights or not used else Weights(0, "")
             used_bytes = (_with_unit("--used", used) if used else 0) - (-taken.byte_count // tensor_parallel)
             budget = Budget.of(layout, _with_unit("--memory", memory), utilization, used_bytes, taken)

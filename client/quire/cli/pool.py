@@ -56,7 +56,7 @@ def list_all(
     if as_json:
         listed = [_summary(pool) for pool in found]
         for values in listed:
-            del values["spec"]["quotas"]  # a list leaves them out: show has them
+            del values["spec"]["quotas"]  # Lists leave quotas out. `show` has them.
         output.print_json(listed)
         return
     if not found:
@@ -161,7 +161,7 @@ def _blocks(found: PoolBlocks) -> dict[str, Any]:
 
 def _usage(usage: PoolUsage) -> dict[str, Any]:
     values = asdict(usage)
-    del values["summary"]  # beside it
+    del values["summary"]  # The summary is printed separately.
     for prefix in (*values["longest_prefixes"], *values["most_shared_prefixes"]):
         prefix["digest_prefix"] = prefix["digest_prefix"].hex()
     return values

@@ -15,7 +15,7 @@ from quire.views import PoolUsage, RequestInfo, RequestState
 
 From = TypeVar("From")
 Read = TypeVar("Read")
-POOLS_MAX: Final = 16  # that are looked into, in order of their names
+POOLS_MAX: Final = 16  # Only the first pools by name are read.
 
 
 class Rates(NamedTuple):
@@ -129,7 +129,7 @@ def _worker(client: Client) -> tuple[WorkerStatus, tuple[RequestInfo, ...]]:
 def _pools(allocator: Allocator) -> list[PoolUsage]:
     found = []
     for pool in allocator.list_pools()[:POOLS_MAX]:
-        with contextlib.suppress(NotFoundError):  # it has gone since
+        with contextlib.suppress(NotFoundError):  # The pool may be gone since it was listed.
             found.append(allocator.get_pool_usage(pool.pool))
     return found
 

@@ -20,7 +20,7 @@ PASS_ON: Final = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
-PARSERS: Final = {  # modules that have `make_parser`
+PARSERS: Final = {  # modules with a `make_parser` function
     "allocator": "quire_allocator.server",
     "worker": "quire_worker.process.options",
     "gateway": "quire_gateway.options",
@@ -60,9 +60,10 @@ def allocator(context: typer.Context) -> None:
 def worker(context: typer.Context) -> None:
     """Hands over to `quire_worker.process.server.main`."""
     require_open_files("quire worker")
-    # Before torch is loaded: its threads sleep between two forward passes instead of spinning on the server's cores.
+    # Must be set before torch is loaded. Its threads then sleep between two forward passes instead of spinning on the
+    # server's cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Help, wrong options, missing files and taken ports are answered before torch is loaded, which takes seconds.
+    # Loading torch takes seconds. Help, wrong options, missing files and taken ports are therefore handled first.
     check_worker(context.args)
     _hand_over("quire_worker.process.server", context.args)
 
@@ -96,7 +97,7 @@ def completions(server: str, arguments: list[str], incomplete: str) -> list[tupl
     """Returns the options of a server, or the choices of the one that was just given, each with its help."""
     try:
         parser: argparse.ArgumentParser = imported(PARSERS[server]).make_parser()
-    except UsageError:  # it is not installed
+    except UsageError:  # The server is not installed.
         return []
     choices = {
         name: list(map(str, action.choices))

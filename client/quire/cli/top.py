@@ -33,7 +33,7 @@ Examples:
     quire top --json
 """
 BAR: Final = 10  # characters
-WIDE: Final = 80  # columns of a terminal that has room for everything
+WIDE: Final = 80  # terminal columns that are enough for every table column
 _TEXTS: Final = {"worker", "model", "pool", "", "namespace", "request", "state", "waits for"}
 _FOR_WIDE: Final = {"model", "", "empty", "saved", "evicted/s", "prefill/s", "preempted", "blocks", "cached"}
 
@@ -179,7 +179,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int)
     table = Table(box=None, pad_edge=False)
     kept = [name for name in columns if width >= WIDE or name not in _FOR_WIDE]
     for name in kept:
-        text = name in _TEXTS  # which is cut, while a column that is not to be wrapped keeps its width
+        text = name in _TEXTS  # Text columns are truncated. Number columns keep their width.
         table.add_column(
             Text(name, no_wrap=True, overflow="ellipsis"), justify="left" if text else "right", no_wrap=not text
         )

@@ -99,7 +99,7 @@ def up(
     ranks = [] if tensor_parallel is None else ["--tensor-parallel", str(tensor_parallel)]
     of_worker = [*common, *ranks, *worker_arguments]
     of_gateway = [*common, *gateway_arguments]
-    # What cannot go well is said before anything is started.
+    # Errors that can be found early are reported before any server starts.
     require_open_files("quire up")
     require_extra("allocator")
     read_token(token_file)
@@ -219,7 +219,8 @@ def _addresses(stack: LocalStack) -> dict[str, str | None]:
 
 def _usage(stack: LocalStack) -> str:
     allocator, worker = stack.allocator_address, stack.worker_address
-    # The variables say whom commands call where no option does: not these servers, if they are meant for others.
+    # Without an option, commands call the addresses in the environment. If those differ from these servers' addresses,
+    # the printed examples need the option.
     to_worker = "" if worker == os.environ.get("QUIRE_WORKER", DEFAULT_WORKER) else f" --worker {worker}"
     to_allocator = (
         "" if allocator == os.environ.get("QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR) else f" --allocator {allocator}"

@@ -29,7 +29,8 @@ from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 from quire.types import GroupKind, PoolSpec
 
 _UINT32_MAX = 2**32 - 1
-LATER = frozenset({Result.NO_SPACE, Result.PENDING, Result.QUOTA})  # what others hold or compute now
+# Refusals that end when other sequences free blocks or finish computing.
+LATER = frozenset({Result.NO_SPACE, Result.PENDING, Result.QUOTA})
 
 
 class NotAdmittedError(ResourceExhaustedError):
@@ -72,17 +73,16 @@ class Agenda:
         self._ahead_tokens = ahead_tokens
         self._increment = Increment.of(*[each.block_size for each in spec.groups if each.kind is not GroupKind.STATE])
         self._has_states = any(each.kind is GroupKind.STATE for each in spec.groups)
-        self._known: dict[
-            int, EngineSequence
-        ] = {}  # to the allocator: the live ones, and those whose free is unanswered
+        # Sequences that the allocator knows: live ones, and those with an unanswered free.
+        self._known: dict[int, EngineSequence] = {}
         self._last_id = 0
         self._freed: list[EngineSequence] = []
         self._forks: list[Fork] = []
         self._admissions: list[Admission] = []
         self._copies: list[Copy] = []
-        self._missing = 0  # blocks for somebody's next pass, which others are to give back
-        self._is_frugal = False  # room ahead was refused: next time only what is needed is asked for
-        self._is_careful = False  # a step with several admissions was refused: one at a time, until none is left
+        self._missing = 0  # blocks that other sequences must give back for the next pass
+        self._is_frugal = False  # Room ahead was refused, so the next step asks only for what is needed.
+        self._is_careful = False  # A step with several admissions was refused. One at a time is sent now.
         self._sent: Operations | None = None
 
     # -- what an engine notes ------------------------------------------------------------------------------------------
@@ -194,9 +194,10 @@ class Agenda:
         for commit in commits:
             if commit.keep_token_count:
                 commit.sequence.room = min(commit.sequence.room, commit.keep_token_count)
-        parents = {fork.parent.id for fork in self._forks}  # frees come before forks in a step
+        # In a step, frees precede forks, so a parent with a queued fork is freed in a later step.
+        parents = {fork.parent.id for fork in self._forks}
         frees = [each for each in self._freed if each.id in self._known and each.id not in parents]
-        # Ids only rise: a fork that has to wait has a lower one than a prompt that is admitted now.
+        # Ids must rise. A waiting fork already has an id, so no admission may get a higher one before it is sent.
         admissions = [] if len(forks) < len(self._forks) else self._admissions[: 1 if self._is_careful else None]
         for admission in admissions:
             admission.sequence.id = self._new_id()
@@ -219,11 +220,11 @@ class Agenda:
         back."""
         size, before = self._spec.block_size, sequence.committed
         queued = [fork.token_count for fork in self._forks if fork.parent is sequence]
-        token_count = min([sequence.computed, *queued])  # no further than the next fork of it
+        token_count = min([sequence.computed, *queued])  # The commit stops at the next queued fork of this sequence.
         fills = token_count // size > before // size
         leaves_state = forked_at is not None or (token_count > before and token_count % size == 0)
         if self._has_states and leaves_state and sequence.room > token_count:
-            keep = token_count  # a checkpoint is left, and a state forked, where nothing is granted beyond
+            keep = token_count  # A state can be checkpointed or forked only if no room is granted beyond it.
         if not (fills or keep or (forked_at is not None and token_count > before)):
             return None
         chain = sequence._chain.copy()
@@ -344,9 +345,9 @@ class Agenda:
 
     def _note_admission(self, admission: Admission, grown: GrowOutcome) -> None:
         if grown.result is Result.NO_SPACE and not admission.is_abandoned and self._can_give_back(grown.shortfall):
-            return  # it stays on the agenda
+            return  # The admission stays on the agenda.
         self._admissions.remove(admission)
-        if admission.answer is not None:  # an error of its own
+        if admission.answer is not None:  # The admission itself failed.
             return
         if grown.result is not Result.OK:
             admission.answer = self._refusal(grown)

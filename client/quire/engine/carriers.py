@@ -22,8 +22,9 @@ from quire.session import AsyncCallSession, AsyncSession, SessionLostError
 
 ReplyT = TypeVar("ReplyT")
 
-BACKOFF_S = (0.05, 1.0)  # between two attempts of a call, before it is spread
-# The session is gone, and the pool with it: forgotten, given to another owner, or with other steps than ours.
+BACKOFF_S = (0.05, 1.0)  # shortest and longest pause between attempts, before jitter
+# With these reasons the session and its pool are lost: the allocator forgot them, gave the pool to another owner, or
+# has applied different steps.
 _LOST = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN, Reason.STEP_MISMATCH, Reason.STEP_GAP})
 _LATER = frozenset({Reason.POOL_OWNED, Reason.LIMIT, Reason.DRAINING})
 
@@ -121,7 +122,7 @@ class CallCarrier(Carrier):
         step, session = operations.step(), self.session
         try:
             return await self._persist(lambda: session.step(step), lambda error: error.is_grpcs_own)
-        except InternalError as error:  # an answer that does not fit its step: the pool is not known
+        except InternalError as error:  # The answer does not fit its step, so the pool's state is unknown.
             self._on_wait(error)
         except QuireError as error:
             if error.reason not in _LOST:

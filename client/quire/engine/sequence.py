@@ -23,7 +23,7 @@ from quire.hashing import DigestChain
 from quire.protocol.outcomes import NULL_BLOCK, Result
 from quire.types import GroupKind, GroupSpec
 
-TOKEN_MAX: Final = 2**31 - 1  # a digest is made of signed numbers of 32 bits
+TOKEN_MAX: Final = 2**31 - 1  # Digests hash tokens as signed 32-bit integers.
 
 
 class Refusal(NamedTuple):

@@ -132,7 +132,7 @@ class AsyncEngine:
             SessionLostError: the pool is empty, and every sequence gone: what is wanted of it must be admitted again.
             QuireError: the allocator refused the step; nothing of it was applied, and the next turn says it again.
         """
-        await asyncio.sleep(0)  # else a loop of turns and passes would let nobody send or hear anything
+        await asyncio.sleep(0)  # Without this, a loop of turns and passes would block all sending and receiving.
         agenda = self._agenda
         while True:
             if self._under_way is None and not self._send():
@@ -171,7 +171,7 @@ class AsyncEngine:
         """Sends what there is to say; returns whether there was anything."""
         operations = self._agenda.next_operations()
         if operations:
-            # A task of its own: a step cannot be called back when a task that waits for it is cancelled.
+            # The step runs in its own task: a sent step cannot be taken back if a waiting task is canceled.
             self._under_way = asyncio.create_task(self._carrier.carry(operations))
         return bool(operations)
 

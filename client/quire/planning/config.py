@@ -14,7 +14,7 @@ from quire.planning.specs import ELEMENT_BYTES, LayerSpec, element_bytes_of
 from quire.planning.states import divided, state_bytes_of
 from quire.types import GroupKind
 
-# Model types whose fields were compared with the caches that transformers makes for them.
+# Model types with tested fields: the plan was compared with the caches that transformers creates.
 KNOWN: Final = {
     *("apertus", "arcee", "bamba", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4"),
     *("falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4"),
@@ -24,7 +24,7 @@ KNOWN: Final = {
     *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3"),
     *("stablelm", "starcoder2", "youtu", "zamba", "zamba2"),
 }
-# What would change the cache of a model type that is not known, if it means what it seems to mean.
+# Field names that may change the cache of an unknown model type.
 SUSPICIOUS: Final = re.compile(
     r"pattern|interval|layer_ids|hybrid|swa_|global_|ssm|mamba|linear_|index_|cross_att|block_"
 )
@@ -163,7 +163,7 @@ def _head_dim(fields: Fields, kind: LayerKind) -> int:
     if fields.has("head_dim", "attention_head_dim", "kv_channels"):
         return fields.integer("head_dim", "attention_head_dim", "kv_channels")
     width = fields.integer("hidden_size", "n_embd", "d_model")
-    if fields.model_type in {"zamba", "zamba2"}:  # attention reads the hidden states and the embeddings side by side
+    if fields.model_type in {"zamba", "zamba2"}:  # Attention reads the concatenation of hidden states and embeddings.
         width *= 2
     if width % heads:
         raise ConfigError(f"'head_dim' is missing, and {heads} heads do not divide a hidden size of {width}")

@@ -116,7 +116,8 @@ class Family:
             return blocks
         reach = self.window + pass_token_count - 1
         starts_apart = self.window if self.kind is GroupKind.CHUNKED_LOCAL else 1
-        in_block = self.block_size - math.gcd(self.block_size, starts_apart)  # tokens before the reach, at most
+        # At most this many tokens of the first block precede the reach.
+        in_block = self.block_size - math.gcd(self.block_size, starts_apart)
         return min(blocks, -(-(in_block + reach) // self.block_size))
 
     def live_bytes(self, token_count: int) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-# Where a multi-modal model keeps the configuration of its language model.
+# Field names under which a multimodal model keeps its language model's configuration.
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
 
-# What transformers assumes where a published file says nothing; only what decides about the cache.
+# Defaults of transformers for fields that published files omit. Only fields that affect the cache are here.
 _GEMMA3: Final = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -51,7 +51,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-# Fields whose null is a statement: there is no window.
+# Fields in which null means that there is no window.
 NONE_MEANS_NONE: Final = {"sliding_window", "attention_chunk_size"}
 
 

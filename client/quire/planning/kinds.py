@@ -32,19 +32,19 @@ _WORDS: Final = {
     "mlp": LayerKind.NOTHING,
     "moe": LayerKind.NOTHING,
 }
-_LETTERS: Final = {  # of Nemotron-H
+_LETTERS: Final = {  # letters of Nemotron-H's layer pattern
     "M": LayerKind.STATE,
     "*": LayerKind.FULL,
     "-": LayerKind.NOTHING,
     "E": LayerKind.NOTHING,
 }
-_ONE_WINDOW: Final = {"minimax"}  # whose layers of attention all have it, though a list calls them full
+_ONE_WINDOW: Final = {"minimax"}  # All attention layers have the window, although a list calls them full.
 _STATES_ALONE: Final = {"mamba", "mamba2", "falcon_mamba"}
 _EVERY_LAYER_BOTH: Final = {"falcon_h1"}
-# Have states, but no rule by which a layer's index tells which layers have them.
+# Models with states that need an explicit list: no rule maps a layer's index to its kind.
 _NEEDS_A_LIST: Final = {"bamba", "granitemoehybrid", "minimax", "minimax_text_01", "nemotron_h", "zamba", "zamba2"}
 LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers")
-LAYERS_MAX: Final = 4_096  # the largest models have some hundred
+LAYERS_MAX: Final = 4_096  # The largest models have a few hundred.
 
 
 def layer_kinds(fields: Fields) -> list[LayerKind]:

@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
     spec: GroupSpec
     layers: tuple[int, ...]  # indices in the model
-    part: int  # 0, or for states over several pages: which of them, in order
+    part: int  # index of the page, if a state spans several, else 0
     part_count: int
 
 

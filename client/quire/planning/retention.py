@@ -33,8 +33,8 @@ class Retention(enum.StrEnum):
     A pool's default is "auto": it keeps as many chats as TAIL says, and what TAIL does not keep leaves first.
     """
 
-    DENSE = enum.auto()  # every one
-    TAIL = enum.auto()  # those that can end a hit at a boundary that can be reached
+    DENSE = enum.auto()  # keeps every published block
+    TAIL = enum.auto()  # keeps only blocks that can end a hit at a reachable boundary
 
 
 def chat_block_count(layout: Layout, token_count: int, retention: Retention) -> int:

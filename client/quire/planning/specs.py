@@ -8,8 +8,8 @@ from typing import Final
 from quire._numbers import require_integer
 from quire.types import GroupKind
 
-STATE_ALIGNMENT_BYTES: Final = 256  # where each state starts, for wide loads
-# Bytes of one element, by the names that configurations and command lines use.
+STATE_ALIGNMENT_BYTES: Final = 256  # alignment of each state's start, for wide loads
+# Bytes per element, by the type names in configurations and on command lines.
 ELEMENT_BYTES: Final = {
     "float32": 4,
     "fp32": 4,

@@ -14,10 +14,10 @@ from quire.planning.fields import ConfigError, Fields
 from quire.planning.kinds import LayerKind, layer_kinds
 from quire.planning.specs import element_bytes_of
 
-_TWO_MATRICES: Final = {"falcon", "gpt2", "gpt_neox", "nemotron", "phi", "starcoder2"}  # MLPs without a gate
+_TWO_MATRICES: Final = {"falcon", "gpt2", "gpt_neox", "nemotron", "phi", "starcoder2"}  # models whose MLPs have no gate
 _TIED: Final = {"cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text"}
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
-_MXFP4_BYTES: Final = Fraction(17, 32)  # 4 bits, and a scale of 8 for each 32 of them
+_MXFP4_BYTES: Final = Fraction(17, 32)  # per weight: 4 bits, plus an 8-bit scale for each 32 weights
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int | None:
@@ -75,7 +75,7 @@ def _mlp(fields: Fields, index: int, width: int) -> tuple[int, int]:
     of_expert = fields.get("moe_intermediate_size") or inner
     shared = (fields.get("n_shared_experts") or 0) * of_expert + (fields.get("shared_expert_intermediate_size") or 0)
     if fields.model_type == "llama4_text":
-        shared = inner  # one expert that every token passes
+        shared = inner  # one shared expert for every token
     return matrices * width * shared, matrices * width * of_expert * experts
 
 

@@ -12,10 +12,10 @@ from quire.protocol.packing import unpack_uint32, unpack_uint64
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
-_Told: TypeAlias = dict[str, Any]  # the fields of a reply that are not empty, by name
+_Told: TypeAlias = dict[str, Any]  # non-empty fields of a reply, by name
 _SELDOM_TOLD: Final = frozenset({"swaps", "copies", "takeovers", "emptied_blocks", "outside_drops", "removed"})
 _NOTHING_REMOVED: Final = pb.Removed()
-NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of a window
+NULL_BLOCK: Final = 0xFFFFFFFF  # table entry of a block that fell out of the window
 
 
 class Result(OpenEnum):
@@ -25,14 +25,14 @@ class Result(OpenEnum):
     OK = 0
     NO_SPACE = 1
     NOT_FOUND = 2
-    EXISTS = 3  # a live sequence has the id of the new one
+    EXISTS = 3  # A live sequence has the new sequence's id.
     TOO_LONG = 4
-    PENDING = 5  # asked to be deferred, and others are computing its prefix
-    QUOTA = 6  # the namespace would hold too many blocks
-    UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
-    FORBIDDEN = 8  # a new sequence in a namespace that the caller's certificate does not permit
-    PASS_TOO_LONG = 9  # it would fit, computed in smaller passes
-    ID_TOO_LOW = 10  # the id of a new sequence is not higher than every earlier one, and no live one has it
+    PENDING = 5  # The caller asked to defer, and another sequence is computing the prefix.
+    QUOTA = 6  # The namespace would exceed its quota of blocks.
+    UNCOMMITTED = 7  # A recurrent state cannot be forked beyond the committed tokens.
+    FORBIDDEN = 8  # The caller's certificate does not permit the namespace.
+    PASS_TOO_LONG = 9  # The sequence would fit if it were computed in smaller passes.
+    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has it.
 
     def __bool__(self) -> bool:
         return self is Result.OK
@@ -156,7 +156,7 @@ def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> 
     Raises:
         ValueError: the reply does not fit the step.
     """
-    # Asking a message for a field costs as much where it is empty, and most fields of most replies are.
+    # Reading an empty field costs as much as a full one, and most fields of most replies are empty.
     told: _Told = {field.name: value for field, value in reply.ListFields()}
     commit_ids = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
     commits = _results(told, "commit_results", len(commit_ids))

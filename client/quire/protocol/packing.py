@@ -59,7 +59,7 @@ def entry_uint32(data: bytes, row: int) -> int:
 
 
 def _unpack(empty: array[int], data: bytes) -> array[int]:
-    column = empty[:]  # copying an empty array takes less than half the time of making one by its type code
+    column = empty[:]  # Copying an empty array takes less than half the time of creating one from its type code.
     column.frombytes(data)
     if not IS_LITTLE_ENDIAN:
         column.byteswap()
@@ -77,7 +77,7 @@ def _pack(code: str, numbers: Iterable[int], name: str = "") -> bytes:
         column.byteswap()
     data = column.tobytes()
     if name:
-        # True and False pack as 1 and 0. Few columns have these, so a search of the bytes comes first: it is cheap.
+        # True and False pack as 1 and 0. Few columns contain these values, so a cheap search of the bytes comes first.
         width = column.itemsize
         if (1).to_bytes(width, "little") in data or bytes(width) in data:
             _refuse(code, numbers, name)

@@ -110,7 +110,7 @@ def permissions_of(uris: Iterable[str]) -> Permissions:
                 prefixes[kind].add(unquote(name[:-1], errors="strict"))
             else:
                 exact[kind].add(unquote(name, errors="strict"))
-        except UnicodeDecodeError:  # not the name of anything
+        except UnicodeDecodeError:  # The URI does not encode a valid name.
             continue
     return Permissions(*(Names(frozenset(exact[kind]), tuple(sorted(prefixes[kind]))) for kind in KINDS))
 

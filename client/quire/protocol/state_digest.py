@@ -21,18 +21,18 @@ from typing import Final, TypeAlias
 
 from quire.protocol.packing import IS_LITTLE_ENDIAN
 
-STATE_DIGEST_STEPS: Final = 64  # every so many steps the reply carries one
-# A digest must not hold up a step: in a larger pool each covers the next 16,384 entries, until all sequences had their
-# turn.
+STATE_DIGEST_STEPS: Final = 64  # The reply to every 64th step carries a digest.
+# A digest must not delay a step. In a larger pool each digest covers the next 16,384 entries, until all sequences
+# have been covered.
 STATE_DIGEST_ENTRIES_MAX: Final = 16_384
-SEQUENCE_ENTRIES: Final = 128  # as many entries cost what a sequence costs by itself
+SEQUENCE_ENTRIES: Final = 128  # fixed cost of a sequence, in entries
 _GOLDEN: Final = 0x9E3779B9  # 2**32 divided by the golden ratio
 _SEQUENCE: Final = struct.Struct("<QIII").pack
 _LENGTH: Final = struct.Struct("<I").pack
 
 
-# One live sequence, as both sides know it: id, granted tokens, committed tokens, namespace, tables. No class: making
-# objects took as long as all the rest.
+# One live sequence: id, granted tokens, committed tokens, namespace, tables. It is a tuple because creating objects of
+# a class took as long as all the rest.
 SequenceRow: TypeAlias = tuple[int, int, int, str, Sequence["array[int]"]]
 
 
@@ -52,7 +52,7 @@ def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
 def state_digest(sequences: Iterable[SequenceRow], entries_max: int | None = None) -> bytes:
     """Returns 32 bytes; the sequences come by rising id, or `in_turn` until there are `entries_max` table entries, to
     which a sequence adds `SEQUENCE_ENTRIES`."""
-    data, entry_count = bytearray(), 0  # hashed at once: an update for each sequence costs more than its bytes
+    data, entry_count = bytearray(), 0  # Hashed in one call: an update per sequence costs more than its bytes.
     for sequence_id, token_count, committed, namespace, tables in sequences:
         name = namespace.encode()
         data += _SEQUENCE(sequence_id, token_count, committed, len(name))

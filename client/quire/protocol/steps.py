@@ -36,7 +36,7 @@ class StepBuilder:
     def __init__(self) -> None:
         self._commits: list[int] = []
         self._commit_token_counts: list[int] = []
-        self._commit_digests: list[bytes] = []  # of each commit, concatenated
+        self._commit_digests: list[bytes] = []  # concatenated digests of each commit
         self._keep_token_counts: list[int] = []
         self._frees: list[int] = []
         self._drops: list[pb.CacheDrop] = []
@@ -208,7 +208,7 @@ class StepBuilder:
         grows.defer_token_counts = column("defer_token_count")
         grows.returns = column("is_return")
         grows.digests = b"".join(self._new_digests)
-        if any(self._namespaces):  # without any, all are in the one that has no name
+        if any(self._namespaces):  # An empty list puts all sequences in the unnamed namespace.
             grows.namespaces.extend(self._namespaces)
 
 

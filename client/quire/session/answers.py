@@ -43,7 +43,7 @@ class Answers:
     def __init__(self) -> None:
         self._asked: dict[int, Pending] = {}
         self._missed: dict[int, tuple[StepBuilder, StepOutcome]] = {}
-        # The error that left steps without an answer, until somebody has awaited it.
+        # The error that left steps without an answer, until a caller has received it.
         self._untold: Exception | None = None
 
     def check(self, refusal: QuireError | None) -> None:
@@ -83,7 +83,7 @@ class Answers:
             self._untold = error
             if not asked.done():
                 asked.set_exception(error)
-                asked.exception()  # marks it as seen: asyncio would log an error that nobody awaits
+                asked.exception()  # Reading the error marks it as seen. Otherwise asyncio logs it if nobody awaits.
 
     def fail_all(self, error: Exception) -> None:
         """Fails the answers to all steps."""

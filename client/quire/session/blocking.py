@@ -114,7 +114,7 @@ class Session:
             except asyncio.CancelledError:
                 answer.set_exception(UnavailableError("the session is closed"))
                 raise
-            except Exception as error:  # of any kind: its caller is to know
+            except Exception as error:  # Every kind of error goes to the caller.
                 answer.set_exception(error)
                 continue
             assert isinstance(pending, Pending)

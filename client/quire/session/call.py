@@ -37,7 +37,7 @@ class SessionStub:
     """`AllocatorServiceStub` of the one call that carries steps, with the messages whose columns are bytes."""
 
     def __init__(self, channel: aio.Channel) -> None:
-        stream_stream: Any = channel.stream_stream  # its stubs know no defaults
+        stream_stream: Any = channel.stream_stream  # Any, because the stubs declare no defaults.
         self.Session: Any = stream_stream(
             METHOD,
             request_serializer=packed.SessionRequest.SerializeToString,
@@ -58,7 +58,8 @@ class SessionCall:
         self._ending = Ending(call)
         self._is_cancelled = False
         self._sending = asyncio.Lock()
-        self._asked: asyncio.Future[packed.SessionRequest | None] | None = None  # while `answer` waits for a question
+        # Set while `answer` waits for a question.
+        self._asked: asyncio.Future[packed.SessionRequest | None] | None = None
         self._is_asking = False
         call.add_done_callback(lambda _call: self._read_on())
 
@@ -96,7 +97,7 @@ class SessionCall:
             raise EndedError(await self._ending.error()) from None
         if reply is aio.EOF:  # type: ignore[attr-defined]
             raise EndedError(await self._ending.error())
-        if reply is None:  # grpc's word for bytes that are no message
+        if reply is None:  # gRPC returns None for bytes that do not parse.
             raise EndedError(_spoiled())
         message: packed.SessionReply = reply
         return message

@@ -50,9 +50,8 @@ class Ending:
     def _note(self, call: Any) -> None:
         """Notes the first status that is set; gRPC calls this before anything else can happen."""
         code, details = _at_once(call.code()), _at_once(call.details())
-        if (
-            self._status is None and (code, details) != _PUT_IN_ITS_PLACE
-        ):  # skip gRPC's own; the peer's is still to come
+        # gRPC may set a placeholder first. The peer's status comes later.
+        if self._status is None and (code, details) != _PUT_IN_ITS_PLACE:
             trailing = _at_once(call.trailing_metadata())
             self._status = aio.AioRpcError(code, aio.Metadata(), trailing, details, details)
             self._ended.set()

@@ -31,7 +31,7 @@ from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
 _SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
-KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
+KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # order in which an allocator frees a sequence's groups
 
 
 class LedgerSequence:
@@ -266,7 +266,7 @@ class Ledger:
     def _fork(self, parent: LedgerSequence, child_id: int) -> None:
         length = parent.committed_token_count
         child = LedgerSequence(parent.namespace, length, length, parent.priority)
-        if parent.prompt_token_count:  # neither has the stops of the answer from now on
+        if parent.prompt_token_count:  # After a fork, neither parent nor child keeps the answer's stops.
             parent.stops = tuple([stop for stop in parent.stops if stop < parent.prompt_token_count])
         child.stops = parent.stops
         for group, spec in enumerate(self.groups):
@@ -285,7 +285,7 @@ class Ledger:
             if grown[1] is not ok:
                 continue
             sequence, blocks = sequences.get(grown[0]), grown[3]
-            if is_plain and sequence is not None and not any(blocks):  # usual while decoding: no table changes
+            if is_plain and sequence is not None and not any(blocks):  # While decoding, most grows change no table.
                 sequence.token_count = max(sequence.token_count, wanted)
                 continue
             self._operation, self._rank = before + row, 0
@@ -322,7 +322,7 @@ class Ledger:
                 self.pages.grant(added)
         if wanted > sequence.token_count:
             sequence.token_count = wanted
-            for group in self._states:  # a checkpoint written to without a copy is a checkpoint no more
+            for group in self._states:  # Writing to a checkpoint without a copy destroys it.
                 if not blocks[group]:
                     self.pages.grant(sequence.tables[group])
 

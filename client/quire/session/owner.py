@@ -60,17 +60,17 @@ class Verdict(enum.Enum):
     """The meaning of a stream's end for its owner."""
 
     AGAIN = enum.auto()  # attach again at once
-    LATER = enum.auto()  # attach again later, when a lease has ended or a place is free
-    LOST = enum.auto()  # the allocator refuses our report: the pool begins empty
-    STEP_REFUSED = enum.auto()  # the oldest unanswered step was wrong; none from it on was applied
-    # This allocator refuses an owner that it, or an earlier one, had admitted: try again later, another one may accept.
+    LATER = enum.auto()  # attach again later: a lease must end, or a place become free
+    LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
+    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither it nor any later step was applied.
+    # This allocator refuses an owner that was admitted before. A later allocator may accept it, so the owner retries.
     REFUSED = enum.auto()
-    FINAL = enum.auto()  # the allocator refuses an owner that was never admitted: give up
+    FINAL = enum.auto()  # The allocator refuses an owner that was never admitted. The owner gives up.
 
 
 _MISREADINGS_MAX: Final = 3
-_HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
-_PERIOD_S_MIN: Final = 0.01  # whatever an allocator says: the owner's loop is not to spin
+_HEARTBEATS_PER_LEASE: Final = 3  # least number, so that two may be late
+_PERIOD_S_MIN: Final = 0.01  # The owner's loop must not spin, whatever period an allocator sends.
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
 _SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session id and acknowledgement, added when a step is sent
 _AGAIN: Final = frozenset(
@@ -123,7 +123,7 @@ class PoolOwner:
         self.report_count = 0
         self.disagreement_count = 0
         self._was_open = False
-        self._misread_count = 0  # consecutive reports after which the allocator's state was not ours
+        self._misread_count = 0  # consecutive reports after which the allocator's state still differed
         self._unanswered: deque[packed.SessionRequest] = deque()
         self._unheard_heartbeats = 0
 
@@ -197,7 +197,7 @@ class PoolOwner:
     def judge(self, error: QuireError | None) -> Verdict:
         """Says what to do about a stream that ended with `error`; None where it gave no reason. Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
-            return Verdict.AGAIN  # an error without a reason is of gRPC itself, under any code
+            return Verdict.AGAIN  # An error without a reason comes from gRPC itself, whatever its code.
         if self.phase is Phase.OPEN:
             return Verdict.STEP_REFUSED
         if error.reason in _LATER:
@@ -246,7 +246,7 @@ class PoolOwner:
         """Refuses ids that are not new, or not known. The wire has nothing but the id: a reused id would get another
         sequence's blocks, and an unknown one would create a sequence that nobody frees."""
         created = self.ledger.last_sequence_id
-        if operations.names_no_newer(created):  # decoding, most of the time
+        if operations.names_no_newer(created):  # This is the usual case while decoding.
             return
         highest = created
         for request in self._unanswered:
@@ -263,7 +263,8 @@ class PoolOwner:
     def heartbeat(self) -> None:
         """Keeps the lease, and lets watchers see what the last steps did."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
-            self._unheard_heartbeats += self.phase is Phase.OPEN  # a report is answered first
+            # While reporting, the allocator answers the report before any heartbeat.
+            self._unheard_heartbeats += self.phase is Phase.OPEN
             self.outbox.append(packed.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
 
     def detach(self) -> None:
@@ -316,7 +317,7 @@ class PoolOwner:
         self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
-                self.outbox.append(request)  # the same bytes
+                self.outbox.append(request)  # The request is sent again unchanged.
             else:
                 self._send_step(request)
 
@@ -337,7 +338,7 @@ class PoolOwner:
             if self._misread_count >= _MISREADINGS_MAX:
                 raise InternalError("the allocator makes another state of our report, time and again")
             self.disagreement_count += 1
-            self.disown()  # unanswered steps go out under the session that the next report opens
+            self.disown()  # The next report opens a new session. Unanswered steps are sent under that one.
             return
         self._misread_count = 0
         self.session_id = ready.session_id

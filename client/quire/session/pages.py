@@ -122,7 +122,7 @@ class Pages:
     ) -> None:
         """Notes that consecutive blocks carry these digests; `before` is the block before them, if there is one."""
         published = self.published
-        if not published.keys().isdisjoint(blocks):  # a commit was swapped to blocks that others have published
+        if not published.keys().isdisjoint(blocks):  # A commit was swapped to blocks that others have published.
             for index, block in enumerate(blocks):
                 digest = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
                 earlier = published.get(block)
@@ -242,7 +242,7 @@ class Pages:
             parts.sort(key=lambda entry: entry[0][0])
             if all(before[0][-1] < after[0][0] for before, after in pairwise(parts)):
                 found += [LetGo(step, operation, *entry) for entry in parts]
-            else:  # groups of one specification are let go of together, position by position
+            else:  # Groups with equal specifications free their blocks together, position by position.
                 rows = sorted(row for ranks, blocks in parts for row in zip(ranks, blocks, strict=True))
                 found.append(LetGo(step, operation, [row[0] for row in rows], [row[1] for row in rows]))
         return found

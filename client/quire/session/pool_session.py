@@ -47,9 +47,9 @@ from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 
-TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
-# Pauses between streams, in seconds before they are spread: they grow while no stream has come to serve.
-BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # closing waits the last for a stream to be there again
+TICKS_PER_HEARTBEAT: Final = 4  # Silence is checked this often.
+# Seconds between streams, before jitter. The pause grows from 0.01 to 0.16 while no stream succeeds.
+BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # `close` waits for BACK_S until a lost stream is back.
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)
@@ -96,12 +96,12 @@ class AsyncSession:
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._connected, self._closing, self._pid = False, False, os.getpid()
         self._call: SessionCall | None = None
-        self._asks = False  # the sender of the last step waits for its answer before anything else
+        self._asks = False  # True while the sender of the last step waits for its answer
         self._silence = Silence(time.monotonic())
-        self._fell_silent = self._has_served = False  # the last stream was silent; this one has brought a message
+        self._fell_silent = self._has_served = False  # the last stream was silent; this stream has received a message
         self._refusal: QuireError | None = None
-        self._refused_for: Reason | None = None  # why it was refused last; each reason is logged once
-        self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
+        self._refused_for: Reason | None = None  # reason of the last refusal. Each reason is logged once.
+        self._changed = asyncio.Event()  # set when an answer arrives, or the stream opens or is refused
         self._tasks, self._flushes = list[asyncio.Task[None]](), set[asyncio.Task[None]]()
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class AsyncSession:
                 if self._refusal is not None:
                     raise self._refusal
         except BaseException:
-            await self.close()  # otherwise it would take the pool later, in vain
+            await self.close()  # Otherwise the session would acquire the pool later, in vain.
             raise
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
@@ -198,7 +198,7 @@ class AsyncSession:
         except asyncio.CancelledError:
             if not asked.cancel():
                 self._answers.miss(asked)
-            self._drop()  # the message may have been given up in the middle; it is sent again
+            self._drop()  # The message may have been cut off, so the next stream sends it again.
             raise
         return asked
 
@@ -220,8 +220,8 @@ class AsyncSession:
     async def close(self) -> None:
         """Detaches, so that the pool is dropped at once; where no allocator answers, its lease ends by itself."""
         if os.getpid() != self._pid:
-            return  # a forked child leaves it to its parent
-        if self._tasks and not self._connected and self._refusal is None:  # a stream that broke just now is soon back
+            return  # Only the parent process closes the session, not a forked child.
+        if self._tasks and not self._connected and self._refusal is None:  # A lost stream is usually back soon.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wait_for_change(), BACK_S)
         self._closing = True
@@ -251,7 +251,7 @@ class AsyncSession:
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()  # the tasks need each other
-            with contextlib.suppress(Exception):  # `_drop` may call the callback that has just raised
+            with contextlib.suppress(Exception):  # `_drop` may call a callback that has just raised.
                 self._drop()
             self._changed.set()
 
@@ -279,7 +279,7 @@ class AsyncSession:
         """Runs one stream from attach to end; returns why it ended, if it says. With `patient` it waits for a
         connection and not for a pause, which would lengthen the outage."""
         owner = self._owner
-        self._silence.heard()  # it has as long as any other answer
+        self._silence.heard()  # The first message has as much time as any later one.
         call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
         try:
             await call.connect()
@@ -289,7 +289,7 @@ class AsyncSession:
             while owner.phase is not Phase.IDLE:
                 self._take(await (call.answer() if self._asks and owner.is_quiet else call.read()))
                 if owner.outbox:
-                    self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
+                    self._flush_soon()  # A report takes long to send, and this task must keep receiving meanwhile.
         except EndedError as ended:
             return ended.said
         except FailedPreconditionError as error:  # the allocator lacks a feature
@@ -323,7 +323,7 @@ class AsyncSession:
 
     def _flush_soon(self) -> None:
         flush = asyncio.create_task(self._flush())
-        self._flushes.add(flush)  # the loop itself keeps no task alive
+        self._flushes.add(flush)  # The event loop holds only weak references to tasks.
         flush.add_done_callback(self._flushes.discard)
 
     def _end_stream(self, error: QuireError | None, why: QuireError) -> Verdict:
@@ -367,7 +367,7 @@ class AsyncSession:
             if tick % TICKS_PER_HEARTBEAT:
                 continue
             self._owner.heartbeat()
-            # Else the sender takes the heartbeat along, or hangs until silence ends the stream.
+            # An active sender takes the heartbeat along, or hangs until silence ends the stream.
             if self._call is not None and not self._call.is_sending:
                 self._flush_soon()
 

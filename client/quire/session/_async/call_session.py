@@ -55,7 +55,7 @@ class AsyncCallSession:
         self._one_at_a_time = asyncio.Lock()
         self._last_step = 0
         self._last_sequence_id = 0
-        self._unanswered: packed.Step | None = None  # it may have been applied
+        self._unanswered: packed.Step | None = None  # The allocator may have applied this step.
         self._is_closed = False
         self._keeps_alive = keep_alive
         self._kept: KeptByTask | None = None
@@ -98,7 +98,7 @@ class AsyncCallSession:
                 answer was lost.
             ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
         """
-        self._link.check_open()  # in a forked child, where nobody would release the lock
+        self._link.check_open()  # Raises in a forked child, where the lock would never be released.
         async with self._one_at_a_time:
             step = self._numbered(operations)
             try:
@@ -141,7 +141,7 @@ class AsyncCallSession:
     async def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back; closing twice is no error."""
         self._is_closed = True
-        if self._session_id is None or self._link.is_inherited:  # never taken, or the parent's
+        if self._session_id is None or self._link.is_inherited:  # never opened, or the parent process owns it
             return
         if self._kept is not None:
             self._kept.stop()
@@ -161,6 +161,6 @@ class AsyncCallSession:
     async def __aexit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        # What went wrong inside the block must not be hidden by a failure to close; the lease ends by itself.
+        # A failure to close must not hide the block's error. The lease ends by itself.
         with contextlib.suppress(QuireError) if error is not None else contextlib.nullcontext():
             await self.close()

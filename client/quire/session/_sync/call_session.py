@@ -56,7 +56,7 @@ class CallSession:
         self._one_at_a_time = threading.Lock()
         self._last_step = 0
         self._last_sequence_id = 0
-        self._unanswered: packed.Step | None = None  # it may have been applied
+        self._unanswered: packed.Step | None = None  # The allocator may have applied this step.
         self._is_closed = False
         self._keeps_alive = keep_alive
         self._kept: KeptByThread | None = None
@@ -99,7 +99,7 @@ class CallSession:
                 answer was lost.
             ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
         """
-        self._link.check_open()  # in a forked child, where nobody would release the lock
+        self._link.check_open()  # Raises in a forked child, where the lock would never be released.
         with self._one_at_a_time:
             step = self._numbered(operations)
             try:
@@ -142,7 +142,7 @@ class CallSession:
     def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back; closing twice is no error."""
         self._is_closed = True
-        if self._session_id is None or self._link.is_inherited:  # never taken, or the parent's
+        if self._session_id is None or self._link.is_inherited:  # never opened, or the parent process owns it
             return
         if self._kept is not None:
             self._kept.stop()
@@ -162,6 +162,6 @@ class CallSession:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        # What went wrong inside the block must not be hidden by a failure to close; the lease ends by itself.
+        # A failure to close must not hide the block's error. The lease ends by itself.
         with contextlib.suppress(QuireError) if error is not None else contextlib.nullcontext():
             self.close()

@@ -1,11 +1,11 @@
 """Runs a server as a child that cannot outlive its parent: `python -m quire._child MODULE ARGUMENTS...`.
 
-Standard input is the lifeline: a pipe whose other end only the parent holds. When the parent ends, however it ends, the
-kernel closes that end and the child terminates itself. Unlike the kernel's parent-death signal this does not mistake
-the end of the thread that started the child for the end of the parent, and needs no code between fork and exec.
+Standard input is the lifeline: a pipe whose other end only the parent holds. When the parent ends for any reason, the
+kernel closes that end and the child terminates itself. The kernel's parent-death signal would also fire when only the
+thread that started the child ends, and needs code between fork and exec.
 
-A server drains then as if it had been told to stop: others may be reading its answers. It is killed where that takes
-twice as long as it should.
+The server then drains as after SIGTERM, because clients may be reading its answers. If the drain takes twice as long
+as it should, the child kills itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAST_S = 2.0  # time to end after the drain
 
 
 def kill_s(arguments: Sequence[str]) -> float:
-    """Seconds between SIGTERM and SIGKILL, for a server with that command line."""
+    """Returns the seconds between SIGTERM and SIGKILL for a server with this command line."""
     drain_s = DRAIN_S
     for option, value in pairwise(arguments):
         if option == "--drain-timeout":
@@ -34,7 +34,7 @@ def kill_s(arguments: Sequence[str]) -> float:
 
 
 def _follow_parent() -> None:
-    """Waits for the end of the pipe, then asks this process to stop, and after a while makes it."""
+    """Waits for the end of the pipe, then sends this process SIGTERM, and later SIGKILL."""
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

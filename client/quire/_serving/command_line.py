@@ -16,7 +16,7 @@ FAILED: Final = 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses a server's command line. Argparse alone hides that help or version could not be written."""
+    """Parses a server's command line, and fails if help or version cannot be written. Argparse would ignore that."""
 
     def __init__(self, *, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description)
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         """Writes a message, to standard error by default.
 
         Raises:
-            SystemExit: with 1, as help or version cannot be written; with no word where a pipe's reader has gone.
+            SystemExit: with 1, help or version cannot be written. Prints nothing if the pipe's reader has exited.
         """
         if file is not sys.stdout:
             super()._print_message(message, file)

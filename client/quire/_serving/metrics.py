@@ -36,9 +36,9 @@ Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
 
 class Histogram:
-    """Own buckets, because observing costs a bisection and two additions instead of a microsecond and a lock.
+    """Counts values in buckets. It is cheaper than prometheus-client's: no lock, one bisection and two additions.
 
-    `bounds` are upper bounds in rising order; what lies above the last one is counted in +Inf alone.
+    `bounds` are upper bounds in rising order. A value above the last one counts only in +Inf.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -52,7 +52,7 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Returns cumulative counts as prometheus-client's `add_metric` takes them."""
+        """Returns cumulative counts in the form of prometheus-client's `add_metric`."""
         total = 0
         rows: list[tuple[str, float]] = []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
@@ -62,13 +62,15 @@ class Histogram:
 
 
 class MetricsServer:
-    """Serves GET /metrics from threads of its own, over HTTPS where there is TLS; with a token only to callers that
-    show it, with client certificates only to those that may look into every pool. Probes need neither.
+    """Serves GET /metrics from its own threads, over HTTPS if TLS is configured.
 
-    Nobody can keep others from an answer: a connection has `REQUEST_S` seconds in all, and where there are
-    `CONNECTIONS_MAX`, the oldest one ends.
+    With a token, callers must send it. With client certificates, the caller's must permit observing every pool. Probes
+    need neither.
 
-    Lifecycle: constructed listening on `bound_address`, then `close`.
+    No caller can block others: each connection ends after `REQUEST_S` seconds, and a new connection beyond
+    `CONNECTIONS_MAX` ends the oldest one.
+
+    Lifecycle: the constructor listens on `bound_address`; `close` ends it.
     """
 
     def __init__(
@@ -103,13 +105,13 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         self.set_app(app)
 
     def server_bind(self) -> None:
-        """Binds without asking for the name of this machine, which takes as long as its name server likes."""
+        """Binds without looking up this machine's name, because a slow name server would block."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "quire", self.server_address[1]
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """A connection; its handshake is the first read's, in a thread of its own."""
+        """Accepts a connection. The TLS handshake happens at the first read, in the connection's own thread."""
         connection, peer = super().get_request()
         if self.tls is not None:
             connection = self.tls.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
@@ -120,19 +122,19 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         return connection, peer
 
     def service_actions(self) -> None:
-        """Ends connections whose time is over; called after each request, and twice a second."""
+        """Ends connections older than `REQUEST_S`. The server calls this after each request, and twice a second."""
         until_s = time.monotonic() - REQUEST_S
         for connection, started_s in list(self._started_s.items()):
             if started_s < until_s:
                 self._hang_up(connection)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection that was answered, or failed."""
+        """Ends a connection after its answer, or after a failure."""
         self._started_s.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A peer that is refused, or gone, is no defect; nobody fills the log with them."""
+        """Logs failed connections, at most one line per `FAILURES_TOLD_S`: peers cannot fill the log."""
         now_s = time.monotonic()
         with self._failures:
             self._failed_count += 1
@@ -142,7 +144,7 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         log.info("scrape failed", error=str(sys.exception()), count=count)
 
     def _hang_up(self, connection: socket.socket) -> None:
-        """Ends a connection; the thread that reads or writes it finds out."""
+        """Ends a connection. The thread that reads or writes it then gets an error."""
         self._started_s.pop(connection, None)
         with contextlib.suppress(OSError):
             # SSLSocket.shutdown would remove the TLS state that the connection's thread still uses.
@@ -150,7 +152,7 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
 
 
 class _Head:
-    """The lines of a request's head, up to `HEAD_BYTES_MAX` of them all; what is beyond is not there."""
+    """Reads a request's headers. After `HEAD_BYTES_MAX` bytes it reports the end of the file."""
 
     def __init__(self, file: BufferedIOBase) -> None:
         self._file = file
@@ -169,12 +171,12 @@ class _QuietHandler(WSGIRequestHandler):
     timeout = REQUEST_S
 
     def setup(self) -> None:
-        """Bounds what a caller makes us keep."""
+        """Limits the bytes of a request's headers."""
         super().setup()
         self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # nothing else of it is used
 
     def get_environ(self) -> dict[str, Any]:
-        """Returns what WSGI has, and what the caller may do."""
+        """Returns the WSGI environment, with the caller's permissions added."""
         tls = getattr(self.server, "tls", None)
         permissions = EVERYTHING
         if tls is not None and tls.verifies_clients:
@@ -184,12 +186,15 @@ class _QuietHandler(WSGIRequestHandler):
         return {**super().get_environ(), PERMISSIONS_KEY: permissions}
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape every few seconds is no news."""
+        """Does nothing: scrapes every few seconds are not worth a log line."""
 
 
 def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
-    """Refuses requests for another name than this machine's own: a page that a browser shows may have had its name
-    point here, and would read what it gets. An address is no name."""
+    """Refuses requests whose Host is a name other than localhost or `listen_host`; addresses are accepted.
+
+    This prevents DNS rebinding: a web page could point its own name at this server, and a browser would let it read
+    the answer.
+    """
 
     def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
         try:
@@ -214,7 +219,7 @@ def _is_address(host: str) -> bool:
 
 
 def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
-    """Answers probes, and hands those that may see the metrics to `app`, one at a time."""
+    """Answers probes, and passes authorized requests for metrics to `app`, one at a time."""
     scraping = threading.Lock()
 
     def guard(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:

@@ -1,4 +1,4 @@
-"""One gRPC server as both services run it: command line, limits, admission of callers, health, metrics, shutdown."""
+"""The gRPC server of every service: command line, limits, admission of callers, health, metrics, shutdown."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
 
 
 def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | None]:
-    """Looks at the files and addresses of a server, which takes no time; returns its token and its TLS.
+    """Checks a server's files and addresses, which is quick. Returns its token and its TLS.
 
     Raises:
-        UsageError: an address is unsafe as it is asked for, or taken, or a file is unusable.
+        UsageError: an address is unsafe with these options, or in use, or a file is unusable.
     """
     token, tls = read_token(options.token_file), read_tls(options)
     known = token is not None or (tls is not None and tls.verifies_clients)
@@ -108,10 +108,10 @@ def _seconds(text: str) -> float:
 
 
 def read_tls(options: argparse.Namespace) -> ServerTls | None:
-    """Reads TLS as the command line asks for it; None if it does not.
+    """Returns the TLS of the command line, or None without any.
 
     Raises:
-        UsageError: an option comes without another one that it needs, or a file is unusable.
+        UsageError: an option lacks another one that it needs, or a file is unusable.
     """
     if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
         return None
@@ -123,21 +123,21 @@ def read_tls(options: argparse.Namespace) -> ServerTls | None:
 class Server:
     """Lifecycle: construct (checks addresses and files), add servicers to `grpc`, `start`, `announce`, `stop`.
 
-    Two questions have two answers, over gRPC (grpc.health.v1) and at the metrics' address. *Alive*: the event loop
-    answers; else only a new process helps. *Ready*: work is better sent here than elsewhere; a worker without an
-    allocator is not, and its texts go on.
+    The server reports two states, over gRPC (grpc.health.v1) and at the metrics address. *Alive*: the event loop
+    answers; if not, the process must be restarted. *Ready*: the server should get work. A worker that has lost its
+    allocator is not ready, but continues its requests.
 
     Args:
-        options: of `add_arguments`.
-        service_name: what health is asked for.
-        calls_max: calls at a time, those to health apart; far above what the service refuses by itself.
+        options: the parsed options of `add_arguments`.
+        service_name: the service's name in health checks.
+        calls_max: concurrent calls, not counting health. Far above the service's own limits.
 
     Attributes:
-        token: what callers must show, and what this server shows to another one; None without.
-        authorize: what the caller of a call may do.
+        token: the token that callers must send, and that this server sends to other servers; None without one.
+        authorize: returns the permissions of a call's caller.
 
     Raises:
-        UsageError: an address is unsafe as it is asked for, or taken, or a file is unusable.
+        UsageError: an address is unsafe with these options, or in use, or a file is unusable.
     """
 
     def __init__(self, options: argparse.Namespace, *, service_name: str, calls_max: int = CALLS_MAX) -> None:
@@ -180,14 +180,14 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     async def start(self, collector: Collector, *, core: str = "") -> None:
-        """Binds both addresses; the server is alive, and not ready until `announce`.
+        """Binds both addresses. The server is then alive, but not ready until `announce`.
 
         Args:
-            collector: of the server's own series.
-            core: how the allocator's core runs in it, "compiled" or "python"; empty without one.
+            collector: collects the server's own metrics.
+            core: how the allocator's core runs, "compiled" or "python". Empty in other servers.
 
         Raises:
-            UsageError: an address is taken.
+            UsageError: an address is in use.
         """
         allow_open_files()
         listen, metrics = canonical(self._options.listen), self._options.metrics
@@ -214,7 +214,7 @@ class Server:
         await self.grpc.start()
 
     async def announce(self) -> None:
-        """Says that everything is up: the server is ready, and the ready file is there."""
+        """Reports that the server is ready, and writes the ready file."""
         assert self._metrics is not None, "announced before started"
         await self._set_ready(True)
         metrics = self._metrics.bound_address
@@ -229,16 +229,16 @@ class Server:
         )
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets what health says between `announce` and `withdraw`."""
+        """Sets whether health reports ready, between `announce` and `withdraw`."""
         await self._set_ready(serving)
 
     async def withdraw(self) -> None:
-        """Is not ready from now on, so that callers go elsewhere; it stays alive until it has ended."""
+        """Reports not ready from now on, so that callers use other servers. The server stays alive until it ends."""
         await self._set_ready(False)
         self._is_withdrawn = True
 
     async def stop(self) -> None:
-        """Returns as soon as every call has ended, and ends those that still run after the drain's time."""
+        """Stops the server. It returns once every call has ended; calls that outlast the drain are canceled."""
         await self.grpc.stop(grace=self._options.drain_timeout)
         if self._metrics is not None:
             self._metrics.close()

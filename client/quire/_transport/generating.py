@@ -1,4 +1,4 @@
-"""Between messages of `WorkerService.Generate` and the values of `quire.sampling`; both flavours share them."""
+"""Converts between messages of `WorkerService.Generate` and the values of `quire.sampling`, for both flavors."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def generate_request(
     interval_s: float = 0.0,
     cache_salt: str = "",
 ) -> worker_pb.GenerateRequest:
-    """Makes the message of a prompt and how to continue it; `options` override `params`.
+    """Returns the message that continues a prompt. `options` override `params`.
 
     Raises:
-        TypeError: an unknown option, or a value of the wrong type.
-        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry, or an `interval_s` out of range.
+        TypeError: an option is unknown, or a value has the wrong type.
+        InvalidArgumentError: BAD_PARAMETER, a number does not fit the message, or `interval_s` is out of range.
     """
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
@@ -64,7 +64,7 @@ def generate_request(
 
 
 def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
-    """Puts in what is not None, or not at its default."""
+    """Sets the message's fields, except for values that are None or at their default."""
     numbers = {name: getattr(params, name) for name in _NUMBERS}
     if params.top_k == -1:  # vLLM's value for no limit
         numbers["top_k"] = 0
@@ -131,10 +131,10 @@ def _fill_structure(message: worker_pb.SamplingParams, params: sampling.Sampling
 
 
 def chunk(message: worker_pb.GenerateResponse) -> sampling.Chunk:
-    """Makes a part of one sample.
+    """Converts a message to a chunk of one sample.
 
     Raises:
-        InternalError: it ended for a reason that this version does not know.
+        InternalError: the sample's finish reason is unknown to this version.
     """
     if message.finish_reason not in _FINISH_REASONS:
         raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
@@ -157,10 +157,10 @@ def _stop_reason(message: worker_pb.GenerateResponse) -> str | int | None:
 
 
 def _logprobs(message: worker_pb.Logprobs) -> tuple[sampling.TokenLogprobs, ...]:
-    """Takes columns apart.
+    """Converts columns to one value per token.
 
     Raises:
-        InternalError: they are not equally long.
+        InternalError: the columns differ in length.
     """
     count, top_count = len(message.token_ids), message.top_count
     wanted = [count, count * top_count, count * top_count]
@@ -174,7 +174,7 @@ def _logprobs(message: worker_pb.Logprobs) -> tuple[sampling.TokenLogprobs, ...]
 
 
 def gather(chunks: Iterable[sampling.Chunk], request_id: str) -> sampling.Generation:
-    """Gathers all chunks of a request as its result.
+    """Returns the result of a request from all of its chunks.
 
     Raises:
         UnavailableError: the stream ended before the request did.

@@ -1,9 +1,9 @@
-"""Streams that a server sends, for threads and for asyncio: chunks of a request and events of a pool.
+"""Streams from a server, for threads and for asyncio: chunks of a request and events of a pool.
 
 A request that meets UNAVAILABLE before its first chunk is started again (`attempts.Attempts`). After a chunk,
-UNAVAILABLE is an error, because another attempt would begin at the beginning. A watch is resumed without a limit of
+UNAVAILABLE is an error, because another attempt would start from the beginning. A watch is resumed without a limit of
 attempts (`watch.Watch`), because the next attempt continues after the last event. It is also resumed when the allocator
-is silent: an allocator sends something every few seconds, but a proxy may keep a connection open to a dead one.
+is silent: a live allocator sends a message every few seconds, but a proxy may keep the connection of a dead one open.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ReadT_co = TypeVar("ReadT_co", covariant=True)
 
 
 class _Attempts(Protocol[ReadT_co]):
-    """A call and its repetition: `Attempts` or `Watch`, which say what the methods do."""
+    """A call and its retries. `Attempts` and `Watch` implement it and describe its methods."""
 
     call: Any
 
@@ -48,7 +48,7 @@ class _Attempts(Protocol[ReadT_co]):
 
 
 class SyncStream(Iterator[ItemT]):
-    """Items of one stream as they come, for threads."""
+    """Yields the items of one stream as they arrive, for threads."""
 
     def __init__(self, link: SyncLink, attempts: _Attempts[ItemT]) -> None:
         self._link = link
@@ -87,7 +87,7 @@ class SyncStream(Iterator[ItemT]):
         self.close()
 
     def _try_again(self, error: QuireError) -> None:
-        """Starts the next attempt after a pause, unless the stream is closed, which also ends the pause.
+        """Starts the next attempt after a pause, unless the stream is closed. Closing also ends the pause.
 
         Raises:
             QuireError: the error is final.
@@ -102,7 +102,7 @@ class SyncStream(Iterator[ItemT]):
 
 
 class AsyncStream(AsyncIterator[ItemT]):
-    """Items of one stream as they come, for asyncio."""
+    """Yields the items of one stream as they arrive, for asyncio."""
 
     def __init__(self, link: AsyncLink, attempts: _Attempts[ItemT]) -> None:
         self._link = link
@@ -169,7 +169,7 @@ class AsyncStream(AsyncIterator[ItemT]):
 
 
 class SyncWatchStream(SyncStream[CacheEvent]):
-    """Events of one pool for threads: an attempt that says nothing is left, and another one made."""
+    """Yields the events of one pool, for threads. A silent attempt is replaced by a new one."""
 
     def __init__(self, link: SyncLink, watch: Watch) -> None:
         super().__init__(link, watch)
@@ -191,7 +191,7 @@ class SyncWatchStream(SyncStream[CacheEvent]):
             self._waits_since_s, self._was_left = math.inf, False
 
     def _leave_if_silent(self) -> None:
-        """Cancels an attempt that says nothing, for the thread that waits for it to make another one."""
+        """Cancels a silent attempt. The thread that waits for it then starts another one."""
         if time.monotonic() - self._waits_since_s > SILENCE_S:
             self._was_left = True
             self._watch.call.cancel()
@@ -201,7 +201,7 @@ class SyncWatchStream(SyncStream[CacheEvent]):
 
 
 def _leave_silent_calls(stream: Callable[[], SyncWatchStream | None], closed: threading.Event) -> None:
-    """Looks after a stream until it is closed or forgotten."""
+    """Cancels a stream's silent attempts until the stream is closed or collected."""
     while not closed.wait(SILENCE_S / 4):
         looked_after = stream()
         if looked_after is None:
@@ -211,7 +211,7 @@ def _leave_silent_calls(stream: Callable[[], SyncWatchStream | None], closed: th
 
 
 class AsyncWatchStream(AsyncStream[CacheEvent]):
-    """Events of one pool for asyncio: an attempt that says nothing is left, and another one made."""
+    """Yields the events of one pool, for asyncio. A silent attempt is replaced by a new one."""
 
     def __init__(self, link: AsyncLink, watch: Watch) -> None:
         super().__init__(link, watch)

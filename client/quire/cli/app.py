@@ -1,4 +1,4 @@
-"""All commands together, and what their errors look like."""
+"""Assembles all commands, and reports their errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def run() -> None:
-    """Runs the command line; an error of Quire ends it with one line, and an exit code that says of what kind."""
+    """Runs the command line. A QuireError prints one line, and its kind determines the exit code."""
     warnings.showwarning = _show_warning
     try:
         try:  # With JSON, typer's standalone mode is off. It would print usage errors in a box.

@@ -1,4 +1,4 @@
-"""`quire pool`: what the allocator knows of its pools."""
+"""`quire pool`: shows an allocator's pools."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def list_all(
     *,
     credentials: options.Credentials,
 ) -> None:
-    """Prints the pools that the allocator knows."""
+    """Prints the allocator's pools."""
     with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.list_pools()
     if as_json:

@@ -1,4 +1,4 @@
-"""`quire request`: requests of a worker, why they wait, and what happened to one."""
+"""`quire request`: lists a worker's requests, why they wait, and the history of one."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def cancel(
 
 
 def state_of(found: RequestInfo) -> str:
-    """Returns the state of a request in a word."""
+    """Returns one word for a request's state."""
     if found.state is not RequestState.ENDED:
         return found.state.name.lower()
     return found.error or "/".join(sorted(set(found.finish_reasons))) or "ended"
 
 
 def why(found: RequestInfo) -> str:
-    """Returns why a request waits; empty if it does not."""
+    """Returns the reason why a request waits, empty if it does not wait."""
     reason, other = found.wait_reason, found.behind_request_id
     if reason is None:
         return ""

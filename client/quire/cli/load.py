@@ -18,8 +18,8 @@ from quire.sampling import SamplingParams
 class Shape(NamedTuple):
     """The shape of random conversations.
 
-    The first turn has `prompt_tokens` tokens, and its first `shared_tokens` are equal in all conversations. Each further
-    turn adds as many new tokens as the first turn has unshared ones, behind all earlier turns and answers.
+    The first turn has `prompt_tokens` tokens. Its first `shared_tokens` are equal in all conversations. Each later turn
+    adds as many new tokens as the first turn has unshared ones, behind all earlier turns and answers.
     """
 
     prompt_tokens: int

@@ -1,10 +1,10 @@
-"""Carriers of a turn's operations to the allocator: steps of a Session stream, or a unary call for each step.
+"""Carriers send a turn's operations to the allocator: as steps of a Session stream, or as one unary call per step.
 
 | | stream | unary calls |
 | --- | --- | --- |
 | a step | one message | one call |
-| room ahead | asked for, so that decoding continues through an outage | none: a block at a time |
-| the allocator is lost | its successor gets a report of the pages | the pool is lost, and begins anew |
+| room ahead | requested, so that decoding continues through an outage | none: one block at a time |
+| the allocator is lost | its successor gets a report of the pages | the pool is lost, and starts empty |
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _LATER = frozenset({Reason.POOL_OWNED, Reason.LIMIT, Reason.DRAINING})
 
 
 class Carrier(Protocol):
-    """Carries operations; one set of them at a time."""
+    """Sends operations to the allocator, one set at a time."""
 
     @property
     def connected(self) -> bool:
-        """Tells whether an allocator answers, as far as is known."""
+        """Tells whether the allocator is reachable, as far as is known."""
 
     @property
     def report_count(self) -> int:
-        """Counts the allocators that were told what the pages hold."""
+        """Returns how many allocators got a report of the pages."""
 
     async def open(self) -> None:
-        """Takes the pool, waiting as long as that takes."""
+        """Takes the pool. Waits without a limit until that succeeds."""
 
     async def carry(self, operations: Operations) -> StepOutcome:
-        """Has them applied, each once, and returns what they did.
+        """Applies each operation exactly once, and returns the outcome.
 
         Raises:
             SessionLostError: the pool is empty.
-            QuireError: none of them was applied.
+            QuireError: no operation was applied.
         """
 
     async def close(self) -> None:
@@ -82,11 +82,11 @@ class StreamCarrier(Carrier):
 class CallCarrier(Carrier):
     """Carries operations as steps of a unary session.
 
-    A step whose answer was lost is repeated under its number until it is answered, so that it is applied once.
+    If a step's answer is lost, the step is sent again with the same number until it is answered. It is applied once.
 
     Args:
-        new_session: makes a session, not open yet.
-        on_wait: called with the error whenever a call has to be tried again.
+        new_session: returns a new session, not open yet.
+        on_wait: called with the error before each retry of a call.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CallCarrier(Carrier):
 
     @property
     def session(self) -> AsyncCallSession:
-        """Returns the session that holds the pool now."""
+        """Returns the session that owns the pool now."""
         assert self._session is not None, "the engine has not been opened"
         return self._session
 
@@ -137,7 +137,7 @@ class CallCarrier(Carrier):
             await self._session.close()
 
     async def _persist(self, call: Callable[[], Awaitable[ReplyT]], may_wait: Callable[[QuireError], bool]) -> ReplyT:
-        """Calls again and again while nobody answers in time, or `may_wait` says so."""
+        """Retries a call while the allocator does not answer in time, or `may_wait` accepts the error."""
         backoff = Backoff(*BACKOFF_S)
         while True:
             try:

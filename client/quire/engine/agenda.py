@@ -285,7 +285,7 @@ class Agenda:
 
     def fail(self, error: Exception) -> bool:
         """Notes that none of the sent operations was applied. Returns whether admissions may be the cause. If not, the
-        engine's turn raises the error. Several admissions are sent one by one later, so that only an invalid one fails."""
+        engine's turn raises the error. Several admissions are later sent one by one: only an invalid one then fails."""
         sent, self._sent = self._sent, None
         assert sent is not None, "nothing is under way"
         if len(sent.admissions) == 1:

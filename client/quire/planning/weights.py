@@ -1,7 +1,7 @@
-"""Bytes of a model's weights, from its configuration: near enough to plan with, before they are downloaded.
+"""Estimates the bytes of a model's weights from its configuration, to plan before they are downloaded.
 
-The sum counts embeddings, attention, MLPs and experts. It leaves out norms, biases and routers, together some
-thousandths.
+The sum counts embeddings, attention, MLPs and experts. It leaves out norms, biases and routers, which are together a
+few thousandths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MXFP4_BYTES: Final = Fraction(17, 32)  # per weight: 4 bits, plus an 8-bit scal
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int | None:
-    """Returns an estimate; None for layers that are not attention followed by an MLP.
+    """Returns an estimate, or None if a layer is not attention followed by an MLP.
 
     Raises:
         ConfigError: a field is missing, or is not understood.
@@ -61,7 +61,7 @@ def _attention(fields: Fields, width: int) -> int:
 
 
 def _mlp(fields: Fields, index: int, width: int) -> tuple[int, int]:
-    """Returns the parameters of one layer's dense MLP and shared experts, and of its routed experts."""
+    """Returns the parameters of one layer's dense MLP and shared experts, and those of its routed experts."""
     matrices = 2 if fields.model_type in _TWO_MATRICES else 3
     inner = fields.get("intermediate_size", fields.get("n_inner"))
     if isinstance(inner, list):
@@ -88,7 +88,7 @@ def _has_experts(fields: Fields, index: int) -> bool:
 
 
 def _bytes_of_quantised(config: Mapping[str, Any], fields: Fields, own: int) -> tuple[Fraction, Fraction]:
-    """Returns the bytes of a parameter of dense layers, and of experts."""
+    """Returns the bytes per parameter of dense layers, and of experts."""
     found = config.get("quantization_config") or fields.get("quantization_config") or {}
     method = str(found.get("quant_method", ""))
     if method == "mxfp4":

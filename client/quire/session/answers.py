@@ -57,7 +57,7 @@ class Answers:
             raise AnswersMissedError("the caller of a step was cancelled: its answer, in `missed`, comes first")
 
     def expect(self, number: int, operations: StepBuilder) -> Pending:
-        """Notes that a step was submitted, and returns its answer to come."""
+        """Notes that a step was submitted, and returns the future of its answer."""
         asked = self._asked[number] = Pending(self, number, operations)
         return asked
 

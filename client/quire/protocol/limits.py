@@ -1,4 +1,4 @@
-"""Limits that both sides of the protocol agree on. A server's own limits come with its `Ready` or its errors."""
+"""Limits that both sides of the protocol share. A server sends its own limits with `Ready`, or in errors."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ Lifecycle:
                 SIGTERM, and SIGKILL if it takes longer than its drain and a margin. Interrupting the wait (a second
                 Ctrl-C) kills the server at once
 
-    No server outlives this process, even if this one is killed (`quire._child`). Each has its own process group, so
-    Ctrl-C on a terminal reaches only this process, which then stops them in order.
+No server outlives this process, even if this one is killed (`quire._child`). Each has its own process group, so
+Ctrl-C on a terminal reaches only this process, which then stops them in order.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class LocalStack:
         drain_timeout_s: time for each server's running calls to end after SIGTERM.
         on_progress: called with a text about each wait and each restart.
 
-        Raises:
+    Raises:
         InvalidArgumentError: a time is below 0, or not a number.
     """
 

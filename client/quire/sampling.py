@@ -74,7 +74,7 @@ class SamplingParams:
         logit_bias: added to logits, -100 to 100, by token; at most 1,024 tokens.
         allowed_token_ids: the only tokens to choose from, at least one. None allows all.
         banned_token_ids: tokens that are never chosen.
-        stop: one text, or up to 16 texts, that end a sample. The sample's text excludes it, but its tokens are returned.
+        stop: one text, or up to 16 texts, that end a sample. The text excludes it, but its tokens are returned.
         min_tokens: before this number of tokens only `max_tokens` ends a sample.
         logprobs: number of likeliest tokens, 0 to 20, to return with logprobs beside each token. None returns none.
         prompt_logprobs: like `logprobs`, for the prompt's tokens. The whole prompt is then computed, without the cache.
@@ -86,8 +86,8 @@ class SamplingParams:
         choice: the text is one of these. At most one of these four fields may be set.
         num_beams: beams of a beam search, up to 64. The `n` best texts are returned. 1 means no beam search.
         length_penalty: exponent of the length that divides the sum of a text's logprobs, -5 to 5.
-        early_stopping: ends a search that has as many finished texts as beams: with True at once, with False when the best
-            beam is no better at its length, with "never" when no beam can become better.
+        early_stopping: ends a search that has as many finished texts as beams: with True at once, with False when the
+            best beam is no better at its length, with "never" when no beam can become better.
         skip_special_tokens: removes special tokens from the text. With False their names are in it.
         include_stop_in_output: a text includes the stop text that ended it, and its tokens the stop token.
         bad_words: up to 256 texts that no sample contains.

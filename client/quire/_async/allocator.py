@@ -31,9 +31,9 @@ class AsyncAllocator(AsyncConnected):
             name, if set. Without it a token is sent to this machine only.
         timeout_s: default timeout of each call.
 
-        Made inside the event loop that uses it. A call that meets UNAVAILABLE is tried up to four times, 50 to 500 ms
-        apart, within its timeout. Methods raise QuireError if the call fails. A refused operation (no space, say) is a
-        result, not an error.
+    Made inside the event loop that uses it. A call that meets UNAVAILABLE is tried up to four times, 50 to 500 ms
+    apart, within its timeout. Methods raise QuireError if the call fails. A refused operation (no space, say) is a
+    result, not an error.
     """
 
     SERVICE = "quire.v1.AllocatorService"

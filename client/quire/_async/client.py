@@ -32,9 +32,9 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
             name, if set. Without it a token is sent to this machine only.
         timeout_s: default timeout of each call. `generate` and `stream` have a default of 600 seconds instead.
 
-        Made inside the event loop that uses it. A call that meets UNAVAILABLE is tried up to four times, 50 to 500 ms
-        apart, within its timeout. `generate` and `stream` retry only until the first chunk. Methods raise QuireError if
-        the call fails.
+    Made inside the event loop that uses it. A call that meets UNAVAILABLE is tried up to four times, 50 to 500 ms
+    apart, within its timeout. `generate` and `stream` retry only until the first chunk. Methods raise QuireError if
+    the call fails.
     """
 
     SERVICE = "quire.v1.WorkerService"

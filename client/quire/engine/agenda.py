@@ -9,8 +9,8 @@ Lifecycle of a set of operations:
     4. failed     `fail`: no operation was applied. Admissions end with the error, the rest is sent again
        lost       `lose`: the pool is empty, every sequence is gone
 
-    One set of operations is in flight at a time. If a sequence's next pass lacks blocks, the newest sequences give back
-    the room that they hold ahead. The pass is refused only if no sequence holds such room.
+One set of operations is in flight at a time. If a sequence's next pass lacks blocks, the newest sequences give back
+the room that they hold ahead. The pass is refused only if no sequence holds such room.
 """
 
 from __future__ import annotations

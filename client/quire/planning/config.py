@@ -83,7 +83,7 @@ def read_config(
             whole, as Quire's worker does.
         model_dtype: dtype of the computation, and of states without their own dtype; by default the checkpoint's own.
 
-        Raises:
+    Raises:
         ConfigError: a field is missing, is not understood, or does not divide by the ranks.
         ValueError: a dtype is unknown, or the number of ranks is below 1.
     """

@@ -34,7 +34,7 @@ class Limits:
     window_max: int  # unanswered steps at a time
     heartbeat_ms: int
     silence_ms: int  # An owner replaces a stream that is silent for this long.
-    stops_max: int  # of one sequence
+    stops_max: int  # per sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class PoolMemory:
     device: DeviceMemory | None  # None unless the budget was measured
     group_count: int  # groups of layers
     state_group_count: int  # groups of recurrent states among these
-    slot_bytes: int  # bytes per token in one layer's part of a page
+    slot_bytes: int  # bytes of one layer's part of a page
     state_bytes: int  # sum of a sequence's states
 
 

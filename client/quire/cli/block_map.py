@@ -54,7 +54,7 @@ def cells(pool: PoolBlocks) -> list[Legend]:
         if block is not None
     }
     fixed = {0: Legend(EMPTY, "dim"), 1: Legend(CACHED, "white")}
-    other = Legend(OTHER, "white")  # held by a sequence that was created after its page of tables was read
+    other = Legend(OTHER, "white")  # held by a sequence that was created after the tables were read
     return [
         fixed[state] if state in fixed else Legend(SHARED, "bold") if state > 2 else holder.get(block, other)
         for block, state in enumerate(pool.block_states, pool.summary.spec.first_block_id)

@@ -82,7 +82,7 @@ class Agenda:
         self._copies: list[Copy] = []
         self._missing = 0  # blocks that other sequences must give back for the next pass
         self._is_frugal = False  # Room ahead was refused, so the next step asks only for what is needed.
-        self._is_careful = False  # A step with several admissions was refused. One at a time is sent now.
+        self._is_careful = False  # A step with several admissions was refused, so they are sent one by one.
         self._sent: Operations | None = None
 
     # -- what an engine notes ------------------------------------------------------------------------------------------

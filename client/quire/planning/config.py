@@ -14,7 +14,7 @@ from quire.planning.specs import ELEMENT_BYTES, LayerSpec, element_bytes_of
 from quire.planning.states import divided, state_bytes_of
 from quire.types import GroupKind
 
-# Model types with tested fields: the plan was compared with the caches that transformers creates.
+# Model types whose plans were compared with the caches that transformers creates.
 KNOWN: Final = {
     *("apertus", "arcee", "bamba", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4"),
     *("falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4"),

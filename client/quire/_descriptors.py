@@ -9,7 +9,7 @@ import resource
 import sys
 from typing import Final
 
-OPEN_FILES_MIN: Final = 64  # a server without callers has 24 to 32 open
+OPEN_FILES_MIN: Final = 64  # A server without callers has 24 to 32 open files.
 USAGE: Final = 2
 
 

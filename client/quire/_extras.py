@@ -54,5 +54,5 @@ def require_extra_or_exit(server: str) -> None:
     try:
         require_extra(server)
     except UsageError as error:
-        print(f"quire-{server}: {error}", file=sys.stderr)  # noqa: T201 - as argparse prints its own
+        print(f"quire-{server}: {error}", file=sys.stderr)  # noqa: T201 - same as argparse's own errors
         sys.exit(2)

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """The fields that all events have."""
+    """The fields that all events share."""
 
     pool: str
     session_id: bytes

@@ -60,7 +60,7 @@ class ServerFailedError(InternalError):
 
 
 class ServerProcess:
-    """One server of Quire as a child process.
+    """Runs one server of Quire as a child process.
 
     Args:
         module: the module that `python -m` runs.

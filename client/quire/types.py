@@ -178,8 +178,8 @@ class GroupKind(OpenEnum):
     """How the layers of a group use their blocks."""
 
     FULL_ATTENTION = 1
-    SLIDING_WINDOW = 2  # tokens attend to the last `window` tokens, themselves included
-    CHUNKED_LOCAL = 3  # tokens attend inside their own chunk of `window` tokens
+    SLIDING_WINDOW = 2  # Tokens attend to the last `window` tokens, including themselves.
+    CHUNKED_LOCAL = 3  # Tokens attend only inside their own chunk of `window` tokens.
     STATE = 4  # recurrent layers: a block holds a state instead of tokens, and a table has one entry
 
 

@@ -65,7 +65,7 @@ class PoolBlocks:
     """
 
     summary: PoolSummary
-    block_states: bytes = field(repr=False)  # a byte for each block would be a megabyte of text
+    block_states: bytes = field(repr=False)  # One byte per block would print a megabyte of text.
     sequences: tuple[SequenceInfo, ...]
 
 

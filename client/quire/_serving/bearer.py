@@ -1,4 +1,4 @@
-"""The bearer token of a call."""
+"""Checks the bearer token of a call."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class _QuietHandler(WSGIRequestHandler):
     def setup(self) -> None:
         """Limits the bytes of a request's headers."""
         super().setup()
-        self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # nothing else of it is used
+        self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # only readline and close are used
 
     def get_environ(self) -> dict[str, Any]:
         """Returns the WSGI environment, with the caller's permissions added."""

@@ -41,6 +41,6 @@ class Probes:
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:  # The event loop is closed.
             return False
         return turned.wait(ALIVE_WITHIN_S)

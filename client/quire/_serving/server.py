@@ -146,7 +146,7 @@ class Server:
         self.authorize: Authorize = permit_as_certified if verified else permit_everything
         self._options = options
         self._service_name = service_name
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # The stubs lack aio.
         self._metrics: MetricsServer | None = None
         self._is_ready = False
         self._is_withdrawn = False

@@ -47,7 +47,7 @@ class ServerTls:
         """Returns the credentials of a secure port. They are read again when a file is replaced."""
         return grpc.dynamic_ssl_server_credentials(
             self._grpc,
-            self._changed,  # type: ignore[arg-type]  # its stubs do not know that None is "as before"
+            self._changed,  # type: ignore[arg-type]  # the stubs forbid None, which means unchanged
             require_client_authentication=self.verifies_clients,
         )
 

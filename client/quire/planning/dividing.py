@@ -69,7 +69,7 @@ class Divisions:
 
     @classmethod
     def of(cls, layers: Run) -> Divisions:
-        """Divides layers in every even way."""
+        """Returns the even divisions of layers into every number of runs."""
         runs = tuple(divided(layers, count) for count in range(1, len(layers) + 1))
         return cls(layers, runs, tuple(max(sum(map(_size, run)) for run in division) for division in runs))
 

@@ -95,7 +95,7 @@ def _hybrid_kinds(fields: Fields, count: int) -> list[LayerKind]:
     if fields.has("hybrid_layer_ids"):  # Zamba2
         both = set(fields.integers("hybrid_layer_ids"))
         return [LayerKind.FULL_AND_STATE if i in both else LayerKind.STATE for i in range(count)]
-    if fields.has("linear_attn_config"):  # Kimi-Linear counts layers from 1
+    if fields.has("linear_attn_config"):  # Kimi-Linear counts layers from 1.
         full = set(fields.get("linear_attn_config").get("full_attn_layers", ()))
         return [LayerKind.FULL if i + 1 in full else LayerKind.STATE for i in range(count)]
     attention = _attention_layers(fields, count)

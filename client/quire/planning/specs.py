@@ -41,7 +41,7 @@ def element_bytes_of(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One cache of one layer. A layer with both attention and a state (Falcon-H1) has two.
+    """One cache of one layer. A layer with both attention and a state (Falcon-H1) has two caches.
 
     Attributes:
         layer: index in the model.

@@ -55,7 +55,7 @@ def state_bytes_of(fields: Fields, *, tensor_parallel: int, element_bytes: int, 
 
 
 def divided(fields: Fields, what: str, count: int, tensor_parallel: int) -> int:
-    """Returns one rank's share of heads or channels.
+    """Returns one rank's share of `count` heads or channels.
 
     Raises:
         ConfigError: `count` does not divide by the ranks.
@@ -110,7 +110,7 @@ def _mamba2(fields: Fields, ranks: int) -> Elements:
 
 def _gated_delta(fields: Fields, ranks: int) -> Elements:
     kimi = fields.get("linear_attn_config") or {}
-    if kimi or fields.has("linear_num_heads"):  # Kimi delta attention: keys and values have the same heads
+    if kimi or fields.has("linear_num_heads"):  # In Kimi delta attention, keys and values have the same heads.
         named = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
         named["linear_conv_kernel_dim"] = "short_conv_kernel_size"
         inner = {to: kimi[name] for to, name in named.items() if name in kimi}

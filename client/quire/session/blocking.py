@@ -47,7 +47,7 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        """Tells whether a stream is up and attached."""
+        """Tells whether a stream is attached."""
         return self._session.connected
 
     def open(self, timeout_s: float | None = None) -> None:
@@ -71,7 +71,7 @@ class Session:
             if self._loop.has_ended:
                 raise RuntimeError
             self._loop.loop.call_soon_threadsafe(self._steps.put_nowait, (operations, answer))
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:  # The event loop is closed.
             answer.set_exception(self._loop.ended())
         return answer
 

@@ -22,7 +22,7 @@ from quire.session.exchange import exchange, may_exchange
 from quire.v1 import _packed_pb2 as packed
 
 METHOD: Final = "/quire.v1.AllocatorService/Session"
-LOOK_S: Final = 0.25  # seconds between two looks at whether an unconnected call was cancelled
+LOOK_S: Final = 0.25  # seconds between two checks for cancellation of an unconnected call
 
 
 class EndedError(Exception):
@@ -84,7 +84,7 @@ class SessionCall:
         """Returns the next message.
 
         Raises:
-            EndedError: there is none.
+            EndedError: the call has ended without another message.
         """
         try:
             reply: Any = await self._call.read()

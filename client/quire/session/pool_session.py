@@ -250,7 +250,7 @@ class AsyncSession:
             self._answers.fail(self._owner.give_up_steps(), self._refusal)
             for task in self._tasks:
                 if task is not asyncio.current_task():
-                    task.cancel()  # the tasks need each other
+                    task.cancel()  # The tasks need each other, so all of them end.
             with contextlib.suppress(Exception):  # `_drop` may call a callback that has just raised.
                 self._drop()
             self._changed.set()

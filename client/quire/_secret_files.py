@@ -14,7 +14,7 @@ TOKEN_CHARACTERS_MIN: Final = 16
 
 
 def require_private(path: str | Path, what: str) -> None:
-    """Refuses a file that every user of this machine can read. Group access is allowed: containers share secrets so.
+    """Refuses a file that every user of this machine can read. Its group may read it, so that containers can share it.
 
     Raises:
         UsageError: other users can read or write the file, or it does not exist.

@@ -120,8 +120,8 @@ class QuireError(Exception):
 
     @staticmethod
     def of(reason: Reason, message: str, retry_after_s: float | None = None, *, field: str | None = None) -> QuireError:
-        """Returns the tables' exception for `reason`. `retry_after_s` overrides the table's; `field` is the invalid
-        field."""
+        """Returns the exception for a reason, with code and delay from the tables. `retry_after_s` overrides that delay.
+        `field` is the invalid field."""
         wait_s = _RETRY_AFTER_S.get(reason) if retry_after_s is None else retry_after_s
         return _CLASS_OF[_CODE_OF[reason]](message, reason, retry_after_s=wait_s, field=field)
 

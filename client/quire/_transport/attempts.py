@@ -1,4 +1,4 @@
-"""Retries calls that stream messages, because gRPC's own retries must not: see `channel`."""
+"""Retries calls that stream messages, because gRPC itself must not retry them: see `channel`."""
 
 from __future__ import annotations
 

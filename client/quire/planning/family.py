@@ -90,7 +90,7 @@ class Family:
         return -(-sum(map(self.layer_bytes, run)) // self.page_bytes)
 
     def block_count(self, token_count: int, pass_token_count: int = 1) -> int:
-        """Returns the blocks of a sequence in each group while the last `pass_token_count` of its tokens are computed.
+        """Returns how many blocks of each group a sequence holds while its last `pass_token_count` tokens are computed.
 
         Blocks before the window of the first of these tokens are given back. Of states only the running one counts:
         checkpoints are cache, and are evicted when other sequences need the blocks.

@@ -124,7 +124,7 @@ class Layout:
 
     @property
     def checkpoint_block_count(self) -> int:
-        """Returns the blocks of one checkpoint of all states; 0 in a model without states."""
+        """Returns the number of blocks of one checkpoint of all states; 0 in a model without states."""
         return sum(family.group_count for family in self.families if family.kind is GroupKind.STATE)
 
     @property
@@ -140,7 +140,7 @@ class Layout:
         return max((family.block_size for family in self.families if family.kind is GroupKind.STATE), default=0)
 
     def blocks_needed(self, token_count: int, pass_token_count: int = 1) -> int:
-        """Returns a sequence's blocks in all groups while the last `pass_token_count` of its tokens are computed."""
+        """Returns how many blocks a sequence holds while its last `pass_token_count` tokens are computed."""
         require_integer("token_count", token_count)
         require_integer("pass_token_count", pass_token_count)
         return sum(f.group_count * f.block_count(token_count, pass_token_count) for f in self.families)

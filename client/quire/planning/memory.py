@@ -48,7 +48,7 @@ def parse_tokens(text: str) -> int:
 
 
 def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, used_bytes: int = 0) -> int:
-    """Returns the blocks of a pool: `(memory * utilization - used) // bytes per block`, computed without rounding.
+    """Returns a pool's number of blocks: `(memory * utilization - used) // bytes per block`, without rounding errors.
 
     Args:
         layout: the layout of the pool's pages.
@@ -76,7 +76,7 @@ def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, u
 
 
 def longest_sequence(layout: Layout, block_count: int) -> int | None:
-    """Returns the tokens of the longest sequence that fits into `block_count` blocks alone; None if any length fits.
+    """Returns the length of the longest sequence that fits into `block_count` blocks alone; None if any length fits.
 
     Any length fits without full attention: the sequence then grows only to its windows and states.
     """

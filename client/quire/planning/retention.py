@@ -39,7 +39,7 @@ class Retention(enum.StrEnum):
 
 
 def chat_block_count(layout: Layout, token_count: int, retention: Retention) -> int:
-    """Returns the blocks in all groups that stay cached of one idle chat with `token_count` tokens.
+    """Returns how many blocks of one idle chat with `token_count` tokens stay cached, in all groups together.
 
     Raises:
         ValueError: `token_count` is below 1.
@@ -60,7 +60,7 @@ def chats_kept(layout: Layout, block_count: int, token_count: int, retention: Re
 
 
 def _block_count(layout: Layout, family: Family, token_count: int, retention: Retention) -> int:
-    """Returns the blocks of one chat in each group of a family."""
+    """Returns how many blocks of one chat stay cached in each group of a family."""
     if family.kind is GroupKind.STATE:
         at_edges = -(-token_count // layout.edge_tokens)
         dense = min(token_count // family.block_size + 2, at_edges)

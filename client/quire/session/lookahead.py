@@ -84,11 +84,11 @@ class Increment(NamedTuple):
         return -(-token_count // size) * size
 
     def blocks(self, token_count: int) -> int:
-        """Returns the blocks in the tables of a sequence with room for `token_count` tokens."""
+        """Returns the number of blocks in the tables of a sequence with room for `token_count` tokens."""
         return sum(-(-token_count // size) for size in self.sizes)
 
     def full(self, token_count: int) -> int:
-        """Returns the blocks that `token_count` tokens fill. One more may be shared, and is copied on the next grow."""
+        """Returns how many blocks `token_count` tokens fill. One more may be shared, and is copied on the next grow."""
         return sum(token_count // size for size in self.sizes)
 
 

@@ -120,7 +120,7 @@ class QuireError(Exception):
 
     @staticmethod
     def of(reason: Reason, message: str, retry_after_s: float | None = None, *, field: str | None = None) -> QuireError:
-        """Returns the exception for a reason, with code and delay from the tables. `retry_after_s` overrides that delay.
+        """Returns the exception for a reason, with code and delay from the tables. `retry_after_s` overrides the delay.
         `field` is the invalid field."""
         wait_s = _RETRY_AFTER_S.get(reason) if retry_after_s is None else retry_after_s
         return _CLASS_OF[_CODE_OF[reason]](message, reason, retry_after_s=wait_s, field=field)

@@ -1,1 +1,1 @@
-"""Clients for asyncio. scripts/unasync.py turns these files into the clients for threads, in `_sync`."""
+"""Clients for asyncio and for threads. scripts/unasync.py generates the files for threads from those for asyncio."""

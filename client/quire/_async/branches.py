@@ -26,7 +26,7 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 
 
 class AsyncBranchKeeper:
-    """Renews the branches of one client, for asyncio. It renews branches of equal time to live together."""
+    """Renews the branches of one client in the background. It renews branches of equal time to live together."""
 
     def __init__(self, link: AsyncLink, stub: pb_grpc.WorkerServiceAsyncStub) -> None:
         self.link = link

@@ -1,2 +1,2 @@
 # Generated from _async/__init__.py by scripts/unasync.py. Change that file, then run `make format`.
-"""Clients for asyncio. scripts/unasync.py turns these files into the clients for threads, in `_sync`."""
+"""Clients for asyncio and for threads. scripts/unasync.py generates the files for threads from those for asyncio."""

@@ -1,1 +1,1 @@
-"""A session of unary calls, for asyncio. scripts/unasync.py turns it into the session for threads, in `_sync`."""
+"""A session of unary calls. scripts/unasync.py generates the file for threads from the one for asyncio."""

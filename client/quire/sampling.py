@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 class FinishReason(enum.IntEnum):
     """The reason why a sample ended."""
 
-    STOP = 1  # the model's end-of-text, a stop token or a stop text. The text does not include it.
+    STOP = 1  # the model's end-of-text, a stop token or a stop text
     LENGTH = 2  # `max_tokens`, or the model's or the pool's longest sequence
 
 

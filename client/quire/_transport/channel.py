@@ -1,6 +1,6 @@
 """Channels: addresses, deadlines, retries, tokens and errors, for both flavors of the clients.
 
-Every call except a watch has a deadline. A call that meets UNAVAILABLE is retried at most three times, 50 to 500 ms
+Every call except a watch and the Session stream has a deadline. A call that meets UNAVAILABLE is retried at most three times, 50 to 500 ms
 apart with jitter, and never before the time that the server asks for. No other code is retried. The Session stream is
 never retried. Operations that change state carry a request id, so a retried one is applied once.
 

@@ -1,4 +1,4 @@
-"""The sampling options of commands that generate: the fields of `SamplingParams`."""
+"""The sampling options of commands that generate, one for most fields of `SamplingParams`."""
 
 from __future__ import annotations
 

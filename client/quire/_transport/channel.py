@@ -1,8 +1,8 @@
 """Channels: addresses, deadlines, retries, tokens and errors, for both flavors of the clients.
 
-Every call except a watch and the Session stream has a deadline. A call that meets UNAVAILABLE is retried at most three times, 50 to 500 ms
-apart with jitter, and never before the time that the server asks for. No other code is retried. The Session stream is
-never retried. Operations that change state carry a request id, so a retried one is applied once.
+Every call except a watch and the Session stream has a deadline. A call that meets UNAVAILABLE is retried at most three
+times, 50 to 500 ms apart with jitter, and never before the time that the server asks for. No other code is retried. The
+Session stream is never retried. Operations that change state carry a request id, so a retried one is applied once.
 
 gRPC itself retries unary calls. `attempts.Attempts` retries streams of Generate. `watch.Watch` retries streams of
 WatchEvents, without a limit once they have begun.

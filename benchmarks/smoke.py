@@ -42,7 +42,7 @@ SIZES: Final = {
     "soak": "--minutes 0.05",
     "speculation": "--layers 4 --text-tokens 8 --at-once 1 --repeat 1",
     "trees": "--workloads 64~candidates --peers --prompt-tokens 64 --repeat 1",
-    "turn": "--dtypes float32 --requests 2 --repeat 1 --prompt-tokens 16 --output-tokens 8",
+    "turn": "--dtypes float32 --requests 2 --repeat 1 --prompt-tokens 16 --output-tokens 128",
     "vllm_cache": "--trace TRACE --requests 20 --sizes 100 --layers full",
     "vllm_engine": "--rounds 1 --prompts 2 --new-tokens 4 --chat-turns 2 --chat-blocks 60",
 }

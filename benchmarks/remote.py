@@ -208,7 +208,7 @@ async def side(model: PagedModel, session: Any, tokenizer: Tokenizer, lane: Lane
         engine.close()
 
 
-Rounds = dict[str, list[Round]]  # by side
+Rounds = dict[str, list[Round]]  # side -> its rounds
 
 
 async def together(sides: dict[str, Side], prompts: list[list[int]], output_tokens: int) -> dict[str, Round]:
@@ -251,7 +251,7 @@ async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Ro
         async with made(model, tokenizer, address, is_remote_first=bool(making % 2)) as sides:
             gc.collect()
             gc.freeze()
-            await together(sides, prompts(), options.output_tokens)  # for warming up
+            await together(sides, prompts(), options.output_tokens)  # The first round is a warm-up.
             for _ in range(options.repeat):
                 for name, its in (await together(sides, prompts(), options.output_tokens)).items():
                     short[name].append(its)

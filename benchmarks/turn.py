@@ -109,7 +109,7 @@ def _thread_seconds(pid: int) -> dict[int, float]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
-        except OSError:  # it has just ended
+        except OSError:  # The thread has just ended.
             continue
     return found
 
@@ -128,7 +128,7 @@ async def rounds(stack: Stack, workload: Workload, repeat: int) -> tuple[list[Ro
             )
             after, noted = stack.cpu_s(), stack.turns()
             if number >= 0:
-                turns += [*noted, {}]  # a round's end, behind which nothing follows
+                turns += [*noted, {}]  # {} marks the end of a round.
                 spent = {name: spent.get(name, 0.0) + after[name] - before[name] for name in after}
     return turns, spent
 

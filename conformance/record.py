@@ -33,12 +33,12 @@ from tests.simulation.histories import APPEND_ONLY, GROUPS  # noqa: E402
 from tests.simulation.simulation import FAULTS, Simulation  # noqa: E402
 from tests.simulation.world import Worker  # noqa: E402
 
-EVENTS: Final = 50  # of a simulation, until a session has its steps
-STEPS: Final = 66  # of a session, so that the answer to step 64 has a digest
-REPORTS: Final = 2  # of a session, besides the first and empty one
+EVENTS: Final = 50  # The simulation advances by this many events until the session has its steps.
+STEPS: Final = 66  # steps of a session; the answer to step 64 has a digest
+REPORTS: Final = 2  # reports of a session, besides the first, empty one
 FAULT_RATE: Final = 0.12
 SEED: Final = 37
-LARGE: Final = 100  # sequences of a state of which a digest covers a part
+LARGE: Final = 100  # A digest covers only a part of a state with more sequences than this.
 
 Line = dict[str, Any]
 
@@ -87,7 +87,7 @@ class RecordedSimulation(Simulation):
 
 def session(kinds: str, seed: int) -> list[Line]:
     """Returns a session of a pool of these groups, headed by its specification."""
-    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # one life
+    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # The session has one worker from start to end.
         simulation = RecordedSimulation(seed, kinds=kinds, fault_rate=FAULT_RATE)
         worker = simulation.worker
         assert isinstance(worker, RecordedWorker)
@@ -104,7 +104,7 @@ def states() -> list[Line]:
     """Returns states and their digests: whole ones, and the parts that the answers to some steps cover."""
     rng, found = random.Random(SEED), []
     for count, group_count, step in ((0, 1, 0), (1, 1, 0), (3, 2, 0), (5, 1, 64), (200, 1, 128), (200, 1, 6400)):
-        spread = 1 if count > LARGE else 2**40 + 1  # ids of several bytes
+        spread = 1 if count > LARGE else 2**40 + 1  # Ids above 1 take several bytes.
         rows = [_row(rng, number, spread, group_count) for number in range(count)]
         turn = [rows[at] for at in in_turn(range(count), step)] if step else rows
         digest = state_digest(turn, STATE_DIGEST_ENTRIES_MAX if step else None)

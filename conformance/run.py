@@ -35,7 +35,7 @@ from quire.v1 import allocator_pb2 as pb
 
 HERE: Final = Path(__file__).resolve().parent
 DIGEST_BYTES: Final = 32
-# Of each file what is asked for each vector, and which of its fields answer that.
+# File name -> (request to send for each vector, fields of the vector that the answer must equal).
 VECTORS: Final = {"hashes.json": ("hash", ("root", "digests")), "states.json": ("state", ("digest",))}
 
 Line = dict[str, Any]

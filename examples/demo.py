@@ -28,7 +28,7 @@ from rich.text import Text
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 POOL = "default"
-LOAD_S_MAX = 1800.0  # of a real model from a slow disk
+LOAD_S_MAX = 1800.0  # a real model on a slow disk
 GIBBERISH = (
     "This model has 3.5 million parameters, so that it fits into the repository: it writes gibberish. "
     "Look at the blocks, not at the texts. --model FOLDER takes a real one."
@@ -46,7 +46,7 @@ present, is executed and the loop terminates.
 ENDINGS = ["The for statement ", "The try statement ", "The with statement ", "A function definition "]
 FORKED = "The import statement "
 FREE_TRIES, FREE_POLL_S = 500, 0.02
-CELLS_MAX = 50  # of the picture of a prompt
+CELLS_MAX = 50  # cells in the picture of a prompt
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def reuse(outcomes: Sequence[Outcome], block_size: int) -> Table:
 async def holders(client: AsyncClient, blocks: AsyncAllocator, max_tokens: int) -> PoolBlocks:
     """Holds the four prompts and a text for each as branches, and returns which blocks are in their tables."""
     async with AsyncExitStack() as held:
-        for ending in ENDINGS:  # one after the other: sequences have the order of the prompts then
+        for ending in ENDINGS:  # One after another, so sequences keep the prompts' order.
             branch = await held.enter_async_context(await client.prefill(PREFIX + ending))
             await branch.generate(max_tokens=max_tokens, ignore_eos=True)
         return await blocks.get_pool_blocks(POOL)
@@ -202,7 +202,7 @@ async def run(worker: str, allocator: str, console: Console, max_tokens: int) ->
         console.print(summary(outcomes))
         console.print("Blocks used: granted by the allocator, copies included. Separate caches: one per text.")
         pool = await blocks.get_pool(POOL)
-        for _ in range(FREE_TRIES):  # what has ended is freed with the worker's next step
+        for _ in range(FREE_TRIES):  # The worker frees ended sequences with its next step.
             if pool.held_block_count == 0:
                 break
             await asyncio.sleep(FREE_POLL_S)

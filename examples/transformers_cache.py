@@ -41,9 +41,9 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.session.open(ANSWER_S)
         self.root = root_digest(fingerprint=b"an example", layout="transformers")
         self.ids, self.sequences, self.committed = itertools.count(1), dict[str, int](), dict[str, int]()
-        self.matched = (0, 0, list[int]())  # a sequence without a request yet, its matched tokens and its table
+        self.matched = (0, 0, list[int]())  # a sequence without a request, its matched tokens and its table
         self.free, self.hit_token_count = blocks, 0
-        # transformers divides memory among types of attention by sectors; there is only one type here.
+        # transformers uses sectors to divide memory among types of attention. Here is only one type.
         pool.free_sectors, pool.reset, pool.try_to_free_sectors = [], _nothing, _nothing
         pool.count_free_blocks = lambda _index: self.free
 
@@ -139,7 +139,7 @@ def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[lis
 def main(folder: str = str(DEMO)) -> None:
     """Writes the same texts with both allocators, and prints what the second round of prompts shared."""
     with Allocator() as client:
-        client.list_pools()  # raises at once if no allocator answers
+        client.list_pools()  # Raises at once if no allocator answers.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="paged|sdpa").eval()
     prompts = [[*range(1, 49), number, number + 1] for number in range(100, 106)]
     theirs, _ = generate(model, prompts, 24)

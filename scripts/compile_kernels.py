@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# Interpreted functions cannot be compiled; must be gone before Triton is imported.
+# Triton reads this when it is imported. Interpreted functions cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
@@ -56,8 +56,8 @@ class Row:
     num_warps: int
     num_stages: int
     registers: int  # per thread
-    spilled: int  # bytes of memory per thread that registers were moved to
-    shared_bytes: int  # per program
+    spilled: int  # bytes of registers moved to memory, per thread
+    shared_bytes: int  # shared memory per program
     triton: str
 
     @property

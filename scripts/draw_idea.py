@@ -52,7 +52,7 @@ def picture() -> str:
     tables = block_tables()
     blocks = sorted({block for table in tables for block in table})
     numbers = {block: number for number, block in enumerate(blocks)}
-    full = PROMPT_TOKENS // BLOCK_SIZE  # blocks of the prompt that nobody writes to any more
+    full = PROMPT_TOKENS // BLOCK_SIZE  # full blocks of the prompt, which are never written again
     colors = [SHARED] * full + [COPIED] + [OWN] * (len(tables[0]) - full - 1)
     left, width = 96, 900
     lines = [

@@ -41,10 +41,10 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("client", "allocator_service", "gateway_service", "worker_service", "benchmarks", "")
 PARTS = {"machine": 40, "correctness": 60, "text": 60, "tests": 100, "kernels": 60, "serving": 240}
-TOGETHER = {"correctness", "text"}  # run at once where they follow one another: nothing in them is timed
-DRY_SECONDS = 170  # of each part
-ENDS_S = 5.0  # time for a part to end by itself after the request
-LOG_BYTES = 200_000  # of each server's log that is kept
+TOGETHER = {"correctness", "text"}  # May run at the same time: nothing in them is timed.
+DRY_SECONDS = 170  # seconds for each part of a dry run
+ENDS_S = 5.0  # A part that is asked to end is killed after this time.
+LOG_BYTES = 200_000  # kept bytes of each server's log
 Row = dict[str, Any]
 
 
@@ -84,7 +84,7 @@ def commit_of(given: str | None) -> str:
 def install(wheels: Path, site: Path) -> None:
     """Installs wheels to a folder, and marks this package as installed there, because servers ask for its version."""
     found = sorted(map(str, wheels.glob("*.whl")))
-    if found and importlib.util.find_spec("quire") is None:  # else this is an environment that has all
+    if found and importlib.util.find_spec("quire") is None:  # An environment with quire has everything.
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
         done = subprocess.run([*pip, "--target", str(site), *found], check=False)
         print(f"{len(found)} wheels installed" if done.returncode == 0 else "wheels could not be installed", flush=True)
@@ -149,7 +149,7 @@ def run_part(name: str, seconds: float, env: dict[str, str], folder: Path, log: 
         _end(process)
     reader.join(ENDS_S)
     lines = rows.read_text().splitlines() if rows.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may have been cut
+    found = [json.loads(line) for line in lines if line.endswith("}")]  # The last line may be cut off.
     return Ran(name, round(time.monotonic() - started, 1), ended, found)
 
 

@@ -24,9 +24,9 @@ RETENTION: Final = frozenset({
     *("aside", "burden", "burdens", "junction", "junctions", "led", "parting", "partings"),
     *("spare", "stop", "stops", "worth"),
 })  # fmt: skip
-# Whose lists of `Stop` objects are no field of the wire: what makes stops, rebuilds them and checks them.
+# Modules that make, rebuild and check stops. Their attributes named `stops` are lists of `Stop`, not the wire's field.
 KEEPING: Final = {*(CORE / "retention").glob("*.py"), CORE / "rebuild/stops.py", CORE / "readers/retention.py"}
-WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # KEPT is what every entry is at first
+WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # KEPT is left out: every entry starts with it.
 DOORS: Final = re.compile(r"(grow|grant|append|extend)(_\w+)?")
 
 
@@ -53,7 +53,7 @@ def words(path: Path) -> set[str]:
     """Returns the words of a file: names are cut at underscores and at capital letters."""
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^from \S+ import (\([^)]*\)|.*)$|^import .*$", "", text, flags=re.MULTILINE)
-    text = text.replace(".stop", "")  # the end of a range
+    text = text.replace(".stop", "")  # attribute of a range
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)}
 
 

@@ -97,7 +97,7 @@ def reference() -> str:
         tables.append(
             "\n".join([f"\n## {title}\n", "| name | type | labels | meaning |", "| --- | --- | --- | --- |", *rows])
         )
-    tables[1] += "\n" + ALLOCATOR_NOTES.rstrip()  # behind its own table
+    tables[1] += "\n" + ALLOCATOR_NOTES.rstrip()  # The notes follow the allocator's table.
     return HEAD + "\n".join(tables) + "\n"
 
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write docs/metrics.md from the code.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the document is another")
     is_check = parser.parse_args().check
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # the worker tells its load
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # hides the worker's logs
     if not is_check:
         DOCUMENT.write_text(reference(), encoding="utf-8")
     elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != reference():

@@ -29,7 +29,7 @@ ALLOCATOR_TESTS: Final = ("tests/allocator/core", "tests/allocator/twin", "tests
 SESSION_TESTS: Final = ("tests/client", "tests/allocator/session", "tests/simulation")
 WORKER_TESTS: Final = ("tests/worker/test_scheduler.py", "tests/worker/test_order.py", "tests/worker")
 GATEWAY_TESTS: Final = ("tests/gateway", "tests/security")
-# The changed files, and the tests that may notice, those first that notice most in the least time.
+# Files to change, and the tests that may notice a change. The tests that notice most per second come first.
 AREAS: Final = {
     "allocator_service/quire_allocator/core": ALLOCATOR_TESTS,
     "allocator_service/quire_allocator/wire": ("tests/allocator/session", "tests/allocator/service", *ALLOCATOR_TESTS),
@@ -38,7 +38,7 @@ AREAS: Final = {
     "worker_service/quire_worker/scheduling": WORKER_TESTS,
     "gateway_service/quire_gateway": GATEWAY_TESTS,
 }
-TESTS_S: Final = 1_800.0  # of one change
+TESTS_S: Final = 1_800.0  # time limit for the tests of one change
 COMPARED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,

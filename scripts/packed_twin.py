@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 PUBLIC, TWIN = "quire/v1/allocator.proto", "quire/v1/_packed.proto"
 PACKAGE = ".quire.v1."
 COLUMN_TYPES = (FieldDescriptorProto.TYPE_FIXED32, FieldDescriptorProto.TYPE_FIXED64)
-ENVELOPES = ("SessionRequest", "SessionReply")  # what a step and its answer travel in
+ENVELOPES = ("SessionRequest", "SessionReply")  # messages that carry a step and its answer
 
 
 def is_column(field: FieldDescriptorProto) -> bool:

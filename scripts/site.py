@@ -36,10 +36,10 @@ FIRST: Final = (
     "SECURITY.md",
     *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
 )
-WIDTH: Final = 400  # of a phone, in pixels
-BROWSER_S_MAX: Final = 500  # for all pages
+WIDTH: Final = 400  # pixels; the width of a phone
+BROWSER_S_MAX: Final = 500  # seconds for all pages together
 LINK: Final = re.compile(r"\]\(([^)#:\s]+)")
-# Servers by the module that makes the parser of their command line.
+# server -> module that makes its command-line parser
 SERVERS: Final = {
     "quire-allocator": ("quire_allocator.server", "make_parser"),
     "quire-gateway": ("quire_gateway.options", "make_parser"),
@@ -226,7 +226,7 @@ def build(source: Path, site: Path) -> list[str]:
     settings = source.parent / "mkdocs.yml"
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").replace("ROOT", str(ROOT))
     settings.write_text(f"docs_dir: {source}\nsite_dir: {site}\n{text}", encoding="utf-8")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # advertising of its theme
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # turns off the theme's advertising
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-f", str(settings)]
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
@@ -234,7 +234,7 @@ def build(source: Path, site: Path) -> list[str]:
     return dead_links(site)
 
 
-# Opens each page in a frame of a phone's width, and asks for the answer's address with those that are wider than it.
+# Opens each page in a frame as wide as a phone, and requests /answer with the list of pages that are wider.
 FRAMES: Final = """<!doctype html><iframe width={width} height=800></iframe><script>
 const pages = {pages}, wide = [], frame = document.querySelector("iframe");
 frame.onload = () => {{

@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "models" / "demo"
 END_OF_TEXT = "<|end|>"
-# Packages with other text than prose about Python, or which some distributions leave out.
+# Packages whose text is not prose about Python, and packages that some distributions leave out.
 SKIPPED_PACKAGES = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "site-packages", "dist-packages"}
 )
@@ -70,7 +70,7 @@ SHIPPED = Recipe()
 def docstrings(source: str) -> Iterator[str]:
     """Every docstring of a module's source, outermost first; nothing of it is imported or run."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in the library's own sources
+        warnings.simplefilter("ignore")  # Python's own sources have invalid escapes.
         tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -89,7 +89,7 @@ def standard_library_sources() -> Iterator[Path]:
 
 def collect_documents() -> list[str]:
     """The corpus: each distinct docstring once, then each help topic."""
-    documents: dict[str, None] = {}  # a dict keeps the order; a set would not, across processes
+    documents: dict[str, None] = {}  # A dict keeps the order in every process; a set does not.
     for path in standard_library_sources():
         documents.update(dict.fromkeys(docstrings(path.read_text(encoding="utf-8"))))
     documents.update((topics[name].strip(), None) for name in sorted(topics))
@@ -207,7 +207,7 @@ def main() -> None:
     tokenizer = train_tokenizer(training, config.vocab_size)
     tokens = encode(tokenizer, training, recipe)
     held_out_tokens = encode(tokenizer, held_out, recipe)
-    model = LlamaForCausalLM(config).float()  # trained in float32 whatever dtype the configuration saves
+    model = LlamaForCausalLM(config).float()  # Training is in float32, whatever dtype is saved.
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{len(training)} documents, {tokens.numel()} tokens, {parameter_count / 1e6:.1f} M parameters", flush=True)
     train(model, tokens, recipe)

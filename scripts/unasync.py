@@ -20,7 +20,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PACKAGE: Final = ROOT / "client" / "quire"
-ASYNC_ONLY: Final = "# asyncio only"  # at the end of a line that the blocking half does not have
+ASYNC_ONLY: Final = "# asyncio only"  # marks lines that the blocking half leaves out
 
 SUBSTITUTIONS: Final = [
     (re.compile(pattern), replacement)
@@ -34,7 +34,7 @@ SUBSTITUTIONS: Final = [
         (r"\b_?Async(?=[A-Z])", lambda match: match.group().removesuffix("Async")),
         (r"\basync_(?=\w)", ""),
         (r"\b_async\b", "_sync"),
-        # The language.
+        # Python's own asynchronous names.
         (r"\b__aenter__\b", "__enter__"),
         (r"\b__aexit__\b", "__exit__"),
         (r"\baclose\b", "close"),
@@ -44,7 +44,7 @@ SUBSTITUTIONS: Final = [
         (r"\bawait ", ""),
         (r"\bimport asyncio\b", "import threading"),
         (r"\basyncio\.Lock\b", "threading.Lock"),
-        # Sentences.
+        # Sentences of docstrings.
         (r"Made inside the event loop that uses it\. ", ""),
         (r"\ba task of (?=its own|the client)", "a thread of "),
     )

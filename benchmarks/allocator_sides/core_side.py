@@ -63,7 +63,8 @@ class CoreSide:
 def _long_prompts(work: Round) -> Costs:
     pool, ids = new_pool(), count(1)
     costs: Costs = {}
-    unnamed = [next(ids) for _ in work.prompts]  # touches the memory, as in a server that has run for a while
+    # These use each block's memory once, so the pool resembles that of a server that has run for a while.
+    unnamed = [next(ids) for _ in work.prompts]
     assert {pool.allocate(sequence, LONG_TOKENS).result for sequence in unnamed} == {Result.OK}
     _free(pool, unnamed)
 
@@ -153,6 +154,6 @@ class _Decoding:
             for sequence_id, tokens, digest in filled:
                 self.pool.commit(sequence_id, tokens, digest)
             self.pool.grow_many(self.ids, self.token_counts)
-            self.pool.log.publish(0)  # the events for watchers, as after every acknowledged step
+            self.pool.log.publish(0)  # The service does this after each acknowledged step.
             spent_ns += time.thread_time_ns() - started
         return spent_ns / 1_000 / DECODE_STEPS / SEQUENCES

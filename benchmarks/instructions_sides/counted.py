@@ -23,7 +23,7 @@ from session_sides.streams import Owner
 BLOCKS = 8_192
 PROMPT_BLOCKS = 256
 PROMPT_TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS
-PROMPTS = 8  # of an operation; the pool has room for four times as many, or twice with two groups
+PROMPTS = 8  # prompts in each operation; the pool has room for four times as many, or twice with two groups
 SEQUENCES = 64
 STEP_OPERATIONS = 256
 
@@ -165,7 +165,7 @@ def step_operation() -> Counted:
 
 def metrics_operations() -> list[Counted]:
     """Steps as the metrics take them in, after they were applied: of prompts, and of a decoding batch."""
-    # Imported last: objects that lie elsewhere in memory change the counts of copies above by two per cent.
+    # Imported last: an earlier import moves objects in memory, which changes the counts of copies above by 2 %.
     from quire_allocator.metrics.counters import PoolCounters
     from quire_allocator.wire.step_apply import apply_step
     from quire_allocator.wire.step_checks import check_step
@@ -182,7 +182,7 @@ def metrics_operations() -> list[Counted]:
     for i in ids:
         opened.allocate(i, 1 + i % BLOCK_TOKENS)
     function, arguments = observed(opened)
-    function(*arguments)  # makes the sample
+    function(*arguments)  # The first call creates the metric's samples.
     new = [StepBuilder().allocate(500 + i, PROMPT_TOKENS + 1, own) for i, own in enumerate(prompts(1))]
     fresh = [observed(builder) for builder in new]
     for step in range(1, BLOCK_TOKENS + 1):

@@ -36,8 +36,8 @@ PAGE_SIZE = 16
 HEADS = {"4/2 heads of 64": (4, 2, 64), "32/8 heads of 128": (32, 8, 128)}
 BATCHES = (1, 16, 64)
 CONTEXTS = (128, 2048)
-CHUNK_TOKENS = 512  # of a forward pass, over all sequences
-ROUNDS_S = 0.5  # of a case, at least: the shortest take microseconds
+CHUNK_TOKENS = 512  # new tokens in a forward pass, over all sequences
+ROUNDS_S = 0.5  # least time for a case: the shortest calls take microseconds
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -169,7 +169,7 @@ def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
     sides = {"quire": ours, "torch": plain, **dict(scene.peers(with_flex=with_flex))}
     expected = ours()
     for name, side in sides.items():
-        error = (side() - expected).abs().max().item()  # also warms up, and compiles
+        error = (side() - expected).abs().max().item()  # This call also warms up and compiles.
         if not error <= TOLERANCE[case.dtype]:
             raise ValueError(f"{name} differs by {error} at {case}")
     rounds: dict[str, list[float]] = {name: [] for name in sides}
@@ -177,7 +177,7 @@ def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
     order, shuffle = list(sides.items()), random.Random(0).shuffle
     end = time.perf_counter() + ROUNDS_S
     while len(rounds["quire"]) < repeat or time.perf_counter() < end:
-        shuffle(order)  # a side that follows another finds its pages in the cache, or its own gone
+        shuffle(order)  # The previous side decides which pages are in the CPU cache.
         for name, side in order:
             started = time.perf_counter()
             side()

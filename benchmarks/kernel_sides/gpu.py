@@ -27,11 +27,11 @@ from kernel_sides.gpu_goals import Row
 from kernel_sides.gpu_scenes import Scene, scene_of
 
 PEERS = ("vllm", "sdpa", "flex", "torch", "triton")
-ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # of a case, after one that is not counted
+ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # for each case, after one uncounted round
 FLUSH_BYTES, COPY_BYTES, MATRIX_SIZE = 2 << 30, 4 << 30, 8192
-COMPARED_TOKENS = 1 << 14  # at once, so that temporaries stay small
-# Largest difference in a row of a head, over that row's root mean square: roundings to bfloat16 differ by up to 2^-7 of
-# an element, and the largest of many rows has elements of 5 times that mean.
+COMPARED_TOKENS = 1 << 14  # tokens compared at once, so that temporaries stay small
+# Largest difference in a head's row, divided by the row's root mean square. Two roundings to bfloat16 differ by up to
+# 2^-7 of an element, and the largest element of many rows is about 5 times the root mean square.
 TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 
 Timer = Callable[[Side], float]
@@ -43,7 +43,7 @@ class Bench:
 
     device: torch.device
     dtype: torch.dtype
-    timer: Timer  # milliseconds of a launch
+    timer: Timer  # measures the milliseconds of a launch
     synchronize: Callable[[], None]  # raises if the device is lost
     memory_bytes: float
     copy_bytes_per_s: float
@@ -60,8 +60,8 @@ class CudaTimer:
     def __call__(self, side: Side) -> float:
         """Runs one side and returns its time on the device in milliseconds."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Reads for half a millisecond: the cache is cleared, nothing waits to be written back, and the host has issued
-        # the side before the device comes to it.
+        # Reads for half a millisecond. This clears the cache and leaves nothing to write back, and the host issues
+        # the measured side before the device reaches it.
         self._other.sum()
         start.record()
         side()
@@ -142,7 +142,7 @@ def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), sce
                 sides[name] = build()
                 error = difference(sides[name](), expected)
                 why = "" if error <= tolerance else f"differs by {error:.2g} of a row"
-            except Exception as raised:  # a peer may not know this shape, or not be installed
+            except Exception as raised:  # A peer may lack this shape, or not be installed.
                 why = _line(raised)
                 if lost := _lost(bench):
                     raise RuntimeError(f"{name}: {lost}") from raised
@@ -204,11 +204,11 @@ def measure_all(
         else:
             try:
                 row = measure_case(case, bench, without=without)
-            except Exception as raised:  # the others' rows are worth having
+            except Exception as raised:  # Other cases can still be measured.
                 row = _row(case, bench, "failed", _line(raised), {})
                 lost = _lost(bench)
             if bench.device.type == "cuda" and not lost:
-                gc.collect()  # an exception's frames hold tensors
+                gc.collect()  # The exception's frames hold tensors.
                 torch.cuda.empty_cache()
         rows.append(row)
         progress(f"{clock() - started:5.0f} s  {case.title}: {_summary(row)}")

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 ELEMENT_BYTES = 2  # bfloat16
-FIXED_BYTES = 6 << 30  # caches to clear, workspaces, temporaries of comparing
+FIXED_BYTES = 6 << 30  # buffers to clear the cache, workspaces, temporaries of comparisons
 FLEX_PAGE_SIZE = 64
 OPERATIONS_MAX = 3e14
 WORKS = ("decode", "prefill")
@@ -87,7 +87,7 @@ SHAPES: dict[str, Shape] = {
 class Case:
     """One batch, every sequence of one length: its newest token, or all of it as a prompt."""
 
-    work: str  # of WORKS
+    work: str  # one of WORKS
     shape: Shape
     batch: int
     context: int
@@ -133,7 +133,7 @@ class Case:
     @property
     def dense_bytes(self) -> int:
         """Returns the bytes that a side with contiguous keys takes in addition."""
-        scores = 2 * 4 * self.batch * self.context * self.shape.query_heads  # and their exponentials, in float32
+        scores = 2 * 4 * self.batch * self.context * self.shape.query_heads  # scores and exponentials, float32
         return self.key_bytes + (scores if isinstance(self.shape, Latent) else 0)
 
 

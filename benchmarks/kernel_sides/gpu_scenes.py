@@ -30,8 +30,8 @@ from kernel_sides.flex import Side, flex_side
 from kernel_sides.gpu_cases import Case, Grouped, Latent
 
 WORKSPACE_BYTES = 1 << 28
-LATENT_SCALE = 192**-0.5  # of a head of 128 + 64, before absorption
-# Not the one that writes all scores to memory: where the others refuse, there is nothing to compare with.
+LATENT_SCALE = 192**-0.5  # softmax scale of a head of 128 + 64 elements, before absorption
+# The math backend is left out: it writes all scores to memory. A case that these three refuse has no peer.
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 Builder = Callable[[], Side]
@@ -62,7 +62,7 @@ class Pool:
         count = -(-case.context // case.page_size)
         self.pages = torch.randn(case.batch * count, *rest, device=device, dtype=dtype)
         shuffled = torch.randperm(case.batch * count)
-        self.table = shuffled.view(case.batch, count).to(device)  # int64 [batch, pages of a sequence]
+        self.table = shuffled.view(case.batch, count).to(device)  # int64 [batch, pages per sequence]
         self.indices = shuffled.int()
         self.indptr = torch.arange(case.batch + 1, dtype=torch.int32) * count
         self.lengths = torch.full((case.batch,), case.context, dtype=torch.int32)

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-SWITCH = "QUIRE_HOPPER"  # read at each launch; "0" takes the kernels of other chips
+SWITCH = "QUIRE_HOPPER"  # Quire reads it at each launch; "0" selects the kernels for other chips.
 
 
 @contextlib.contextmanager

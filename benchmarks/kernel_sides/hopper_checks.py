@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Must be set before Triton is imported.
 
 from quire_kernels.ops.prefill_hopper import SWITCH, runs_on_hopper
 from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
@@ -28,8 +28,8 @@ from quire_kernels.shared.paged_cache import unpack_paged_cache
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, prefill_tiling
 from quire_kernels.shared.reference import LSE_TOLERANCE, TOLERANCE
 
-SHRUNK = 20  # lengths are divided by it without a GPU
-CHECKED_COUNT = 6  # by `prefill_checks`; the tests do all
+SHRUNK = 20  # Without a GPU, lengths are divided by this.
+CHECKED_COUNT = 6  # shapes that `prefill_checks` checks; the tests check all
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Batch:
 def error_of(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> tuple[float, bool]:
     """Returns the largest error, and whether all are within tolerance, absolute and relative; NaN is never right."""
     actual = actual.double()
-    same = actual == expected  # infinities
+    same = actual == expected  # True also for equal infinities, whose difference is NaN.
     difference = torch.where(same, 0.0, (actual - expected).abs())
     within = difference <= tolerance + tolerance * expected.abs()
     largest = float(difference.nan_to_num(torch.inf, torch.inf).max()) if difference.numel() else 0.0
@@ -171,7 +171,7 @@ def prefill_checks() -> Iterator[dict[str, Any]]:
     """Yields a row for each of six shapes: which kernel ran, its largest error, and whether it passed."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    for number, shape in enumerate(SHAPES[:CHECKED_COUNT]):  # each kernel takes seconds to compile
+    for number, shape in enumerate(SHAPES[:CHECKED_COUNT]):  # Each kernel compiles for seconds.
         yield check(shape, device, 1 if has_gpu else SHRUNK, beside_triton=number == 0)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 FOLDERS = ("vllm.v1.attention.ops", "vllm.attention.ops")
-SEGMENTS = 16  # NUM_PAR_SOFTMAX_SEGMENTS of its backends/triton_attn.py
-GRID_MIN = 128  # MIN_LAUNCH_GRID_SIZE_2D there
-SPLIT_KEYS, SPLITS_PER_PROCESSOR = 512, 2  # _MIN_WORK_PER_SPLIT, _SPLIT_OCCUPANCY_MULTIPLIER of mla/triton_mla.py
+SEGMENTS = 16  # NUM_PAR_SOFTMAX_SEGMENTS in vLLM's backends/triton_attn.py
+GRID_MIN = 128  # MIN_LAUNCH_GRID_SIZE_2D in the same file
+SPLIT_KEYS, SPLITS_PER_PROCESSOR = 512, 2  # constants of its mla/triton_mla.py
 
 Side = Callable[[], torch.Tensor]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # a model of 3.5 M parameters has 4,096 positions, and the trace prompts of 126,000
-OUTPUT_TOKENS_MIN = 2  # there is a time per token
+PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # divisors: the model has 4,096 positions, the trace prompts of 126,000 tokens
+OUTPUT_TOKENS_MIN = 2  # The time per token needs two tokens.
 
 
 class Arrival(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 from load_sides.arrivals import Arrival, Outcome
 
-BLOCK_TOKENS = 32  # the CPU's blocks are multiples of it
+BLOCK_TOKENS = 32  # vLLM's block size on a CPU is a multiple of this.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
@@ -46,7 +46,7 @@ async def main() -> None:
     """Loads the model, says that it is ready, and answers until its input ends."""
     os.environ.update(ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    os.dup2(2, 1)  # Libraries print to standard output; the answers must not mix with that.
     from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found,unused-ignore]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]

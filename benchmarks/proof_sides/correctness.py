@@ -12,7 +12,7 @@ import torch
 
 from proof_sides.rows import IS_DRY, note
 
-# Module and function of each check. A function yields a row for each shape, with "passed", as it is checked.
+# Module and function of each check. A function checks shapes one by one and yields a row with "passed" for each.
 CHECKS = (
     ("kernel_sides.hopper_checks", "prefill_checks"),
     ("kernel_sides.hopper_decode_checks", "latent_checks"),

@@ -11,7 +11,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Must be set before the first kernel is imported.
 
 from kernel_sides import gpu
 from kernel_sides.gpu_cases import SHAPES, Case, Grouped, Latent

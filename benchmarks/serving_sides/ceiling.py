@@ -63,9 +63,9 @@ class Bounds:
         self._speed = speed
         self._element_bytes = element_bytes
         self._layers: int = config["num_hidden_layers"]
-        self._query = heads * head_dim  # elements of one token
-        self._kept = 2 * kv  # elements that one token leaves in one layer
-        self._layer = hidden * (2 * self._query + 2 * kv + 3 * config["intermediate_size"])  # parameters
+        self._query = heads * head_dim  # elements of one token's queries
+        self._kept = 2 * kv  # cached elements of one token in one layer
+        self._layer = hidden * (2 * self._query + 2 * kv + 3 * config["intermediate_size"])  # parameters of one layer
         self._head = config["vocab_size"] * hidden
 
     def decode_s(self, sequences: int, tokens: int) -> float:

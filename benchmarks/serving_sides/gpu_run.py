@@ -38,21 +38,21 @@ ON_GPU = (
     "--block-size", str(BLOCK_TOKENS),
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
-TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # which workload each of their sides gets first, by requests
-SIDES_S = {"generate": 110.0, "generate_batch": 60.0}  # that each may take; `generate` compiles for most of it
-VOCABULARY = 256  # of their prompts
-# Environments of the worker that are tried in turn until it answers.
+TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # number of requests -> place of that workload
+SIDES_S = {"generate": 110.0, "generate_batch": 60.0}  # time limits; `generate` compiles for most of it
+VOCABULARY = 256  # tokens to draw their prompts from
+# Environments for the worker. They are tried in turn until it answers.
 SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "1"},
     {"QUIRE_LAUNCH_AHEAD": "0"},
     {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
 )
-# Further settings of `decode`, and the time that they may take: every pass is waited for before the next.
+# A second measurement of `decode`, and its time limit: each pass starts after the previous one has ended.
 WAITING: dict[str, str] = {"QUIRE_LAUNCH_AHEAD": "0"}
 WAITING_S = 60.0
-FIRST, FIRST_S = (64, 8), 15.0  # tokens of the first requests' prompts and outputs, and how long they may take
-PLAN_S = 8.0  # that `quire plan` may take
-START_S = 110.0  # that a side may take to serve
+FIRST, FIRST_S = (64, 8), 15.0  # prompt and output tokens of the first requests, and their time limit
+PLAN_S = 8.0  # time limit for `quire plan`
+START_S = 110.0  # time limit for a side's start
 
 
 def rows(
@@ -86,7 +86,7 @@ def rows(
         if "quire" in sides:
             try:
                 yield from _quire_rows(model, wanted, speed, left_s, logs, has_gpu=has_gpu, sides=sides)
-            except Exception as error:  # the other sides' rows are worth having
+            except Exception as error:  # The other sides can still be measured.
                 yield {"measured": "quire", "passed": False, "why": f"{type(error).__name__}: {error}"[:2000]}
         for side in TRANSFORMERS:
             if side in sides and left_s() > 20:
@@ -134,7 +134,7 @@ def _quire_rows(
                 continue
             total_bytes = _memory_bytes() if has_gpu else 2 << 30
             yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
-        if is_compared and left_s() > others_s:  # else transformers' sides come first
+        if is_compared and left_s() > others_s:  # The sides of transformers have priority.
             stack = ProbedStack(
                 model, logs, ON_GPU if has_gpu else ON_CPU, start_timeout_s=min(START_S, left_s()),
                 environment=environment | WAITING,
@@ -191,7 +191,8 @@ def _transformers_rows(
             start_s = time.monotonic() - started
             for count, prompt, output in sorted(wanted.decode[:3], key=lambda each: TRANSFORMERS_ORDER.get(each[0], 3)):
                 workload = Workload(KINDS[0], count, prompt, output)
-                # Compilation and capture depend on lengths in one case. The other case is slower.
+                # `generate` compiles and captures for each length, so it warms up with the same lengths. The other side
+                # would only take longer.
                 warming = workload if side == "generate" else replace(workload, output_tokens=8)
                 process.generate(warming.draw(-1, VOCABULARY))
                 answer = process.generate(workload.draw(0, VOCABULARY))

@@ -70,7 +70,7 @@ def make_model(name: str, folder: Path) -> Path:
     )
     torch.manual_seed(0)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))  # a model of 8 B parameters is not made in float32 first
+    torch.set_default_dtype(getattr(torch, dtype))  # Avoids making 8 B parameters in float32.
     try:
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     finally:

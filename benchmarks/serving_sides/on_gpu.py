@@ -33,10 +33,10 @@ from serving_sides.workload import KINDS, Workload
 Row = dict[str, Any]
 TOP_LINES = 20
 PROFILED_S = 0.4
-PROFILED_OUTPUT = 400  # tokens of each output, so that decode lasts until it was traced
-PROFILE_S = 15.0  # that a profile may take in all
-LONGEST = 5  # times between passes that a row tells one by one
-MATTERS_MOST = 3  # workloads of `decode`, which come first
+PROFILED_OUTPUT = 400  # tokens of each output: decode must outlast the trace
+PROFILE_S = 15.0  # time limit for a profile
+LONGEST = 5  # how many of the longest gaps between passes a row lists
+MATTERS_MOST = 3  # number of `decode` workloads that are measured first
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ def measure(
             return
         try:
             yield from step()
-        except TimeoutError:  # nothing that follows would come in time
+        except TimeoutError:  # Later parts would also be too late.
             raise
-        except Exception as error:  # one failed part must not lose the rows of the others
+        except Exception as error:  # A failed part must not lose the other parts' rows.
             yield {"measured": "nothing", "passed": False, "why": f"{type(error).__name__}: {error}"[:1000]}
 
 
@@ -108,7 +108,7 @@ def _decode(
     stack: ProbedStack, sizes: tuple[int, int, int], rounds_max: int, bounds: Bounds, left_s: Callable[[], float]
 ) -> Iterator[Row]:
     workload = Workload(KINDS[0], *sizes)
-    # A turn takes about twice its bound at most, and a prompt likewise.
+    # Turns and prompts take at most about twice their bounds.
     needed_s = 2 * (sizes[0] * bounds.prompt_s(sizes[1]) + sizes[2] * bounds.decode_s(sizes[0], sizes[1]))
     rounds = _rounds(stack, workload, rounds_max, left_s, needed_s=needed_s)
     if rounds:
@@ -236,7 +236,7 @@ def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s
         after_s = -1.0
     else:
         title, workload = f"decode of {count}", Workload(KINDS[0], count, prompt, PROFILED_OUTPUT)
-        after_s = 0.2 + 0.03 * count * prompt / 512  # a prompt of 512 tokens takes 15 ms: twice that, and decode began
+        after_s = 0.2 + 0.03 * count * prompt / 512  # A prompt of 512 tokens takes 15 ms; after 30 ms it decodes.
     requests = workload.draw(-2, stack.status.vocabulary_size)
     trace, passes = stack.profile(requests, after_s=after_s, seconds=PROFILED_S)
     yield from profile_rows(title, trace, max(1, len(passes)))

@@ -17,9 +17,9 @@ from quire.local import ServerProcess
 from serving_sides.process import Request
 from serving_sides.trace import Trace, read_trace
 
-STOP_S = 3.0  # that the servers have to end
-ROUND_S = 25.0  # that a round may take
-PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # time for the worker to write its notes, and between requests for them
+STOP_S = 3.0  # time limit for the servers to end
+ROUND_S = 25.0  # time limit for a round
+PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # time limit for the worker's notes; interval of asking
 Pass = dict[str, Any]  # see `probed_worker.write`
 
 
@@ -54,7 +54,7 @@ class ProbedStack:
         pipe = self._probe.with_suffix(".ask")
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe)
-        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # whether or not the worker has opened it
+        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # This does not wait for the worker.
         self._asked_count = 0
         self._runner = asyncio.Runner()
         self._worker: ServerProcess | None = None
@@ -78,7 +78,7 @@ class ProbedStack:
 
     @staticmethod
     async def _connected(address: str) -> AsyncClient:
-        return await AsyncClient(address).__aenter__()  # it belongs to the loop that it is made on
+        return await AsyncClient(address).__aenter__()  # A client must be made on the loop that uses it.
 
     def round(self, requests: list[Request], *, limit_s: float = ROUND_S) -> Round:
         """Sends all requests at once, and waits for all of their tokens.

@@ -55,7 +55,7 @@ class Noted(NamedTuple):
 
 
 NOTED: list[Noted] = []
-LENGTHS: list[int] = []  # sequences of the graph that is about to be replayed
+LENGTHS: list[int] = []  # number of sequences of the graph that is about to be replayed
 PROFILERS: list[Any] = []
 
 
@@ -114,7 +114,7 @@ def write() -> None:
     """Writes the passes so far, in milliseconds since the first of them began, and forgets them."""
     count = len(NOTED)
     while count and HAS_GPU and not NOTED[count - 1].end.query():
-        count -= 1  # it is under way
+        count -= 1  # This pass is still running.
     noted, NOTED[:count] = NOTED[:count], []
     found = [
         {
@@ -137,7 +137,7 @@ def start_profiler() -> None:
     PROFILERS.append(torch.profiler.profile(activities=activities))
     PROFILERS[0].start()
     NOTED.clear()
-    Path(os.environ["QUIRE_PROBE"]).with_suffix(".started").touch()  # the first time, it takes seconds to start
+    Path(os.environ["QUIRE_PROBE"]).with_suffix(".started").touch()  # The first start takes seconds.
 
 
 def end_profiler() -> None:
@@ -186,6 +186,7 @@ if __name__ == "__main__":
     if "QUIRE_PROBE_DUMMY" in os.environ:
         draw_weights()
     faulthandler.register(signal.SIGQUIT, all_threads=True)
-    asked = os.open(Path(os.environ["QUIRE_PROBE"]).with_suffix(".ask"), os.O_RDWR)  # never at its end
+    # The pipe is also open for writing, so that reads never see its end.
+    asked = os.open(Path(os.environ["QUIRE_PROBE"]).with_suffix(".ask"), os.O_RDWR)
     threading.Thread(target=answer, args=(asked,), name="probe", daemon=True).start()
     main()

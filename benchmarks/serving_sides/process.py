@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Request = dict[str, Any]
-# Generates the tokens of all requests, calls the function once the first of them is there, and returns them all.
+# Generates tokens for all requests and returns them. It calls the function when the first token is there.
 Generate = Callable[[list[Request], Callable[[], None]], list[list[int]]]
 
 
@@ -25,7 +25,7 @@ class Answer(NamedTuple):
     far."""
 
     seconds: float
-    first_token_s: float | None  # None where a side does not report it
+    first_token_s: float | None  # None if a side does not report it
     peak_bytes: float
 
 
@@ -95,12 +95,12 @@ def peak_bytes(pid: int | str = "self") -> int:
 def serve(load: Callable[[], Generate]) -> None:
     """The life of such a process: loads, says that it is ready, and answers until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    os.dup2(2, 1)  # Libraries print to standard output; the answers must not mix with that.
     generate = load()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_timed(generate, json.loads(line))._asdict()), file=answers, flush=True)
-    os._exit(0)  # some libraries have threads that would keep the process
+    os._exit(0)  # Threads of some libraries would keep the process alive.
 
 
 def _timed(generate: Generate, requests: list[Request]) -> Answer:

@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of the device's work
-LAUNCHES = re.compile(r"Launch|Memcpy|Memset")  # calls of the host that give the device something to do
+ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of events on the device
+LAUNCHES = re.compile(r"Launch|Memcpy|Memset")  # host calls that give the device work
 NAME_CHARS = 80
 
 

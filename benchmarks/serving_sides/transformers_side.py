@@ -47,7 +47,7 @@ def padded(model: Any) -> Generate:
             [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
         )
         beam_count = requests[0].get("num_beams", 1)
-        may_stream = len(requests) == beam_count == 1  # transformers streams one text alone
+        may_stream = len(requests) == beam_count == 1  # transformers streams only a single text.
         output = model.generate(
             ids,
             attention_mask=mask,
@@ -72,7 +72,7 @@ def continuous(model: Any) -> Generate:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     known = {each.name for each in fields(ContinuousBatchingConfig)}
-    size = "page_size" if "page_size" in known else "block_size"  # as 5.17 calls it
+    size = "page_size" if "page_size" in known else "block_size"  # name in transformers 5.17
     sizes: dict[str, Any] = (
         {} if model.device.type == "cuda" else {size: 16, "num_blocks": 1024, "max_batch_tokens": 2048}
     )
@@ -80,7 +80,7 @@ def continuous(model: Any) -> Generate:
     wanted = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def generate(requests: list[Request], on_first: Callable[[], None]) -> list[list[int]]:
-        del on_first  # it does not stream here
+        del on_first  # Continuous batching does not stream here.
         with model.continuous_batching_context_manager(
             generation_config=wanted, continuous_batching_config=config, block=True, timeout=5, persistent_manager=True
         ) as manager:
@@ -107,7 +107,7 @@ def load() -> Generate:
     torch.set_num_threads(1)
     implementation = "sdpa" if kind == "generate" else "paged|sdpa"
     model: Any
-    if device == "cuda":  # of a model that was described
+    if device == "cuda":  # The folder describes a model and has no weights.
         model = dummy(Path(folder), device, getattr(torch, dtype), implementation)
     else:
         model = AutoModelForCausalLM.from_pretrained(

@@ -14,7 +14,7 @@ from typing import Any
 
 from serving_sides.process import Generate, Request, serve
 
-CACHE_TOKENS, BLOCK_TOKENS = 16384, 32  # the CPU's blocks are multiples of 32
+CACHE_TOKENS, BLOCK_TOKENS = 16384, 32  # On a CPU, vLLM's blocks are multiples of 32.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
@@ -31,7 +31,7 @@ def load() -> Generate:
     folder, dtype, device, *rest = sys.argv[1:]
     cache_tokens = int(rest[0]) if rest else CACHE_TOKENS
     sizes: dict[str, Any] = {"gpu_memory_utilization": 0.8}
-    if device == "cpu":  # compiled, it gains 2 % here after half a minute
+    if device == "cpu":  # Compiling would gain 2 % here, and takes half a minute.
         sizes = {"enforce_eager": True, "num_gpu_blocks_override": cache_tokens // BLOCK_TOKENS}
     engine = LLM(
         folder, dtype=dtype, max_model_len=4096 if rest else 2048, max_num_seqs=128, skip_tokenizer_init=True, **sizes

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-# Lengths of the prompts and outputs of a round.
+# How the lengths of prompts and outputs vary within a round.
 KINDS = ("one length", "varied prompts", "varied both")
 
 
@@ -14,10 +14,10 @@ KINDS = ("one length", "varied prompts", "varied both")
 class Workload:
     """The shape of a round."""
 
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     request_count: int
-    prompt_tokens: int  # of the longest
-    output_tokens: int  # of the longest
+    prompt_tokens: int  # length of the longest prompt
+    output_tokens: int  # length of the longest output
 
     def draw(self, round_number: int, vocabulary: int) -> list[dict[str, Any]]:
         """Returns the requests of a round: `prompt`, and `output_tokens`, how many are to be generated.

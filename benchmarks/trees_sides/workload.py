@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-VOCABULARY = 2_000  # of any model here, less some
+VOCABULARY = 2_000  # a little less than every model here has
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ def minimum_blocks(workload: Workload, block_tokens: int) -> int:
     branch ends with a block, its own is a token short of the one that its forks share.
     """
     held = -(-(workload.prompt_tokens - 1) // block_tokens)
-    if workload.is_scored:  # the forks are freed with the answer
+    if workload.is_scored:  # Forks are freed with the answer.
         return held
     length = workload.prompt_tokens
     for level in range(workload.depth):
-        full = length // block_tokens  # blocks of the parent's tokens that its forks share
+        full = length // block_tokens  # full blocks of the parent, which its forks share
         held += workload.width**level * (full - (length - 1) // block_tokens)
         length += workload.step_tokens
         held += workload.width ** (level + 1) * (-(-(length - 1) // block_tokens) - full)

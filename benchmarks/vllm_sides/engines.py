@@ -24,7 +24,7 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
-BLOCK_TOKENS = 32  # the least that the CPU backend takes
+BLOCK_TOKENS = 32  # the smallest that vLLM's CPU backend allows
 VOCABULARY = 2048
 
 
@@ -117,7 +117,7 @@ def speed(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         told = {name: engines[name].run(prompts, job["new_tokens"]) for name in names}
         texts = {name: each.pop("texts") for name, each in told.items()}
         assert texts["embedded"] == texts["remote"] == texts["stock"], "the sides wrote different texts"
-        if number:  # the first one warms up
+        if number:  # Round 0 is a warm-up.
             for name in names:
                 rounds[name].append(told[name])
     for side in engines.values():

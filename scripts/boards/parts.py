@@ -19,12 +19,12 @@ RATE: Final = "[$__rate_interval]"
 COLUMNS: Final = 24
 TILE_HEIGHT: Final = 4
 PLOT_HEIGHT: Final = 8
-VALUE_PIXELS: Final = 30  # the words of a tile without a value fit into four columns
-LEGEND_PIXELS: Final = 360  # beside the plot, where eight rows fit; below it three would
-IDLE: Final = -1.0  # the value of a tile whose service reports, and has nothing to measure
+VALUE_PIXELS: Final = 30  # At this size, words that replace a value fit into a tile of four columns.
+LEGEND_PIXELS: Final = 360  # The legend stands beside the plot: eight rows fit there, and only three below it.
+IDLE: Final = -1.0  # value of a tile whose service reports but has nothing to measure
 RED, ORANGE, GREEN, GRAY, BLUE = "red", "orange", "green", "#8e8e8e", "blue"
 
-Query = tuple[str, str]  # PromQL, and how the legend names its series
+Query = tuple[str, str]  # PromQL, and the legend's name for its series
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Prompt(NamedTuple):
 class EmbeddedPool:
     """One pool in this process; the scheduler's thread is its only caller."""
 
-    asks_ahead = False  # an answer takes microseconds
+    asks_ahead = False  # Not needed: an answer takes microseconds.
 
     def __init__(self, shape: PoolShape) -> None:
         self.shape = shape
@@ -71,7 +71,7 @@ class EmbeddedPool:
         )
         self.pool = Pool(spec)
         self.on_removed: Callable[[Sequence[int], bytes], None] = lambda _groups, _digests: None
-        self.on_cleared: Callable[[], None] = lambda: None  # never: all removals are events
+        self.on_cleared: Callable[[], None] = lambda: None  # Never called: each removal is an event.
         self._last_id = 0
 
     def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:

@@ -30,7 +30,7 @@ class CacheEvents:
         self._pool = block_pool
         self._digest_tokens = shape.digest_tokens
         self._sizes = [group.block_size for group in shape.groups]
-        self._told: list[dict[bytes, Any]] = [{} for _ in self._sizes]  # of each group, by digest, vLLM's hash
+        self._told: list[dict[bytes, Any]] = [{} for _ in self._sizes]  # for each group: digest -> vLLM's hash
 
     def stored(self, request: Request, first: int, end: int) -> None:
         """Reports the blocks of the digests [first, end) of a request that are not reported yet."""

@@ -91,7 +91,7 @@ class QuireCacheManager(KVCacheManager):
         self._digest_tokens = pool.shape.digest_tokens
         budget: int = scheduler.max_num_scheduled_tokens
         self._pass_tokens = pool.shape.digest_tokens if pool.shape.caches_states else budget
-        # Without a prefix cache vLLM makes no hashes, and only committed blocks fall out of windows.
+        # Without a prefix cache vLLM makes no hashes. Only committed blocks leave windows, so digests are made up.
         self._windows = [group for group in pool.shape.groups if group.window]
         self._makes_digests_up = not self.enable_caching and bool(self._windows)
         self._held: dict[str, Held] = {}
@@ -100,11 +100,11 @@ class QuireCacheManager(KVCacheManager):
             self._events = CacheEvents(self.block_pool, pool.shape)
             self.pool.on_removed = self._events.removed
             self.pool.on_cleared = self._events.cleared
-        # Requests that wait a turn because another one computes their prefix, and their tokens; and requests that would
-        # take the room of those meanwhile, with none.
+        # request -> tokens. These requests wait a turn because another request computes their prefix. With 0 tokens,
+        # a request waits because it would take the room of those.
         self._passed_over: dict[str, int] = {}
         self._zeroed = [manager.records_new_block_ids for manager in self.coordinator.single_type_managers]
-        self._new_block_ids: list[int] = []  # of those groups, since vLLM has asked
+        self._new_block_ids: list[int] = []  # new blocks of `_zeroed` groups since vLLM's last request
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class QuireCacheManager(KVCacheManager):
         needs = self._needs(running) if self.pool.asks_ahead else ()
         waiting = self.pool.turn(needs, self._upcoming() if self.pool.asks_ahead else ())
         for held in running if waiting else ():
-            if held.sequence_id in waiting:  # vLLM runs it in the next turn, and preempts no request for it in this one
+            if held.sequence_id in waiting:  # vLLM preempts no request for it in this turn, and runs it in the next.
                 held.request.next_decode_eligible_step = self._scheduler.current_step + 1
 
     def _upcoming(self) -> list[Prompt]:
@@ -150,7 +150,7 @@ class QuireCacheManager(KVCacheManager):
             count = min(request.num_tokens_with_spec + request.num_output_placeholders + lookahead, most)
             if self.pool.shape.caches_states:
                 count = min(count, (request.num_computed_tokens // size + 1) * size)
-            elif self._windows:  # all of a long prompt at once may never fit, and has no need to
+            elif self._windows:  # A long prompt may never fit as a whole.
                 count = min(count, request.num_computed_tokens + self._pass_tokens + lookahead)
             counts.append(count)
             is_short = is_short or self.pool.is_short(held.sequence_id, count, held.last)
@@ -247,7 +247,7 @@ class QuireCacheManager(KVCacheManager):
         self._held[request.request_id] = held
         return held
 
-    # -- what was computed ---------------------------------------------------------------------------------------------
+    # -- publishing blocks ---------------------------------------------------------------------------------------------
 
     def _commit(self, held: Held) -> None:
         """Commits full blocks whose passes are over; vLLM does not count tokens that may still be rejected. Where a
@@ -319,7 +319,7 @@ class QuireCacheManager(KVCacheManager):
             self._events.cleared()
         return True
 
-    # -- what is read --------------------------------------------------------------------------------------------------
+    # -- questions -----------------------------------------------------------------------------------------------------
 
     @property
     def usage(self) -> float:
@@ -343,7 +343,7 @@ class QuireCacheManager(KVCacheManager):
         known = self.block_pool.blocks
         return KVCacheBlocks(tuple([known[block] for block in table] for table in block_ids))
 
-    # -- what needs vLLM's own blocks ----------------------------------------------------------------------------------
+    # -- calls that need vLLM's own blocks -----------------------------------------------------------------------------
 
     def take_new_block_ids(self) -> list[int]:
         """Returns the new blocks of groups whose blocks have to be zeroed: those of attention in models with states."""

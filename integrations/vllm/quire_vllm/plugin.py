@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from quire_vllm.releases import UnsupportedError, check_release
 
-log = logging.getLogger("vllm.quire_vllm")  # below vLLM's own logger, and so with its level and format
+log = logging.getLogger("vllm.quire_vllm")  # inherits level and format from vLLM's logger
 
 
 def register() -> None:

@@ -6,17 +6,17 @@ import hashlib
 import math
 from typing import Any, Final, NamedTuple
 
-KINDS: Final = {  # of vLLM's specifications the kind of Quire's groups, and the attribute that is its window
+KINDS: Final = {  # vLLM's specification -> kind of Quire's group, attribute that holds the window
     "FullAttentionSpec": ("full_attention", ""),
     "SlidingWindowSpec": ("sliding_window", "sliding_window"),
     "ChunkedLocalAttentionSpec": ("chunked_local", "attention_chunk_size"),
-    "MambaSpec": ("full_attention", ""),  # one block for as long as a request lives; with a prefix cache see below
+    "MambaSpec": ("full_attention", ""),  # one block per living request; for prefix caches see below
 }
 
 
-# A state contains everything that its layers have of the tokens before it, as the block that ends with the last token
-# has it. So a window that reads one token back needs exactly the blocks of a state, and keeps exactly those of a
-# prefix.
+# A state holds all that its layers know of the tokens before it, and lies in the block of the last token. So a prompt
+# that continues needs exactly one block of the prefix, which is what a window of 2 tokens needs: it reads one token
+# back.
 STATE_WINDOW: Final = 2
 
 

@@ -12,10 +12,10 @@ from typing import Final
 
 TESTED: Final = ("0.32.0",)
 ANY_RELEASE: Final = (
-    "QUIRE_VLLM_ANY_RELEASE"  # set it to 1 to try another release; the names are looked at all the same
+    "QUIRE_VLLM_ANY_RELEASE"  # Set it to 1 to try another release. The names below are checked all the same.
 )
 
-# The calls of the scheduler to its manager, and the parameters of this package's own methods.
+# Methods of the manager that the scheduler calls, with the parameters of this package's versions.
 MANAGER_METHODS: Final = {
     "new_step_starts": (),
     "get_computed_blocks": ("request",),
@@ -54,7 +54,7 @@ SCHEDULER_METHODS: Final = {
     ),
     "shutdown": (),
 }
-BLOCK_POOL_METHODS: Final = {  # for KV cache events
+BLOCK_POOL_METHODS: Final = {  # methods used for KV cache events
     "_build_block_stored_event": (
         "request",
         "block_hashes",
@@ -68,7 +68,7 @@ BLOCK_POOL_METHODS: Final = {  # for KV cache events
     "emit_cached_block_events": ("request", "num_cached_blocks", "block_size", "kv_cache_group_id"),
     "take_events": (),
 }
-FUNCTIONS: Final = {"generate_block_hash_extra_keys", "maybe_convert_block_hash"}  # of v1/core/kv_cache_utils.py
+FUNCTIONS: Final = {"generate_block_hash_extra_keys", "maybe_convert_block_hash"}  # in v1/core/kv_cache_utils.py
 SCHEDULER_FIELDS: Final = (
     "block_size",
     "current_step",

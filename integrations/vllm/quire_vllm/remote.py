@@ -36,8 +36,8 @@ from quire_vllm.pool import PoolShape
 from quire_vllm.releases import UnsupportedError
 
 WAIT_S: Final = 0.02
-UNANSWERED_MAX: Final = 2  # steps, beyond which nothing is said that can wait
-AHEAD_SHARE: Final = 16  # one block of so many may be taken ahead
+UNANSWERED_MAX: Final = 2  # With this many steps unanswered, a turn sends nothing that can wait.
+AHEAD_SHARE: Final = 16  # Room ahead takes at most one block in this many.
 
 
 class PoolLostError(RuntimeError):
@@ -104,10 +104,10 @@ class RemotePool:
                 f"within {self._options.open_timeout_s:g} s: it is down, or another engine has the pool"
             ) from None
         self._tables: dict[int, Table] = {}
-        # By request: asked for, and the answer if there is one; a refusal is forgotten when the next turn begins.
+        # request -> the allocator's answer, None before it comes. A refusal is forgotten when the next turn begins.
         self._prompts: dict[str, GrowOutcome | None] = {}
-        self._dropped: set[str] = set()  # asked for, and not wanted any more
-        self._enough: dict[str, int] = {}  # of refused prompts: free blocks that it takes
+        self._dropped: set[str] = set()  # requests whose answer is no longer wanted
+        self._enough: dict[str, int] = {}  # refused prompt -> free blocks that it needs
         self._commits: dict[int, tuple[int, bytes]] = {}
         self._frees: list[int] = []
         self._on_stored: list[Callable[[], None]] = []
@@ -338,7 +338,7 @@ class RemotePool:
             try:
                 self._under_way[0].answer.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError as error:
-                if self._under_way[0].answer.done():  # the answer is an error of that kind
+                if self._under_way[0].answer.done():  # The answer itself is a TimeoutError.
                     raise self._lost() from error
                 self._is_silent = True
                 return
@@ -365,7 +365,7 @@ class RemotePool:
             for grown in outcome.grows:
                 if grown.sequence_id in sent.prompts:
                     self._take_prompt(sent.prompts[grown.sequence_id], grown)
-                elif grown.sequence_id in self._tables:  # else it was freed meanwhile
+                elif grown.sequence_id in self._tables:  # Others were freed meanwhile.
                     self._take_room(self._tables[grown.sequence_id], grown)
 
     def _take_prompt(self, key: str, grown: GrowOutcome) -> None:

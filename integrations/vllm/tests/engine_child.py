@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the scheduler can be looked at
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # keeps the scheduler in this process
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -33,7 +33,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         dtype="float32",
         enforce_eager=True,
         max_model_len=job.get("tokens_max", 512),
-        block_size=job.get("block_size", 32),  # the CPU backend takes no less
+        block_size=job.get("block_size", 32),  # the CPU backend's minimum
         max_num_seqs=64,
         max_num_batched_tokens=job.get("batch_tokens_max", 2048),
         num_gpu_blocks_override=job["blocks"],
@@ -70,7 +70,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     manager = scheduler.kv_cache_manager
     if job["scheduler"]:
         deadline = time.monotonic() + 5
-        while manager.usage and time.monotonic() < deadline:  # frees are said with the next step
+        while manager.usage and time.monotonic() < deadline:  # The next step reports frees.
             manager.new_step_starts()
         if hasattr(manager.pool, "check_invariants"):
             manager.pool.check_invariants()
@@ -83,7 +83,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if hasattr(manager, "pool") and hasattr(manager.pool, "pool"):
             told["events"]["index"] = index_of(manager.pool.pool)
     told["is_reset"] = engine.reset_prefix_cache()
-    if job.get("again"):  # earlier cached blocks must not be hit
+    if job.get("again"):  # Blocks cached before the reset must not be hit.
         answers = engine.generate([{"prompt_token_ids": p} for p in job["passes"][-1]], sampling, use_tqdm=False)
         told["texts_again"] = [list(answer.outputs[0].token_ids) for answer in answers]
         told["hits_again"] = sum(answer.num_cached_tokens or 0 for answer in answers)
@@ -97,8 +97,8 @@ class Events:
     """A mirror of the index, built from vLLM's KV cache events alone."""
 
     def __init__(self) -> None:
-        self.index: dict[str, int] = {}  # of each hash in each group the tokens of its block
-        self.kinds: dict[int, str] = {}  # of each group
+        self.index: dict[str, int] = {}  # hash and group -> hash of the block's tokens
+        self.kinds: dict[int, str] = {}  # group -> kind
         self.stored_count = self.removed_count = self.cleared_count = self.unknown_parent_count = 0
 
     def take(self, events: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 class ImagesElsewhere(ECConnectorBase):
     """Decides when images are there; encoders here compute none of them. There is no worker that would load them."""
 
-    def __init__(self, *, are_there: Callable[[], bool]) -> None:  # its base asks for a configuration of transfers
+    def __init__(self, *, are_there: Callable[[], bool]) -> None:  # The base class needs a configuration.
         self._are_there = are_there
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-STATE_SLOT: Final = 0  # of a block with a state; the block's other contents are gone
+STATE_SLOT: Final = 0  # the slot of a state in its block; writing a state loses the block's other contents
 
 
 class Pages:
@@ -19,7 +19,7 @@ class Pages:
 
     def __init__(self, groups: tuple[tuple[str, int, int], ...]) -> None:
         self._groups = groups
-        # For each slot the group that wrote it, and all tokens up to it.
+        # (block, slot) -> the group that wrote it, a hash of all tokens up to it
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._tokens: dict[str, list[int]] = {}

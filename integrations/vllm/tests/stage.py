@@ -33,9 +33,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK: Final = 4
 TOKENS_MAX: Final = 256
-FULL: Final = ("full", BLOCK, 0)  # a group: the kind of its layers, tokens of a block, and of a window
+FULL: Final = ("full", BLOCK, 0)  # a group: kind of layers, tokens of a block, tokens of a window
 IMAGE_TOKENS: Final = 6
-CACHE_MODES: Final = {"state": "align", "states": "all"}  # vLLM's, of kinds of groups
+CACHE_MODES: Final = {"state": "align", "states": "all"}  # kind of group -> vLLM's mode of caching states
 SAMPLING: Final = ("prompt_logprobs", "stop_token_ids", "skip_reading_prefix_cache")
 STATISTICS: Final = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
@@ -96,7 +96,7 @@ class Stage:
             prefix_cache_retention_interval=keeps,
             **arguments,
         ).create_engine_config()
-        config.scheduler_config.async_scheduling = is_async  # vLLM's platform for CPUs switches it off
+        config.scheduler_config.async_scheduling = is_async  # vLLM turns it off on CPUs.
         config.parallel_config.pipeline_parallel_size = 1 if is_async else ahead + 1
         config.scheduler_config.max_num_batched_tokens = budget
         config.scheduler_config.max_num_scheduled_tokens = budget
@@ -227,7 +227,7 @@ class Stage:
         held, manager = held_at_allocator(), self.scheduler.kv_cache_manager
         deadline = time.monotonic() + 5
         while getattr(getattr(manager, "pool", None), "_under_way", ()) and time.monotonic() < deadline:
-            manager.new_step_starts()  # the allocator's last answers have events, too
+            manager.new_step_starts()  # The allocator's last answers carry events, too.
         manager.take_events()
         return {
             "turns": self.turns,

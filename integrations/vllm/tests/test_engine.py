@@ -16,10 +16,10 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=WHY_NOT),
 ]
 
-PLENTY, FEW = 1024, 40  # blocks: all prompts of a pass fit at once; a third of them does
+PLENTY, FEW = 1024, 40  # blocks: for all prompts of a pass at once, and for a third of them
 APART = prompts(24, 128)
 SHARED = prompts(24, 128, common=96)
-SAME = prompts(1, 70) * 12  # all compute the same blocks side by side, also while they decode
+SAME = prompts(1, 70) * 12  # All twelve compute the same blocks side by side, also in decode.
 
 SCENES: Final[dict[str, dict[str, Any]]] = {
     "prompts of their own": {"blocks": PLENTY, "passes": [APART, APART]},

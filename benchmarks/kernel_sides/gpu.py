@@ -1,12 +1,13 @@
-"""The Triton kernels on a CUDA GPU and their peers, as a share of what the chip does in the same run.
+"""The Triton kernels on a CUDA GPU and their peers, as shares of the chip's speed in the same run.
 
-Shares are of a copy of 4 GiB (bytes read and written), for the bytes that a launch must move at least, and of a matrix
-product of 8192 x 8192 in the same dtype, for the operations of the pairs that a causal mask leaves. Both are measured
-first. A batch's sides (`gpu_scenes.py`) are compared before anything is timed: Quire with plain float32 for a few
-tokens, every peer with Quire for all. A side that differs is not timed, and its row says so. Then all are launched in
-turn, in random order, each after its caches were emptied; medians, and ratios round by round.
+Two speeds are measured first: a copy of 4 GiB (bytes read and written), and a matrix product of 8192 x 8192 in the same
+dtype. One share compares the bytes that a launch must move at least with the copy. The other compares the operations of
+the pairs that a causal mask leaves with the matrix product. Before any timing, the results of a batch's sides
+(`gpu_scenes.py`) are compared: Quire's with plain float32 for a few tokens, every peer's with Quire's for all tokens. A
+side that differs is not timed, and its row says so. Then all sides are launched in turn, in random order, each with
+cold caches. Rows have medians, and medians of the ratios of each round.
 
-A side that is left out, by rule, for lack of time or because it failed, has a row that says why.
+A side may be left out by rule, for lack of time, or because it failed. Its row says why.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Timer = Callable[[Side], float]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The device, and the rules of measuring on it: `CudaBench` below for a GPU, or anything in a test."""
+    """The device and how to measure on it: from `cuda_bench` for a GPU, made by hand in tests."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,7 +53,7 @@ class Bench:
 
 
 class CudaTimer:
-    """Time on the device, with cold caches."""
+    """Measures time on the device, with cold caches."""
 
     def __init__(self) -> None:
         self._other = torch.zeros(FLUSH_BYTES // 4, device="cuda")
@@ -71,7 +72,7 @@ class CudaTimer:
 
 
 def cuda_bench(rounds: int) -> Bench:
-    """This machine's first GPU, with its ceilings measured."""
+    """Measures the limits of this machine's first GPU, and returns its bench."""
     memory_bytes = 0.95 * torch.cuda.mem_get_info()[0]
     timer, dtype = CudaTimer(), torch.bfloat16
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
@@ -86,7 +87,7 @@ def cuda_bench(rounds: int) -> Bench:
 
 
 def difference(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest of all rows' differences, each over the expected row's root mean square; NaN if any is.
+    """Returns the largest difference in a row, divided by the expected row's root mean square; NaN if any is NaN.
 
     Args:
         result: `[tokens, heads, dim]`.
@@ -103,7 +104,7 @@ def difference(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def time_sides(sides: dict[str, Side], timer: Timer, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each side, round by round; long ones have fewer rounds."""
+    """Returns the milliseconds of each side, round by round. Long sides have fewer rounds."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     order, shuffle, spent_ms = list(sides.items()), random.Random(0).shuffle, 0.0
     for number in range(rounds + 1):
@@ -120,10 +121,10 @@ def time_sides(sides: dict[str, Side], timer: Timer, rounds: int) -> dict[str, l
 
 @torch.inference_mode()
 def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), scene: Scene | None = None) -> Row:
-    """One row. A peer that fails or differs is noted; Quire's errors are raised.
+    """Returns one row. It notes a peer that fails or differs; Quire's errors are raised.
 
     Raises:
-        ValueError: Quire's result is not the reference's.
+        ValueError: Quire's result differs from the reference.
     """
     scene = scene or scene_of(case, bench.device, bench.dtype)
     tolerance, quire = TOLERANCE[bench.dtype], scene.quire()
@@ -191,7 +192,7 @@ def measure_all(
     cases: Iterable[Case], bench: Bench, *, operations_max: float, budget_s: float, without: Collection[str] = (),
     progress: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
 ) -> list[Row]:  # fmt: skip
-    """A row per case, also of those that are left out or fail. No case starts after `budget_s`."""
+    """Returns a row per case, also for cases that are left out or fail. No case starts after `budget_s`."""
     started, rows, lost = clock(), [], ""
     for case in cases:
         status, note = "left out", left_out(case, memory_bytes=bench.memory_bytes, operations_max=operations_max)
@@ -232,6 +233,6 @@ def _summary(row: dict[str, Any]) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Its first line, with its kind."""
+    """Returns the first line of an error, with its type."""
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0]}"[:200]

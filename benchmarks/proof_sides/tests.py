@@ -1,4 +1,4 @@
-"""The tests of `make test-gpu`, a row each, until the time is over; the newest tests first."""
+"""Runs the tests of `make test-gpu`, the newest first, until the time is over. Each test gets a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS = "not compose and not peer and not soak"
 
 
 def run_tests(paths: Sequence[str], *, jobs: int, marks: str) -> int:
-    """Runs tests in this process, or several beside it, and returns pytest's exit code."""
+    """Runs tests in this process, or in several (`jobs`); returns pytest's exit code."""
     given = [*paths, "-p", "proof_sides.pytest_rows", "-p", "no:cacheprovider", "-m", marks, "--tb=short", "-q"]
     if jobs:
         given += ["-n", str(jobs), "--dist", "load"]

@@ -1,4 +1,4 @@
-"""Goals of serving on a GPU, checked against the rows of `gpu_run`. Needs Python alone."""
+"""Goals of serving on a GPU, checked against the rows of `gpu_run`. Needs only Python."""
 
 from __future__ import annotations
 

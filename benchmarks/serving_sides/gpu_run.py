@@ -1,11 +1,11 @@
-"""Serving measured on a GPU, from a checkpoint to rows: `serving.py --device cuda`, a part of `scripts/gpu_proof.py`.
+"""Measures serving on a GPU, for `serving.py --device cuda` and as a part of `scripts/gpu_proof.py`.
 
-    1. the chip        a copy and a matrix product
-    2. the model       a configuration; each side draws random weights on the GPU
-    3. Quire           allocator, worker and client, as `on_gpu` says
-    4. transformers    each side alone on the GPU, on the workloads of Quire's rows
+    1. the chip        measures a copy and a matrix product
+    2. the model       writes a configuration; each side draws random weights on the GPU
+    3. Quire           measures allocator, worker and client (`on_gpu`)
+    4. transformers    measures each side alone on the GPU, on the workloads of Quire's rows
 
-Without a GPU the demo model is served on the CPU instead: no figure of that means anything, but every step is taken.
+Without a GPU, the demo model runs on the CPU instead. Every step runs, but the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def rows(
     logs: Path,
     wanted: Measurement | None = None,
 ) -> Iterator[Row]:
-    """Yields rows as they are measured; a side that fails has a row that says so.
+    """Yields rows as they are measured. A side that fails has a row that says so.
 
     Args:
-        has_gpu: whether to use it; else the CPU, on tiny workloads.
-        sides: of "quire", "generate" and "generate_batch".
-        left_s: returns the seconds left; measurements without time are left out.
+        has_gpu: whether to use the GPU; else the CPU, on tiny workloads.
+        sides: any of "quire", "generate" and "generate_batch".
+        left_s: returns the seconds left. Measurements that would end too late are left out.
         logs: folder of the servers' logs; exists.
         wanted: the measurements, if not the device's defaults.
     """
@@ -103,8 +103,9 @@ def _quire_rows(
     has_gpu: bool,
     sides: Collection[str],
 ) -> Iterator[Row]:
-    """Yields the rows of the first of `SETTINGS` with which the worker answers, and its name. The first setting of all
-    has rows of `decode` in `WAITING` besides, with the side "quire, waiting" and its turn over the other's."""
+    """Yields a row that names the first of `SETTINGS` with which the worker answers, and that setting's rows. If it is
+    the first setting, adds rows of `decode` under `WAITING`: side "quire, waiting", with its turn divided by the
+    other's."""
     turns_ms: dict[tuple[int, int], float | None] = {}
     bounds = Bounds(model, speed, element_bytes=2)
     environment = {"QUIRE_PROBE_DUMMY": "1"} if has_gpu else {}
@@ -148,7 +149,7 @@ def _quire_rows(
 
 
 def _free() -> None:
-    """Gives back this process's memory of the GPU, so that the worker finds it free."""
+    """Frees this process's GPU memory for the worker."""
     import gc
 
     import torch
@@ -175,7 +176,7 @@ def _memory_bytes() -> int:
 def _transformers_rows(
     side: str, model: Path, wanted: Measurement, left_s: Callable[[], float], logs: Path, *, has_gpu: bool
 ) -> Iterator[Row]:
-    """Yields a row for each of the first workloads of `wanted.decode` that `side` ends in time."""
+    """Yields a row for each of the first workloads of `wanted.decode` that `side` finishes in time."""
     device, dtype = ("cuda", "bfloat16") if has_gpu else ("cpu", "float32")
     command = [sys.executable, "-m", "serving_sides.transformers_side", str(model), dtype, device, side]
     process: Side | None = None

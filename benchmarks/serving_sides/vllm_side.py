@@ -1,7 +1,7 @@
 """vLLM's engine in process: `python -m serving_sides.vllm_side FOLDER DTYPE DEVICE [TOKENS]`, with its own Python.
 
-Its engine is stepped here, with neither a network nor a detokenizer, so it does less than Quire. Its cache has room for
-as many tokens as the other sides' have.
+This process steps the engine, without a network or a detokenizer, so it does less than Quire. Its cache has room for as
+many tokens as the other sides' caches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENVIRONMENT = {
 
 
 def load() -> Generate:
-    """Loads the model, as the command line names it."""
+    """Loads the model that the command line names."""
     os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 

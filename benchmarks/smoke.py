@@ -1,7 +1,7 @@
-"""Runs every benchmark at its smallest size: whether it still runs, not how fast anything is.
+"""Runs every benchmark at its smallest size, to check that it still runs; times mean nothing.
 
-Each prints its rows as JSON, which are read and counted. Benchmarks that need vLLM's environment are reported as not
-run where it is missing. A benchmark without a line here is an error.
+Each benchmark prints its rows as JSON, which are read and counted. Benchmarks that need vLLM's environment are reported
+as not run if it is missing. A benchmark that is not listed here is an error.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ELSEWHERE: Final = ("figures", "gateway_instructions", "instructions", "report",
 
 
 def write_trace(file: Path) -> None:
-    """Writes chats of four requests, each of which continues the one before by a block of 512 tokens."""
+    """Writes chats of four requests. Each request continues the previous one by a block of 512 tokens."""
     with file.open("w", encoding="utf-8") as lines:
         for number in range(REQUESTS):
             chat, turn = divmod(number, 4)
@@ -67,7 +67,7 @@ def write_trace(file: Path) -> None:
 
 
 def run(name: str, trace: Path) -> tuple[str, float, str]:
-    """Runs one benchmark; returns its error or "", its seconds, and the end of its standard error."""
+    """Runs one benchmark; returns its error (or ""), its seconds, and the end of its standard error."""
     arguments = [each.replace("~", " ") for each in SIZES[name].replace("TRACE", str(trace)).split()]
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--json", *arguments]
     started = time.monotonic()

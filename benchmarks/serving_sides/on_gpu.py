@@ -75,7 +75,7 @@ def measure(
         wanted: the measurements.
         bounds: the limits to compare with.
         left_s: returns the seconds left.
-        others_s: seconds of these that are kept for other sides, until the most important workloads are measured.
+        others_s: seconds to keep for other sides. With fewer left, only the most important workloads are measured.
 
     Raises:
         TimeoutError: the worker did not answer in time.

@@ -1,8 +1,8 @@
-"""A server that answers every message on a stream with as many bytes as the message asks for, and does nothing else.
+"""An echo server: it answers every message on a stream with the number of bytes that the message asks for.
 
     python benchmarks/session_sides/echo.py --cpu 0
 
-The same flavour as the allocator: grpc.aio on uvloop, one process, the same engine and options. Its first line of
+Like the allocator, it uses grpc.aio on uvloop, in one process, with the same engine and options. Its first line of
 output is its address. The first four bytes of a message are the length of the answer, little-endian.
 """
 
@@ -28,7 +28,7 @@ _ANSWER = bytes(MESSAGE_BYTES_MAX)
 
 
 def request_of(size: int, answer_size: int) -> bytes:
-    """A message of so many bytes that asks for so many."""
+    """Returns a message of `size` bytes that asks for `answer_size` bytes."""
     return answer_size.to_bytes(4, "little") + bytes(size - 4)
 
 

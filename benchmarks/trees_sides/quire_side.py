@@ -1,4 +1,4 @@
-"""Quire: branches, and the same texts as requests of their own, over gRPC."""
+"""The Quire sides: branches, and the same texts as separate requests, over gRPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WATCH_S = 0.001
 
 
 class Found(NamedTuple):
-    """The result of a round; `blocks_least` is the minimum for its texts, where only these tell."""
+    """The result of a round. `blocks_least` is the minimum of blocks, if only the texts themselves tell it."""
 
     seconds: float
     tokens_computed: int
@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 class QuireTrees:
-    """A stack of its own, and a client on an event loop that is kept."""
+    """A local stack, and a client on an event loop that stays the same."""
 
     block_tokens = BLOCK_TOKENS
 
@@ -96,8 +96,8 @@ class QuireTrees:
         await branch.generate(max_tokens=workload.step_tokens, ignore_eos=True, temperature=1.0, seed=seed)
 
     async def _beams(self, workload: Workload, number: int) -> tuple[int, int]:
-        """Returns the blocks that the allocator says are held last before a search ends, and the least that hold the
-        beams that are alive then: those that a search finds that is a token shorter."""
+        """Returns the blocks held just before a search ends, and the minimum for the beams alive at that time. A second
+        search that is one token shorter returns these beams."""
         done, held = threading.Event(), [0]
 
         def watch() -> None:

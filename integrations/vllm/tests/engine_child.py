@@ -1,9 +1,9 @@
-"""Runs vLLM's engine in this process and prints its results, as one line of JSON; it runs in vLLM's environment.
+"""Runs vLLM's engine in this process, in vLLM's environment, and prints its results as one line of JSON.
 
     python engine_child.py '{"model": "models/demo", "scheduler": null, "blocks": 64, "passes": [[[1, 2, 3]]], ...}'
 
-`scheduler` is a class for `--scheduler-cls`, or null for vLLM's own. Each pass is a list of prompts, as token ids;
-`adapters` has for each pass the folder of a LoRA adapter, or null; `images` has for each prompt of each pass the seed
+`scheduler` is a class for `--scheduler-cls`, or null for vLLM's own. Each pass is a list of prompts as token ids.
+`adapters` has for each pass the folder of a LoRA adapter, or null. `images` has for each prompt of each pass the seed
 of an image.
 """
 
@@ -27,7 +27,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """One engine, and all passes through it."""
+    """Runs all passes of a job through one engine; returns the results."""
     engine = LLM(
         job["model"],
         dtype="float32",
@@ -94,7 +94,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Events:
-    """A mirror of the index, built from vLLM's KV cache events alone."""
+    """A mirror of the index, built only from vLLM's KV cache events."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}  # hash and group -> hash of the block's tokens
@@ -102,7 +102,7 @@ class Events:
         self.stored_count = self.removed_count = self.cleared_count = self.unknown_parent_count = 0
 
     def take(self, events: list[Any]) -> list[Any]:
-        """Follows events, and hands them on."""
+        """Applies events to the mirror, and returns them."""
         for event in events:
             kind = type(event).__name__
             if kind == "BlockStored":
@@ -126,7 +126,7 @@ class Events:
         return events
 
     def summary(self) -> dict[str, Any]:
-        """Returns the events' summary."""
+        """Returns the counts and the index that the events gave."""
         return {
             "told": sorted(self.index),
             "stored": self.stored_count,
@@ -137,12 +137,12 @@ class Events:
 
 
 def named(block_hash: Any, group: int) -> str:
-    """Returns a hash of a group as text."""
+    """Returns a block hash and its group as text."""
     return f"{group} {block_hash.hex() if isinstance(block_hash, bytes) else block_hash}"
 
 
 def follow_events(manager: Any) -> Events:
-    """Listens to the events of a manager."""
+    """Returns a mirror that follows the events of a manager."""
     events, take = Events(), manager.take_events
     manager.take_events = lambda: events.take(take())
     return events
@@ -191,7 +191,7 @@ def prefix_metrics(engine: Any) -> dict[str, float]:
 
 
 def metrics(engine: Any, *names: str) -> dict[str, float]:
-    """Returns counters of vLLM's own."""
+    """Returns some of vLLM's counters."""
     return {metric.name: metric.value for metric in engine.get_metrics() if metric.name in names}
 
 

@@ -91,7 +91,7 @@ RECURRENT: Final[dict[str, Callable[[], Any]]] = {"granite4": _granite, "mamba2"
 
 
 def save(name: str, folder: Path) -> str:
-    """Saves a model, and returns where."""
+    """Saves a model in a folder, and returns its path."""
     torch.manual_seed(0)
     config = {**WINDOWED, **RECURRENT}[name]()
     transformers.AutoModelForCausalLM.from_config(config).float().eval().save_pretrained(folder / name)

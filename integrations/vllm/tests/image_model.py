@@ -1,9 +1,10 @@
-"""A small model of random weights that takes images, with all that vLLM needs to read them; it runs in vLLM's
+"""Makes a small model of random weights that takes images, with the processor that vLLM needs. Runs in vLLM's
 environment.
 
     python image_model.py FOLDER
 
-BLIP-2, because vLLM reads its images without torchvision, which does not exist for that environment's torch.
+It is a BLIP-2, because vLLM reads BLIP-2's images without torchvision, which does not exist for that environment's
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's engine on Quire's blocks beside the same engine on its own: the same texts, hits and preemptions.
+"""vLLM's engine on Quire's blocks has the same texts, hits and preemptions as on its own.
 
 Run by `make test-vllm`. Greedy sampling in float32; blocks of 32 tokens, the fewest that vLLM's CPU backend takes.
 """
@@ -33,7 +33,7 @@ TOKENS: Final = 40
 
 
 def tell(scheduler: str | None, *, is_async: bool) -> dict[str, dict[str, Any]]:
-    """Prints the results of each scene."""
+    """Returns the results of each scene."""
     jobs = [{"scheduler": scheduler, "is_async": is_async, "new_tokens": TOKENS, **scene} for scene in SCENES.values()]
     return dict(zip(SCENES, run_engines(jobs), strict=True))
 

@@ -25,7 +25,7 @@ LOOKUP: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_
 
 
 def repeating(count: int) -> list[list[int]]:
-    """Prompts that say the same six times, so that drafts are found in them."""
+    """Returns prompts that repeat their text six times, so that prompt lookup finds drafts."""
     rng = random.Random(5)
     words = [[rng.randrange(1, VOCABULARY) for _ in range(20)] for _ in range(count)]
     return [each * 6 + [rng.randrange(1, VOCABULARY)] * 4 for each in words]

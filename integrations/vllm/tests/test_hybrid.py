@@ -1,6 +1,6 @@
-"""Models of several groups on Quire's blocks beside vLLM's own hybrid manager: windows, chunks, recurrent states.
+"""Models with several groups (windows, chunks, recurrent states) on Quire's blocks, beside vLLM's own hybrid manager.
 
-Run by `make test-vllm`. The models (`hybrid_models.py`) are small and of random weights; windows have two blocks.
+Run by `make test-vllm`. The models (`hybrid_models.py`) are small, with random weights. Windows have two blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """vLLM's scheduler does the same with Quire's manager as with its own, turn by turn.
 
-The scenes (`scenes_child.py`) are behaviours that vLLM promises of its KV cache manager, its prefix cache and its
-scheduler, in our own words. Instead of a model, a memory of pages reads back the attention of each turn. Run by `make
-test-vllm`.
+The scenes (`scenes_child.py`) describe, in our own words, the behavior that vLLM promises for its KV cache manager, its
+prefix cache and its scheduler. Instead of a model, a memory of pages reads back the attention of each turn. Run by
+`make test-vllm`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// gRPC for messages of protobuf-es: any method by its descriptor, and errors with their reason.
+// gRPC for protobuf-es: calls any method by its descriptor, and gives errors their reason.
 
 import type { DescMessage, DescMethodServerStreaming, DescMethodUnary, MessageInitShape, MessageShape } from "@bufbuild/protobuf";
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
@@ -32,7 +32,7 @@ export class Calls {
   constructor(address: string, credentials = grpc.credentials.createInsecure()) {
     this.#client = new grpc.Client(address, credentials, {
       "grpc.max_receive_message_length": MESSAGE_BYTES_MAX,
-      "grpc.max_reconnect_backoff_ms": 500, // for an allocator that is started anew
+      "grpc.max_reconnect_backoff_ms": 500, // finds a restarted allocator soon
       "grpc.enable_retries": 0,
     });
   }

@@ -1,4 +1,4 @@
-// A toy engine on an owner. Its pages hold tokens in the place of keys and values, and its "model" reads every token
+// A toy engine on an owner. Its pages hold tokens in place of keys and values, and its "model" reads every token
 // through the block table: a wrong table, a lost copy or a stale page changes the text.
 
 import { blockDigests, promptDigests, rootDigest } from "./hash.js";
@@ -14,7 +14,7 @@ interface Text {
   number: number;
   tokens: number[];
   namespace: string;
-  sequence: bigint; // id at the allocator; another one after the pool was lost, and NONE in between
+  sequence: bigint; // id at the allocator; NONE after the pool was lost, until it gets a new one
   written: number; // tokens in the pages
 }
 
@@ -46,7 +46,7 @@ export class Engine {
 
   /** Adds a token to every text that has all of its tokens in the pages, and computes it. */
   async decode(): Promise<void> {
-    await this.#surviving(async () => undefined); // a text whose return was refused tries again
+    await this.#surviving(async () => undefined); // Texts whose readmission was refused try again.
     const texts = [...this.texts.values()];
     for (const text of texts) if (text.written === text.tokens.length) text.tokens.push(this.#model(text));
     await this.#surviving(() => this.#compute(texts));
@@ -109,7 +109,7 @@ export class Engine {
     if (grown.result !== Result.OK) throw new RefusedError(grown);
     [text.sequence, text.written] = [id, grown.matchedTokenCount];
     this.#write(text);
-    await this.#apply({ commits: this.#commits([text]) }); // others can hit its prompt from now on
+    await this.#apply({ commits: this.#commits([text]) }); // Other texts can hit its prompt from now on.
     return grown.matchedTokenCount;
   }
 

@@ -1,4 +1,4 @@
-// Digests of prompts (docs/hash.md): what a reader needs to ask for a prefix, and an owner to publish one.
+// Digests of prompts (docs/hash.md). A reader needs them to ask for a prefix, an owner to publish one.
 
 import { createHash } from "node:crypto";
 

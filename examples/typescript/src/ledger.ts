@@ -1,16 +1,16 @@
-// The block tables of one pool, as its owner knows them: what each step and its reply have changed.
+// The owner's ledger: the block tables of one pool, updated by each step and its reply.
 //
-// An owner of level 1 keeps no more than this. What its pages carry beyond live sequences, which a report would need, it
-// leaves to the allocator (client/quire/session/pages.py is the other half).
+// An owner of level 1 keeps no more than this. A report also needs the cached pages without a live sequence: only the
+// allocator knows them here (client/quire/session/pages.py is the other half).
 
 import { DIGEST_BYTES, int32, sha256 } from "./hash.js";
 import type { GroupSpec, PoolSpec, Step, StepReply } from "./gen/quire/v1/allocator_pb.js";
 import { GroupKind, Result } from "./gen/quire/v1/allocator_pb.js";
 
-export const NULL_BLOCK = 0xffffffff; // an entry without a block: it fell out of a window
-const DIGEST_STEPS = 64; // every so many steps the reply has a digest
-const DIGEST_ENTRIES_MAX = 16_384; // table entries that such a digest covers, about
-const SEQUENCE_ENTRIES = 128; // that a sequence counts for by itself
+export const NULL_BLOCK = 0xffffffff; // entry of a block that fell out of a window
+const DIGEST_STEPS = 64; // A reply has a digest each time this many steps are done.
+const DIGEST_ENTRIES_MAX = 16_384; // about the number of table entries that a digest covers
+const SEQUENCE_ENTRIES = 128; // a sequence itself counts as this many entries
 const GOLDEN = 0x9e3779b9;
 
 /** One live sequence: tokens that it can hold, tokens that are committed, and a table per group. */
@@ -26,16 +26,16 @@ export interface Sequence {
 export interface Grown {
   result: Result;
   matchedTokenCount: number;
-  shortfall: number; // blocks that were missing, with NO_SPACE
-  stops: number[]; // token counts at which passes should end, so that later prompts hit what is there
+  shortfall: number; // number of missing blocks, with NO_SPACE
+  stops: number[]; // token counts at which passes should end, so that later prompts hit
 }
 
 export class Ledger {
-  readonly sequences = new Map<bigint, Sequence>(); // by rising id
+  readonly sequences = new Map<bigint, Sequence>(); // in the order of their ids
   lastSequenceId = 0n;
   readonly #groups: GroupSpec[];
   readonly #appendOnly: boolean;
-  readonly #twins = new Map<Sequence, { group: number; index: number; block: number }[]>(); // of append-only pools
+  readonly #twins = new Map<Sequence, { group: number; index: number; block: number }[]>(); // only in append-only pools
 
   constructor(spec: PoolSpec) {
     this.#groups = spec.groups;

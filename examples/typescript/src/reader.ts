@@ -1,4 +1,4 @@
-// A reader, level 0: what of a prompt a pool has published, by a call, and from a mirror that events keep exact.
+// A reader (level 0). It finds the published part of a prompt by a call, or in a mirror that events keep exact.
 
 import { setTimeout as pause } from "node:timers/promises";
 import { CallError, type Calls } from "./calls.js";
@@ -19,12 +19,12 @@ export async function matched(calls: Calls, pool: string, digests: Uint8Array[],
 
 /** The digests that a pool of full attention can hit. Other kinds of groups need their own rule (quire/mirror.py). */
 export class Mirror {
-  isExact = false; // a snapshot is complete
+  isExact = false; // true after a complete snapshot
   sessionId: Uint8Array = new Uint8Array();
-  cursor = 0n; // of the last event from which the watch can go on
+  cursor = 0n; // cursor of the last event, from which the watch can continue
   readonly #blockSize: number;
   readonly #groups: number[];
-  readonly #stored = new Map<string, Set<string>>(); // by group and namespace
+  readonly #stored = new Map<string, Set<string>>(); // group and namespace -> digests
   #changed: (() => void)[] = [];
 
   constructor(spec: PoolSpec) {
@@ -96,7 +96,7 @@ export async function watch(calls: Calls, pool: string, mirror: Mirror, signal: 
         mirror.apply(event);
       }
     } catch (error) {
-      if (!(error instanceof CallError)) throw error; // else: no allocator, no pool yet, or fallen behind
+      if (!(error instanceof CallError)) throw error; // Other errors: no allocator, no pool yet, or this reader fell behind.
     }
     await pause(RETRY_MS);
   }

@@ -66,7 +66,7 @@ def admit(pool: Pool, first_id: int, digests: list[bytes]) -> None:
 
 
 def free(pool: Pool, first_id: int, count: int = PROMPTS) -> None:
-    """Frees `count` sequences."""
+    """Frees `count` sequences, one by one."""
     done([pool.free(sequence_id) for sequence_id in range(first_id, first_id + count)])
 
 

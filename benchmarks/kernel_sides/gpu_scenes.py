@@ -83,7 +83,7 @@ class GroupedScene:
         }  # fmt: skip
 
     def quire(self) -> Side:
-        """Returns Quire's side."""
+        """Returns the side "quire"."""
         pool, shape, query = self.pool, self.shape, self.query
         table = (pool.indptr, pool.indices, pool.last_page_len)
         sizes = (shape.query_heads, shape.kv_heads, shape.head_dim, self.case.page_size)
@@ -98,7 +98,7 @@ class GroupedScene:
         return lambda: wrapper.run(query, pool.pages)
 
     def vllm(self) -> Side:
-        """Returns vLLM's side."""
+        """Returns the side "vllm"."""
         return vllm_peers.unified_side(self.query, self.pool.pages, self.pool.table, self.case.context)
 
     def sdpa(self) -> Side:
@@ -153,7 +153,7 @@ class LatentScene:
         }  # fmt: skip
 
     def quire(self) -> Side:
-        """Returns Quire's side."""
+        """Returns the side "quire"."""
         pool, shape, dtype = self.pool, self.shape, self.query.dtype
         wrapper = BatchMLAPagedAttentionWrapper(
             torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.query.device)
@@ -167,7 +167,7 @@ class LatentScene:
         return lambda: wrapper.run(*parts)  # type: ignore[return-value]  # no lse is asked for
 
     def vllm(self) -> Side:
-        """Returns vLLM's side."""
+        """Returns the side "vllm"."""
         return vllm_peers.latent_side(self.query, self.pool.pages, self.pool.table, self.case.context, LATENT_SCALE)
 
     def torch(self) -> Side:

@@ -20,12 +20,12 @@ const LATER = new Set(["POOL_OWNED", "DRAINING", "LIMIT", "POOL_QUARANTINED"]); 
 // Reasons of a refused step that mean that the pool is lost.
 const LOST = new Set(["SESSION_UNKNOWN", "STEP_MISMATCH", "STEP_GAP", "FENCED", "POOL_QUARANTINED"]);
 
-/** The pool was lost, and is open again and empty: every sequence is gone. */
+/** The pool was lost. It is open again and empty: no sequence is left. */
 export class PoolLostError extends Error {}
 
 export type Operations = Omit<MessageInitShape<typeof StepSchema>, "$typeName" | "sessionId" | "number" | "ack">;
 
-/** What a step did: its reply, and its grows as they can be read by themselves. */
+/** The outcome of a step: its reply, and the outcomes of its grows. */
 export interface Outcome {
   reply: StepReply;
   grows: Grown[];
@@ -48,7 +48,7 @@ export class Owner {
     this.ledger = new Ledger(spec);
   }
 
-  /** Takes a pool, waiting until it can be had. */
+  /** Opens a pool, waiting until it is free and the allocator answers. */
   static async open(calls: Calls, pool: string, spec: PoolSpec): Promise<Owner> {
     const owner = new Owner(calls, pool, spec);
     await owner.#open();
@@ -105,13 +105,13 @@ export class Owner {
     throw new PoolLostError(`the pool was lost (${why}), and is open and empty again`);
   }
 
-  /** Renews the lease. A failure is the next step's to find. */
+  /** Renews the lease. The next step notices a failure. */
   async #renew(): Promise<void> {
     const sessionId = this.#session.sessionId;
     await this.calls.unary(AllocatorService.method.apply, { sessionId }).catch(() => undefined);
   }
 
-  /** Makes a call until it is answered by other than an error that may pass. */
+  /** Repeats a call until it succeeds or fails with a permanent error. */
   async #answered<T>(mayPass: (error: CallError) => boolean, call: () => Promise<T>): Promise<T> {
     for (;;) {
       try {

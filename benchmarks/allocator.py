@@ -1,10 +1,10 @@
 """Costs of allocation: Quire's pool in process and through its service, against vLLM's KVCacheManager.
 
-All sides get the same prompts, in turn, in one run; medians of the rounds are printed, in microseconds of CPU time: of
-the thread in process, of both processes through the service. Below them: the cost of an operation on 512 tokens in
-pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
+All sides get the same prompts, in turn, in one run. It prints medians of the rounds, in microseconds of CPU time: of
+the thread in process, of both processes through the service. A second table has the cost of an operation on 512 tokens
+in pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
 
-The core is compiled where it is shipped, and interpreted in a working copy; `make bench` measures the compiled one. The
+Shipped packages have a compiled core, a working copy an interpreted one. `make bench` measures the compiled one. The
 floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. Where vLLM is measured too, they
 are also scaled to that machine.
 
@@ -64,9 +64,9 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> Medians:
-    """Medians of each side; the sides take turns, and a first round of all is for warming up."""
+    """Returns the medians of each side. The sides take turns; round -1 is a warm-up."""
     decoded = draw_decoded(options.repeat + 1)
-    gc.set_threshold(YOUNG_OBJECTS_MAX)  # as a server does, here for all sides
+    gc.set_threshold(YOUNG_OBJECTS_MAX)  # the server sets the same threshold
     sides: list[Any] = [CoreSide(decoded)]
     with contextlib.ExitStack() as stack:
         if "service" not in options.without:
@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> Medians:
         for number in range(-1, options.repeat):
             work = draw_round(number)
             gc.collect()
-            gc.freeze()  # as a server does: long-lived objects are not scanned again
+            gc.freeze()  # The server does this too: long-lived objects are not scanned again.
             for side in sides:
                 costs = side.measure(work)
                 if number >= 0:
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace) -> Medians:
 
 
 def vllm_side(decoded: list[Decoded]) -> list[VllmSide]:
-    """The baseline; nothing where it cannot be imported, which is said."""
+    """Returns the baseline. If vLLM cannot be imported, prints that and returns nothing."""
     try:
         side = VllmSide(decoded)
     except ImportError as error:
@@ -103,7 +103,7 @@ def _medians(rounds: list[Costs]) -> Costs:
 
 
 def row(operation: str, unit: str, values: dict[str, float], pool_blocks: int = POOL_BLOCKS) -> dict[str, object]:
-    """One row of the table; a side that does not have the operation leaves its column empty."""
+    """Returns one row of the table. The column of a side without the operation is empty."""
     cells: dict[str, object] = {"operation": operation, "pool_blocks": pool_blocks, "unit": unit}
     cells |= {name: round(value, 4) for name, value in values.items()}
     for side in ("core", "service"):
@@ -113,7 +113,7 @@ def row(operation: str, unit: str, values: dict[str, float], pool_blocks: int = 
 
 
 def operation_rows(medians: Medians) -> list[dict[str, object]]:
-    """One row per operation."""
+    """Returns one row for each operation."""
     named = (
         (operation, {side: costs[operation] for side, costs in medians.items() if operation in costs})
         for operation in Operation
@@ -127,7 +127,7 @@ def slowdown(medians: Medians) -> float:
 
 
 def floor_goals(core: Costs, slower: float) -> Iterable[Goal]:
-    """Goals of the core's own cost."""
+    """Yields the goals for the core's own cost."""
     for operation, floor_us in (
         (Operation.ADMIT, 10.0),
         (Operation.ADMIT_EVICTING, 25.0),
@@ -147,7 +147,7 @@ def floor_goals(core: Costs, slower: float) -> Iterable[Goal]:
 
 
 def ratio_goals(medians: Medians) -> Iterable[Goal]:
-    """Goals of vLLM's cost over Quire's; none where vLLM was left out."""
+    """Yields the goals for vLLM's cost divided by Quire's; none where vLLM was left out."""
     core, service, vllm = medians["core"], medians.get("service"), medians.get("vllm")
     if vllm is None:
         return
@@ -170,7 +170,7 @@ def ratio_goals(medians: Medians) -> Iterable[Goal]:
 
 
 def measure_scale() -> tuple[list[dict[str, object]], list[Goal]]:
-    """Rows and goals of ever larger pools."""
+    """Returns the rows and goals of pools of rising sizes."""
     by_size = {size: scale.measure_operations(size) for size in scale.SIZES}
     smallest, largest = scale.SIZES[0], scale.SIZES[-1]
     rows = [
@@ -194,7 +194,7 @@ def main() -> None:
     """Measures everything, and prints or writes the report."""
     options = arguments()
     if options.pin:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before the allocator's process, which inherits it
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # The allocator's process inherits this.
     medians = measure(options)
     slower = slowdown(medians)
     rows = operation_rows(medians)

@@ -1,12 +1,12 @@
 """Hit ratios of a cache of prompt blocks under each eviction policy, on a trace of requests, one request at a time.
 
-A trace has a line of JSON per request, with `hash_ids`: one id per prompt block, equal at the start of two requests
-where they share a prefix. Printed is the share of all block references that hit. The policies to compare with are
-written from their papers and know nothing of prefixes: a request is its blocks, the last one first, as a sequence is
-freed. Quire's own run through its pool: allocate, commit, free. The optimum evicts the block whose next use is furthest
-away (Belady, 1966); it knows the future.
+A trace has a line of JSON per request, with `hash_ids`: one id per prompt block. Two requests that share a prefix have
+equal ids at their start. The script prints the share of all block references that hit. The policies to compare with
+are written from their papers and do not know prefixes: a request is its blocks, last one first, as a sequence frees
+them. Quire's policies run through its pool: allocate, commit, free. The optimum knows the future. It evicts the block
+whose next use is furthest away (Belady, 1966).
 
-Below the trace: chats that take turns over a pool that holds 16 of them, where LRU falls to nothing.
+A second table has chats that take turns in a pool that holds 16 of them. LRU hits nothing there.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def arguments() -> argparse.Namespace:
 
 
 def read_trace(file: Path, split: int) -> list[Request]:
-    """The blocks of each request."""
+    """Returns the blocks of each request."""
     with file.open() as lines:
         requests = [json.loads(line)["hash_ids"] for line in lines]
     return [[block * split + part for block in request for part in range(split)] for request in requests]
 
 
 def chats_in_turn(chat_count: int) -> list[Request]:
-    """Each chat asks for its blocks again in every round."""
+    """Returns requests in which each chat asks for its blocks again in every round."""
     chats: list[Request] = [range(chat * CHAT_BLOCKS, (chat + 1) * CHAT_BLOCKS) for chat in range(chat_count)]
     return chats * CHAT_ROUNDS
 
@@ -115,7 +115,8 @@ def two_q(requests: Sequence[Request], capacity: int) -> int:
 
 
 class S3Fifo:
-    """S3-FIFO (Yang et al., SOSP '23): a tenth for new blocks, one hit moves them on, as many remembered as cached."""
+    """S3-FIFO (Yang et al., SOSP '23): a tenth is for new blocks, one hit moves a block to the main queue, and as many
+    evicted blocks are remembered as are cached."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -125,7 +126,7 @@ class S3Fifo:
         self.remembered: OrderedDict[int, None] = OrderedDict()
 
     def access(self, block: int) -> bool:
-        """Counts one access and tells whether it hits."""
+        """Counts one access; returns whether it hits."""
         if block in self.hits_of:
             self.hits_of[block] = min(3, self.hits_of[block] + 1)
             return True
@@ -172,7 +173,7 @@ def s3_fifo(requests: Sequence[Request], capacity: int) -> int:
 def gdsf(requests: Sequence[Request], capacity: int) -> int:
     """GreedyDual-Size with frequency (Cherkasova 1998) for equal sizes and costs; frequencies are never forgotten."""
     frequency: dict[int, int] = {}
-    rank: dict[int, tuple[int, int]] = {}  # of cached blocks: priority, last use
+    rank: dict[int, tuple[int, int]] = {}  # cached block -> priority, last use
     heap: list[tuple[int, int, int]] = []
     hits = time = floor = 0
     for request in requests:
@@ -194,7 +195,7 @@ def gdsf(requests: Sequence[Request], capacity: int) -> int:
 
 
 def optimum(requests: Sequence[Request], capacity: int) -> int:
-    """Evicts the block that is used again last."""
+    """Evicts the block whose next use is furthest away."""
     references = [block for request in requests for block in reversed(request)]
     next_use = [0] * len(references)
     upcoming: dict[int, int] = {}
@@ -222,10 +223,10 @@ def optimum(requests: Sequence[Request], capacity: int) -> int:
 
 
 def through_pool(policy: str) -> Callable[[Sequence[Request], int], int]:
-    """Hits of a pool under one of its policies.
+    """Returns a function that counts a pool's hits under one of its policies.
 
-    Each prompt is one token longer than its blocks, as the last token is never taken from the cache; the pool has a
-    block more to hold it.
+    Each prompt is one token longer than its blocks, because its last token never hits. The pool has one more block to
+    hold it.
     """
 
     def run(requests: Sequence[Request], capacity: int) -> int:
@@ -260,8 +261,8 @@ DEFAULT = f"quire {DEFAULT_POLICY}"
 
 
 def through_session(policy: str, restarts: int) -> Callable[[Sequence[Request], int], int]:
-    """Runs the trace over the session protocol, with the allocator replaced this many times, at equal distances; each
-    time the pool is rebuilt from its owner's report."""
+    """Returns a function that runs the trace over the session protocol. It replaces the allocator this many times, at
+    equal distances. Each new allocator rebuilds the pool from its owner's report."""
 
     def run(requests: Sequence[Request], capacity: int) -> int:
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=BLOCK_TOKENS)
@@ -291,7 +292,7 @@ def through_session(policy: str, restarts: int) -> Callable[[Sequence[Request], 
 def ratios(
     workload: str, requests: Sequence[Request], capacity: int, restarts: Sequence[int] = ()
 ) -> dict[str, object]:
-    """A row: the share of references that hit under each policy."""
+    """Returns a row: the share of references that hit under each policy."""
     references = sum(map(len, requests))
     row: dict[str, object] = {"workload": workload, "blocks": capacity}
     restarted = {f"{DEFAULT}, {count} restarts": through_session(DEFAULT_POLICY, count) for count in restarts}
@@ -302,7 +303,7 @@ def ratios(
 
 
 def goals(trace: Sequence[dict[str, object]], chats: Sequence[dict[str, object]]) -> list[Goal]:
-    """Goals of the default policy."""
+    """Returns the goals of the default policy."""
     promised = []
     for row in trace:
         blocks, own, optimal = int(str(row["blocks"])), float(str(row[DEFAULT])), float(str(row[OPTIMUM]))

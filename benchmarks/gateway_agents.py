@@ -1,10 +1,10 @@
-"""Cost of what agents ask for: tools, reasoning, and turns through `previous_response_id`.
+"""Cost of the features that agents use: tools, reasoning, and turns through `previous_response_id`.
 
-Three gateways stand before one worker: one reads answers as text, one looks for calls of a tool,
-and one tells reasoning apart. The same streamed chat, of as many greedy tokens, goes to each in turn, and each round
-begins with another one; a ratio or a difference is the median of the rounds'. A difference in microseconds a token is
-what models of any size pay. The turns are of one chat, whose answers lie in the
-pages: each row gives what one turn computed and what is its own tail, from the usage of its response.
+Three gateways share one worker: one passes answers on as text, one looks for tool calls, and one separates reasoning.
+Each gets the same streamed chat with equally many greedy tokens, in turn, and each round begins with another gateway.
+Ratios and differences are medians over the rounds. A difference in microseconds a token is the same for models of any
+size. The turns continue one chat, whose answers are still in the pages: each row gives the tokens that the turn
+computed and those of its own tail, from the usage of its response.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.local import LocalStack, ServerProcess
 from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
-COST_MAX: Final = 0.02  # of the tokens a second
+COST_MAX: Final = 0.02  # as a share of the tokens a second
 TOOL: Final = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 SIDES: Final[dict[str, tuple[list[str], dict[str, Any]]]] = {
     "text": ([], {}),
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def model_of(name: str, folder: Path) -> Path:
-    """Returns the folder of a model whose tokens have texts, one of them to end an answer, as structures need it."""
+    """Returns the folder of a model whose tokens have texts. One token ends an answer: structured output needs it."""
     if name == "demo":
         return DEMO
     make_llama_32m(folder)
@@ -66,7 +66,7 @@ def model_of(name: str, folder: Path) -> Path:
 
 @contextmanager
 def gateway(worker: str, folder: Path, extra: list[str]) -> Iterator[ServerProcess]:
-    """Serves a gateway before a worker."""
+    """Serves a gateway for a worker."""
     folder.mkdir()
     command = ["--listen", "127.0.0.1:0", "--worker", worker, "--log-requests", "none", *extra]
     process = ServerProcess("quire_gateway", command, folder=folder, log=folder / "log")
@@ -81,7 +81,7 @@ def post(process: ServerProcess, path: str, body: dict[str, Any]) -> bytes:
     """Returns a whole answer.
 
     Raises:
-        RuntimeError: it is a refusal.
+        RuntimeError: the gateway refused.
     """
     host, _, port = process.address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=120)
@@ -95,13 +95,13 @@ def post(process: ServerProcess, path: str, body: dict[str, Any]) -> bytes:
 
 
 def cpu_s(process: ServerProcess) -> float:
-    """Returns the time that a process has had a processor for, as Linux counts it."""
+    """Returns the processor time of a process, as Linux counts it."""
     tasks = Path(f"/proc/{process.process.pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def chats(gateways: dict[str, ServerProcess], worker: ServerProcess, options: argparse.Namespace) -> list[Row]:
-    """Returns a row for each gateway: its rate, the processor time of both servers, and all beside text alone."""
+    """Returns a row for each gateway: its rate, the processor time of both servers, and their ratios to plain text."""
     rates: dict[str, list[float]] = {side: [] for side in gateways}
     work: dict[str, list[float]] = {side: [] for side in gateways}
     of_worker: dict[str, list[float]] = {side: [] for side in gateways}
@@ -115,7 +115,7 @@ def chats(gateways: dict[str, ServerProcess], worker: ServerProcess, options: ar
             seconds, count = time.perf_counter() - started_s, json.loads(last)["usage"]["completion_tokens"]
             if count != options.output_tokens:
                 raise RuntimeError(f"{side}: {count} tokens came instead of {options.output_tokens}")
-            if number >= 0:  # the first one of each warms it
+            if number >= 0:  # The first chat with each gateway is a warm-up.
                 rates[side].append(count / seconds)
                 work[side].append((cpu_s(process) - before_s) / count * 1e6)
                 of_worker[side].append((cpu_s(worker) - worker_s) / count * 1e6)
@@ -146,7 +146,7 @@ def _ratio(mine: list[float], theirs: list[float]) -> float:
 
 
 def turns(process: ServerProcess, model: str, count: int) -> list[Row]:
-    """Returns a row for each turn of a chat that continues the response before it."""
+    """Returns a row for each turn of a chat in which every turn continues the previous response."""
     rows: list[Row] = []
     ask = {"input": "The for statement. " * 16, "max_output_tokens": 100, "temperature": 0}
     said = json.loads(post(process, "/v1/responses", ask))

@@ -1,9 +1,8 @@
-"""Instructions of a request in the gateway's process, by callgrind; with `--before FOLDER`, beside another checkout's.
+"""Instructions per request in the gateway's process, by callgrind. `--before FOLDER` compares with another checkout.
 
 Times of a noisy machine hide changes of a few per cent; this count does not. Each checkout serves with its own gateway,
 worker and allocator: the gateway alone runs under callgrind, and a request is the mean of many on one connection. The
-demo model answers. Gateways that can log each request are told not to. Two checkouts need the same packages, those of
-this Python.
+demo model answers. Gateways that can log each request do not log here. Both checkouts use this Python's packages.
 
 It needs valgrind and a C compiler, and takes a minute or two a checkout. To compare with a commit:
 
@@ -34,10 +33,10 @@ from report import Goal, add_output_arguments, publish
 ROOT: Final = Path(__file__).resolve().parent.parent
 SIDES: Final = Path(__file__).resolve().parent / "instructions_sides"
 PARTS: Final = ("client", "allocator_service", "gateway_service", "worker_service")
-START_S: Final = 180.0  # under callgrind
-WARM: Final = 30  # requests before those that are counted
+START_S: Final = 180.0  # seconds for the gateway to start under callgrind
+WARM: Final = 30  # requests before the counted ones
 OVER_MAX: Final = 1.02
-# Serves until its standard input ends.
+# A script that serves until its standard input ends.
 STACK: Final = (
     "import sys; from quire.local import LocalStack\n"
     "with LocalStack(sys.argv[1]) as stack: print(stack.worker_address, flush=True); sys.stdin.read()"
@@ -47,7 +46,7 @@ COMPLETION: Final = {"model": "demo", "prompt": "The for statement", "max_tokens
 
 
 def post(path: str, body: object) -> bytes:
-    """Returns a request with a body."""
+    """Returns the bytes of a POST request with a JSON body."""
     text = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
     return f"{head}\r\n\r\n".encode() + text
@@ -78,7 +77,7 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def worker(root: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Serves the demo model by a checkout, and yields the worker's address."""
+    """Serves the demo model with a checkout's code, and yields the worker's address."""
     command = [sys.executable, "-c", STACK, str(root / "models" / "demo")]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -100,7 +99,7 @@ class Counted:
         self._connection = socket.create_connection((host, int(port)), timeout=60)
 
     def ask(self, request: bytes, count: int, is_counted: bool) -> None:
-        """Sends a request so many times, each after the answer before it."""
+        """Sends a request `count` times, each after the previous answer."""
         if is_counted:
             self._tell(signal.SIGUSR1)
         for _ in range(count):
@@ -115,7 +114,7 @@ class Counted:
             raise RuntimeError("the gateway has ended")
 
     def _answer(self) -> None:
-        """Reads one answer to its end, which its length or its last chunk says."""
+        """Reads one answer to its end, which its length or its last chunk marks."""
         read = b""
         while True:
             part = self._connection.recv(65_536)
@@ -129,7 +128,7 @@ class Counted:
 
 
 def count(root: Path, request_count: int) -> dict[str, float]:
-    """Returns the instructions of each request in the gateway of a checkout."""
+    """Returns the number of instructions of each kind of request in a checkout's gateway."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / part) for part in PARTS)}
     environment |= {"PYTHONHASHSEED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0"}
     with ExitStack() as cleanup:
@@ -169,7 +168,7 @@ def wait_ready(gateway: subprocess.Popen[bytes], folder: Path) -> None:
     """Waits until a gateway serves.
 
     Raises:
-        RuntimeError: it has ended, or does not serve in time.
+        RuntimeError: the gateway has ended, or does not serve in time.
     """
     deadline_s = time.monotonic() + START_S
     while not (folder / "ready").exists():

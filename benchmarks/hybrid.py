@@ -6,11 +6,11 @@ groups that knows the future (`hybrid_sides/optimum.py`). `--sides` adds bounds 
 a text was used, or also its turn and length (`hybrid_sides/ages.py`). For the trace it adds the hits with times learned
 from the other samples of its sessions.
 
-Every side has the same bytes, laid out by its own rule. How many is said by the *load*, working set over pool. The
-working set is the bytes in the fullest moment if exactly those blocks are kept that a later prompt can hit. These are
-the blocks of full attention and the tail at which a prompt continues, a window of each windowed layer and one state of
-each other. The blocks of the running request count too. With a load of 2, half of that fits. No pool is so small that
-the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
+Every side has the same bytes, laid out by its own rule. The *load* gives their number: load = working set / pool. The
+working set is the bytes in the fullest moment if exactly the blocks are kept that a later prompt can hit: blocks of
+full attention, and the tail at which a prompt continues (a window of each windowed layer, a state of each other). The
+blocks of the running request count too. With a load of 2, half of that fits. The longest request can run in every
+pool: larger loads are replaced by a single one, in the smallest such pool.
 
 `--random` measures drawn scenarios instead (`hybrid_sides/scenarios.py`): a number draws model, workload and load, a
 row each.
@@ -43,7 +43,7 @@ from report import Goal, add_output_arguments, publish
 LOADS = (0.5, 1.0, 1.5, 2.0, 4.0)
 LOAD_OF_OPTIMUM_GOAL = 1.5
 CHUNK_TOKENS = 2_048
-ROOM_TO_RUN = 1.25  # of the longest request's blocks: pages have padding, and blocks are not full
+ROOM_TO_RUN = 1.25  # times the longest request's blocks: pages have padding, and blocks are not full
 QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
 VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
 AGES, AGES_BY_CLASS = "ages known", "ages and classes known"
@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
 
 def usable_sides(wanted: Sequence[str]) -> list[str]:
     """Returns the requested sides, without vLLM's where it cannot be imported, which is printed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # or it says of each pool how many layers are padding
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # Else vLLM logs for each pool how many layers are padding.
     try:
         import vllm
     except ImportError as error:
@@ -98,7 +98,7 @@ def usable_sides(wanted: Sequence[str]) -> list[str]:
 
 
 def make_side(name: str, shape: Shape, pool_bytes: int, chunk_tokens: int) -> QuireSide | VllmSide:
-    """An empty cache of one side."""
+    """Returns an empty cache of one side."""
     if name in VLLM:
         return VllmSide(shape, pool_bytes, chunk_tokens, name.split()[1])
     if name == FULL:
@@ -142,7 +142,7 @@ def measure(
                 learned = ages.hit_ratio_learned(others, requests, shape, pool_bytes, LEARNED[name]) if others else 0.0
                 row[name] = round(learned, 4) if others else ""
             elif name == FULL and shape.state_bytes:
-                row[name] = ""  # states are no attention
+                row[name] = ""  # States are not attention layers.
             else:
                 side = make_side(name, shape, pool_bytes, chunk_tokens)
                 row[name] = round(sum(map(side.serve, requests)) / reuses.prompt_token_count, 4)
@@ -156,7 +156,7 @@ def measure(
 
 
 def chosen(options: argparse.Namespace, sides: Sequence[str]) -> list[Row]:
-    """The rows of all shapes, workloads and loads that the command line names."""
+    """Returns the rows of all shapes, workloads and loads that the command line names."""
     scale = QUICK_SCALE if options.quick else FULL_SCALE
     shapes = all_shapes()
     rows = []
@@ -179,7 +179,7 @@ def chosen(options: argparse.Namespace, sides: Sequence[str]) -> list[Row]:
 
 
 def drawn(options: argparse.Namespace, sides: Sequence[str]) -> list[Row]:
-    """A row for each of the scenarios that are drawn, but for the longest."""
+    """Returns a row for each drawn scenario, without the longest ones."""
     rows = []
     for number in range(options.random):
         scenario = draw(number, LOADS)
@@ -198,7 +198,8 @@ def drawn(options: argparse.Namespace, sides: Sequence[str]) -> list[Row]:
 
 
 def least(name: str, goal: float, rows: Sequence[Row], baseline: Callable[[Row], float]) -> Goal:
-    """The worst ratio of Quire's hits to others', and where; where those have none, nothing can be worse."""
+    """Returns the worst ratio of Quire's hits to the baseline's, and its place. Rows where the baseline hits nothing do
+    not count."""
     ratios = [(row[QUIRE] / baseline(row), row) for row in rows if baseline(row)]
     if not ratios:
         return Goal(f"{name}: nothing to compare with", None, goal, "higher")
@@ -210,7 +211,7 @@ def least(name: str, goal: float, rows: Sequence[Row], baseline: Callable[[Row],
 
 
 def goals(rows: Sequence[Row], sides: Sequence[str]) -> list[Goal]:
-    """Goals of the measured sides."""
+    """Returns the goals of the measured sides."""
     promised: list[Goal] = []
     if QUIRE not in sides:
         return promised

@@ -1,8 +1,8 @@
 """Instruction counts of the compiled core's operations, by callgrind: the same on every run.
 
 Times of a noisy machine hide changes of a few per cent; this count does not. `--check` compares with the committed
-rows and fails where an operation takes 3 % more or less: a gain is committed too, with `--write`. Rows hold for one
-Python and one C compiler. Under others nothing can be compared, which is said.
+rows and fails where an operation takes 3 % more or less. `--write` commits a gain, too. Rows hold for one Python and
+one C compiler. Under others the script says that it cannot compare.
 
 It needs valgrind and a C compiler: `make instructions`, which compiles the core first.
 """
@@ -30,7 +30,7 @@ COLUMNS: Final = ("operation", "unit", "instructions", "python", "compiler")
 
 
 class Count(NamedTuple):
-    """Instructions of one unit of an operation."""
+    """The number of instructions of one unit of an operation."""
 
     operation: str
     unit: str
@@ -49,19 +49,19 @@ def arguments() -> argparse.Namespace:
 
 
 def compiler() -> str:
-    """The C compiler and its major version."""
+    """Returns the C compiler and its major version."""
     said = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     version = subprocess.run(["cc", "-dumpversion"], capture_output=True, text=True, check=True).stdout.strip()
     return f"{'clang' if 'clang' in said else 'gcc'} {version.split('.')[0]}"
 
 
 def python() -> str:
-    """The Python that runs, as far as its bytecode goes."""
+    """Returns the running Python's version without its patch number."""
     return ".".join(platform.python_version_tuple()[:2])
 
 
 def count() -> list[Count]:
-    """Runs everything once under callgrind."""
+    """Runs all operations once under callgrind."""
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         library = f"{folder}/counter.so"
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, str(SIDES / "counter.c")], check=True)
@@ -88,7 +88,7 @@ def count() -> list[Count]:
 
 
 def committed() -> dict[str, float]:
-    """Counts of this Python and this compiler, by operation."""
+    """Returns the committed counts for this Python and this compiler, by operation."""
     with COMMITTED.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if (row["python"], row["compiler"]) == (python(), compiler())]
     return {row["operation"]: float(row["instructions"]) for row in rows}
@@ -103,7 +103,7 @@ def write(counts: list[Count]) -> None:
 
 
 def main() -> None:
-    """Counts, and prints, writes or checks the result."""
+    """Counts the instructions, and prints, writes or checks them."""
     options = arguments()
     if shutil.which("valgrind") is None or shutil.which("cc") is None:
         sys.exit("not run: valgrind or a C compiler is not installed")

@@ -1,18 +1,18 @@
 """Errors of attention against float64, by dtype: the Triton kernels, and the worker's path on a CPU.
 
 Kernels run on a GPU where there is one, else in Triton's interpreter on the CPU. The interpreter multiplies half
-precision as float32, and cuts bfloat16 off where a GPU rounds; a GPU also rounds the weights of the second product. So
-a GPU's errors may differ both ways.
+precision in float32, and truncates to bfloat16 where a GPU rounds. A GPU also rounds the weights of the second product.
+So a GPU's errors may be larger or smaller.
 
-    attention     of normal numbers against float64 on the same, rounded, queries and cache: what the kernel adds
-    fp8 cache     the same against the bytes that are in the cache, and against what was quantised: what fp8 costs
-    append        what an fp8 cache holds times its scale, against what was appended; fp8 is e4m3 or e5m2
-    on the CPU    the worker's path there, where there is no GPU; it gives no lse
-    sample        how far the number that drew a token lies outside the token's share of the probability; 0: inside
+    attention     normal random numbers, against float64 on the same rounded queries and cache: the kernel's error
+    fp8 cache     the same, against the bytes in the cache, and against the numbers before rounding: the error of fp8
+    append        the contents of an fp8 cache times its scale, against the appended numbers; fp8 is e4m3 or e5m2
+    on the CPU    the worker's path without a GPU, which returns no lse
+    sample        distance of the number that drew a token from the token's interval in [0, 1); 0 is inside
 
-`max_abs` is the largest error, `relative_rms` the root mean square of errors over that of the right results, lse is in
-base 2. Tests allow an error of `tolerance` times 1 + |right result| (`quire_kernels/shared/reference.py`);
-`of_tolerance` is the largest share of it.
+`max_abs` is the largest error. `relative_rms` is the root mean square of the errors, divided by that of the expected
+results. lse is in base 2. Tests allow an error of `tolerance` times 1 + |expected result|
+(`quire_kernels/shared/reference.py`); `of_tolerance` is the largest share of that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Must be set before the first kernel is imported.
 
 from quire.types import GroupKind, GroupSpec  # noqa: E402
 from quire_kernels import (  # noqa: E402
@@ -63,7 +63,7 @@ from report import add_output_arguments, publish  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 17, 400)
-NEW = (1, 17, 24)  # queries of each in prefill
+NEW = (1, 17, 24)  # prefill queries of each sequence
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 128, 16
 MLA_HEADS, CKV_DIM, KPE_DIM = 4, 512, 64
 VOCABULARY = 5000
@@ -75,7 +75,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The errors of one operation; the top of the file explains them."""
+    """The errors of one operation; the module's docstring explains them."""
 
     operation: str
     dtype: str
@@ -87,7 +87,7 @@ class Errors:
     of_tolerance: float | None = None
 
     def row(self) -> dict[str, object]:
-        """Returns the published row: rounded where the next run may differ."""
+        """Returns the published row. Values that differ from run to run are rounded."""
         numbers = {
             name: "" if value is None else float(f"{value:.2g}")
             for name in ("max_abs", "relative_rms", "lse_max_abs", "tolerance", "of_tolerance")
@@ -107,7 +107,7 @@ def errors(
     against: str = "float64",
     tolerance: float | None = None,
 ) -> Errors:
-    """Returns the errors of outputs and of their log-sum-exp."""
+    """Returns the errors of outputs and of their log-sum-exp (lse)."""
     error, lse = (actual[0].double() - expected[0]).abs(), (actual[1].double() - expected[1]).abs()
     rms = float(error.square().mean().sqrt() / expected[0].square().mean().sqrt())
     share = None if tolerance is None else float((error / (1 + expected[0].abs())).max()) / tolerance
@@ -121,7 +121,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 @dataclass(eq=False)
 class Scene:
-    """Requests of `LENGTHS`, their pages in a random order."""
+    """Requests of `LENGTHS`, with pages in a random order."""
 
     dtype: torch.dtype
     table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False)
@@ -138,14 +138,14 @@ class Scene:
         return torch.randn(tokens, HEADS, HEAD_DIM, device=DEVICE).to(self.dtype)
 
     def decode(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
-        """Computes decode by the wrapper."""
+        """Computes decode with the wrapper."""
         wrapper = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
         heads = (HEADS, KV_HEADS, HEAD_DIM)
         wrapper.plan(*self.table, *heads, PAGE_SIZE, q_data_type=q.dtype, kv_data_type=cache.dtype)
         return pair(wrapper.run(q, cache, return_lse=True, **scales))
 
     def prefill(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
-        """Computes causal prefill by the wrapper."""
+        """Computes causal prefill with the wrapper."""
         wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
         sizes = (HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
         wrapper.plan(starts(NEW), *self.table, *sizes, causal=True, q_data_type=q.dtype, kv_data_type=cache.dtype)
@@ -162,17 +162,17 @@ class Scene:
 
 
 def index(values: Any) -> torch.Tensor:
-    """int32, on the device."""
+    """Returns the values as int32 on the device."""
     return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
 
 
 def starts(counts: Any) -> torch.Tensor:
-    """int32 `[counts + 1]`, from 0."""
+    """Returns the running sums of `counts`, int32 `[counts + 1]`, starting at 0."""
     return index([0, *counts]).cumsum(0, dtype=torch.int32)
 
 
 def pair(result: Any) -> Result:
-    """Returns the result of `run` with `return_lse`."""
+    """Returns outputs and lse from the result of `run(..., return_lse=True)`."""
     assert isinstance(result, tuple)
     return result
 
@@ -183,7 +183,7 @@ def scale_of(fp8: torch.dtype) -> torch.Tensor:
 
 
 def paged(dtype: torch.dtype) -> Iterator[Errors]:
-    """Decode and prefill, on a cache of the queries' dtype and on one of each format of fp8."""
+    """Yields errors of decode and prefill, with a cache in the queries' dtype and in each fp8 format."""
     scene, options = Scene(dtype), AttentionOptions(HEAD_DIM**-0.5)
     tolerance = TOLERANCE[dtype]
     for title, run, reference, tokens in (
@@ -204,7 +204,7 @@ def paged(dtype: torch.dtype) -> Iterator[Errors]:
 
 
 def on_cpu(dtype: torch.dtype) -> Iterator[Errors]:
-    """The worker's path: decode, and chunks of prompts."""
+    """Yields errors of the worker's path on a CPU: decode, and chunks of prompts."""
     scene, scale = Scene(dtype), HEAD_DIM**-0.5
     tables = [pages.tolist() for pages in scene.table[1].split(scene.table[0].diff().tolist())]
     spec = PageSpec(KV_HEADS, HEAD_DIM, PAGE_SIZE, dtype)
@@ -226,7 +226,7 @@ def on_cpu(dtype: torch.dtype) -> Iterator[Errors]:
 
 
 def ragged(dtype: torch.dtype) -> Errors:
-    """Keys one after another, of 192 dims, values of 128."""
+    """Returns errors of prefill without pages: contiguous keys of 192 dims, values of 128."""
     q, k, v = (
         torch.randn(sum(counts), KV_HEADS, dim, device=DEVICE).to(dtype)
         for counts, dim in ((NEW, 192), (LENGTHS, 192), (LENGTHS, 128))
@@ -240,7 +240,7 @@ def ragged(dtype: torch.dtype) -> Errors:
 
 
 def latent(dtype: torch.dtype, new: tuple[int, ...], title: str) -> Errors:
-    """Latent attention over pages."""
+    """Returns errors of latent attention over pages."""
     scene = Scene(dtype)
     pages, scale = scene.pages.shape[0], (CKV_DIM + KPE_DIM) ** -0.5
     ckv, kpe = (torch.randn(pages, PAGE_SIZE, dim, device=DEVICE).to(dtype) for dim in (CKV_DIM, KPE_DIM))
@@ -255,7 +255,7 @@ def latent(dtype: torch.dtype, new: tuple[int, ...], title: str) -> Errors:
 
 
 def merged(dtype: torch.dtype) -> Errors:
-    """Merges five states and returns the errors."""
+    """Merges five attention states and returns the errors."""
     v = torch.randn(64, 5, HEADS, HEAD_DIM, device=DEVICE).to(dtype)
     s = 5 * torch.randn(64, 5, HEADS, device=DEVICE)
     right, lse = merge_states_reference(v.double(), s)
@@ -264,7 +264,7 @@ def merged(dtype: torch.dtype) -> Errors:
 
 
 def quantised(dtype: torch.dtype) -> Iterator[Errors]:
-    """Yields errors of the read-back values, times the scale."""
+    """Yields errors of values read back from an fp8 cache, times the scale."""
     tokens = torch.randn(2, 64, KV_HEADS, HEAD_DIM, device=DEVICE).to(dtype)
     table = (index(range(4)), starts([4]), index([PAGE_SIZE]))
     requests, positions = index([0] * 64), index(range(64))
@@ -279,7 +279,7 @@ def quantised(dtype: torch.dtype) -> Iterator[Errors]:
 
 
 def drawn(dtype: torch.dtype) -> Errors:
-    """Returns how far the numbers that drew tokens are outside the tokens' shares of [0, 1)."""
+    """Returns how far the numbers that drew tokens lie outside the tokens' intervals in [0, 1)."""
     rows = 4
     logits = (3 * torch.randn(rows, VOCABULARY, device=DEVICE)).to(dtype)
     uniform = torch.rand(rows, device=DEVICE)

@@ -1,12 +1,12 @@
 """Speed of attention over pages.
 
 On a CPU: the worker's path against gathering each sequence, padding the batch, and flex attention, all in one run
-(`kernel_sides/cpu.py`); the ratio is the best of them over the worker's, above 1 the worker is faster. Flex attention
-packed by hand is shown beside them.
+(`kernel_sides/cpu.py`). The ratio is the best peer's time divided by the worker's: above 1 the worker is faster.
+Flex attention with packed heads is shown beside them.
 
-On a CUDA GPU: the Triton kernels, as a share of a copy and of a matrix product measured in the same run, against vLLM's
-Triton kernels where they can be imported, SDPA and flex attention (`kernel_sides/gpu.py`). It starts no case after
-`--budget-s`, so that a run takes less than 8 minutes; progress is on stderr.
+On a CUDA GPU: the Triton kernels against vLLM's Triton kernels (where they can be imported), SDPA and flex attention,
+as shares of a copy and a matrix product in the same run (`kernel_sides/gpu.py`). No case starts after `--budget-s`, so
+that a run takes less than 8 minutes. Progress is on stderr.
 
 The GPU is measured where there is one, else the CPU; `--parts cpu gpu` measures both. `--json` prints one object.
 """
@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure_cpu(options: argparse.Namespace) -> Part:
-    """A row and a goal per case."""
+    """Returns a row and a goal per case."""
     from kernel_sides import cpu
 
     torch.set_num_threads(options.threads)
@@ -66,7 +66,7 @@ def measure_cpu(options: argparse.Namespace) -> Part:
 
 
 def measure_gpu(options: argparse.Namespace) -> Part:
-    """A row per case, and the goals over all of them."""
+    """Returns a row per case, and the goals over all cases."""
     from kernel_sides import gpu, gpu_goals
 
     cases = list(gpu_cases.cases(options.works, options.shapes, options.batches, options.contexts, options.page_sizes))
@@ -88,7 +88,7 @@ def measure_gpu(options: argparse.Namespace) -> Part:
 
 
 def accelerator() -> str:
-    """Returns the GPU and the compiler for it."""
+    """Returns the GPU and the compiler of its kernels."""
     import triton
 
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"

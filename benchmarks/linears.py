@@ -1,8 +1,8 @@
-"""Speed of matrix products with packed weights on a CPU: Quire's kernel, torch's own linear layer, and oneDNN's.
+"""Speed of matrix products with packed weights on a CPU: Quire's kernel, torch's linear layer, and oneDNN.
 
-oneDNN's weights are packed once as well (`torch.ops.mkldnn._reorder_linear_weight`, for the number of rows that is
-measured), which torch does only inside its compiler. The shapes are those of the two models of `serving.py`. One
-thread of torch, sides in turn, CPU time of the thread, medians; every result is compared with float64 first.
+oneDNN's weights are packed once, too (`torch.ops.mkldnn._reorder_linear_weight`, for the measured number of rows);
+torch itself does this only inside its compiler. The shapes are those of the two models of `serving.py`. The sides take
+turns on one thread of torch; rows have medians of the thread's CPU time. Each result is first compared with float64.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from quire_cpu.library import Library, load
 from quire_cpu.ops import PackedLinear
 from report import Goal, add_output_arguments, publish
 
-# Outputs and inputs: q/k/v, gate and up, down, and the vocabulary, of 32 M parameters and of the demo model.
+# (outputs, inputs) of the matrices q/k/v, gate and up, down, and the vocabulary: a model of 32 M parameters, then the
+# demo model.
 SHAPES = ((1024, 512), (2816, 512), (512, 1408), (8192, 512), (512, 256), (256, 256), (2048, 256))
 ROWS = (1, 4, 32, 512)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-ROUNDS_S = 0.2  # of a shape, at least
+ROUNDS_S = 0.2  # least time for a shape
 Side = Callable[[], torch.Tensor]
 
 
@@ -37,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 def sides_of(library: Library, weight: torch.Tensor, x: torch.Tensor) -> dict[str, Side]:
-    """Returns the sides that compute x @ weight^T."""
+    """Returns the sides, which compute x @ weight^T."""
     packed, ops = PackedLinear(library, [weight]), torch.ops.mkldnn
     reordered = ops._reorder_linear_weight(weight, x.shape[0])
     return {
@@ -49,7 +50,7 @@ def sides_of(library: Library, weight: torch.Tensor, x: torch.Tensor) -> dict[st
 
 @torch.inference_mode()
 def measure(library: Library, shape: tuple[int, int], rows: int, dtype: torch.dtype, repeat: int) -> dict[str, Any]:
-    """One row: microseconds of every side, and the best peer's over Quire's."""
+    """Returns one row: the microseconds of every side, and the best peer's divided by Quire's."""
     torch.manual_seed(0)
     outputs, inputs = shape
     weight, x = torch.randn(outputs, inputs).to(dtype) / inputs**0.5, torch.randn(rows, inputs).to(dtype)

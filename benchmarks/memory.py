@@ -1,12 +1,12 @@
-"""Wasted memory of the KV cache, and the number of sequences of hybrid models that fit into it.
+"""Wasted memory of the KV cache, and how many sequences of hybrid models fit into it.
 
-Waste is slots that are allocated and not written, or padding, over all that are allocated, in every turn of a worker
-that serves a trace of requests: its scheduler and the allocator's pool, with the room that samples are given ahead.
-Beside it, the same requests at the same moments with a contiguous reservation of the longest sequence for each.
+Waste is the share of allocated slots that are unwritten or padding, in every turn of a worker that serves a trace of
+requests. The worker's scheduler and the allocator's pool take part, with the room ahead of samples. A second figure
+has the same requests at the same moments, each with a contiguous reservation of the longest sequence.
 
-Hybrid models have their pages by the planner, and the pool is filled until a sequence is refused; beside it, every
-layer is full attention and keeps every token, those of states, too. The worker's own tensors for these shapes are
-compared with the plan, byte by byte.
+The planner lays out the pages of hybrid models, and sequences fill the pool until one is refused. The comparison
+treats every layer, those with states too, as full attention that keeps every token. The worker's own tensors for these
+shapes are compared with the plan, byte by byte.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
 
 
 def waste_row(requests: Sequence[TraceRequest], *, block_size: int, running_max: int) -> dict[str, object]:
-    """Serves the trace once. Shares are of all turns, and of the worst turn with at least half of the samples
+    """Serves the trace once. Returns shares over all turns, and in the worst turn with at least half of the samples
     running."""
     longest = max(request.input_length + request.output_length for request in requests)
     block_count = 16_000 * running_max // block_size + longest // block_size
@@ -69,7 +69,7 @@ def waste_row(requests: Sequence[TraceRequest], *, block_size: int, running_max:
 
 
 def hybrid_row(shape: Shape, memory_bytes: int, token_count: int) -> dict[str, object]:
-    """Fills a pool with sequences of one length."""
+    """Fills a pool with sequences of one length; returns how many fit."""
     layout = plan_layout(shape.layers)
     found = fitting(shape, layout, memory_bytes, token_count)
     return {
@@ -86,7 +86,7 @@ def hybrid_row(shape: Shape, memory_bytes: int, token_count: int) -> dict[str, o
 
 
 def tensor_row(shape: Shape) -> tuple[dict[str, object], Goal]:
-    """Compares the worker's tensors with the plan."""
+    """Compares the worker's tensors with the plan; returns a row and a goal."""
     name = f"bytes of {shape.name}'s tensors beside the plan's, difference"
     row: dict[str, object] = {"part": "tensors", "case": shape.name, "length": TENSOR_BLOCKS}
     found = tensors(shape, TENSOR_BLOCKS)

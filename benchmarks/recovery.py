@@ -1,16 +1,16 @@
-"""Outage of an owner after kill -9 of its allocator: time to the first new grant.
+"""Outage of an owner after kill -9 of its allocator: the time until the first new grant.
 
-A pool is filled with prompts of 2,048 blocks, all published, half of them still held. The allocator is killed, a new
-process is started at once, as a supervisor would, and the owner asks for another block. The parts are
+A pool is filled with prompts of 2,048 blocks, all published, half of them still held. The script kills the allocator,
+starts a new process at once, as a supervisor would, and asks for another block. The parts of the outage are
 
-    process   from the kill until the new one serves
-    attach    until the owner is asked for a report
-    build     the report is put together
-    send      until the last chunk has left; the allocator stages chunks meanwhile
-    swap      until the pool is in force
-    grant     until the block is there
+    process   from the kill until the new process serves
+    attach    until the allocator asks the owner for a report
+    build     until the owner has built the report
+    send      until the owner has sent the last chunk; the allocator stages chunks meanwhile
+    swap      until the rebuilt pool is in force
+    grant     until the block is granted
 
-and, for many pools at once, until the last of them has its block. `make bench` measures the compiled core.
+With many pools at once, the outage ends when the last pool has its block. `make bench` measures the compiled core.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from report import Goal, add_output_arguments, core_build, publish
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 2_048
-PROMPTS_PER_STEP = 8  # 512 KiB of digests
+PROMPTS_PER_STEP = 8  # Their digests take 512 KiB.
 START_S = 60.0
 BUILD = core_build()
 PARTS = ("process", "attach", "build", "send", "swap", "grant")
@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Supervisor:
-    """One allocator process after another on the same port."""
+    """Starts one allocator process after another on the same port."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -70,7 +70,7 @@ class Supervisor:
         self.address = "127.0.0.1:0"
 
     async def start(self) -> None:
-        """A new and empty process; returns when it serves."""
+        """Starts a new, empty process; returns when it serves."""
         folder = self._folder / str(next(self._numbers))
         folder.mkdir()
         command = ["--listen", self.address, "--metrics", "127.0.0.1:0", "--log-format", "json"]
@@ -83,13 +83,13 @@ class Supervisor:
         self.address = self.server.address
 
     def kill(self) -> None:
-        """kill -9, and nothing before it."""
+        """Kills the process with SIGKILL, without any other signal before."""
         self.server.process.send_signal(signal.SIGKILL)
         self.server.process.wait()
 
 
 class Watched(PoolOwner):
-    """Notes the times of the steps to a new session."""
+    """A session's machine that notes when each part of the recovery ends."""
 
     def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
         super().__init__(pool, spec, incarnation=incarnation, window=window)
@@ -97,11 +97,11 @@ class Watched(PoolOwner):
         self.outbox = Outbox(self)
 
     def note(self, part: str) -> None:
-        """The part is over."""
+        """Notes that a part is over."""
         self.times[part] = time.perf_counter()
 
     def receive(self, reply: packed.SessionReply) -> Answer | None:
-        """Takes the times of attaching, building and opening from the answers."""
+        """Notes the ends of attaching, building and opening from the replies."""
         kind = reply.WhichOneof("message")
         if kind == "report_required":
             self.note("attach")
@@ -114,7 +114,7 @@ class Watched(PoolOwner):
 
 
 class Outbox(deque[packed.SessionRequest]):
-    """Notes when the end of a report leaves."""
+    """An outgoing queue that notes when the end of a report leaves."""
 
     def __init__(self, owner: Watched) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Owner:
         session._owner = self.watched
 
     async def fill(self) -> None:
-        """Prompts until every block is published; every other one is let go of."""
+        """Admits prompts until every block is published, and frees every other prompt."""
         left = self.block_count - 1
         while left:
             step, held = StepBuilder(), list[tuple[int, int, bytes]]()
@@ -160,7 +160,7 @@ class Owner:
             await self.session.step(step)
 
     async def next_block(self) -> None:
-        """One more block, which is given back later."""
+        """Asks for one more block, which is given back later."""
         step, sequence_id = StepBuilder(), next(self._ids)
         step.allocate(sequence_id, 1)
         (grown,) = (await self.session.step(step)).grows
@@ -176,7 +176,7 @@ class Owner:
 
 @contextlib.asynccontextmanager
 async def owners(supervisor: Supervisor, pools: int, block_count: int) -> AsyncIterator[list[Owner]]:
-    """Opens this many full pools."""
+    """Opens `pools` sessions with full pools."""
     spec = PoolSpec.full_attention(block_count=block_count, block_size=BLOCK_TOKENS)
     async with contextlib.AsyncExitStack() as stack:
         found = []
@@ -194,7 +194,7 @@ async def owners(supervisor: Supervisor, pools: int, block_count: int) -> AsyncI
 
 
 async def recover(supervisor: Supervisor, pools: list[Owner]) -> tuple[float, dict[str, float]]:
-    """Kills the allocator once; returns seconds to the last pool's grant, and the parts of the slowest pool."""
+    """Kills the allocator once; returns the seconds to the last pool's grant, and the parts of the slowest pool."""
     for owner in pools:
         owner.watched.times.clear()
     killed = time.perf_counter()

@@ -1,20 +1,19 @@
-"""Cost of an allocator in another process for a worker: tokens a second against the same core in process.
+"""Cost of an allocator in another process: a worker's tokens a second, beside those with the same core in process.
 
-Both sides are the worker's own engine on the demo model, with one thread of torch, in this process; they get the same
-prompts, new in every round. One has its blocks from an allocator process on another CPU, the other from the same state
-machines and the same core (`quire.session.owner`, `quire_allocator.session.machine`) by plain function calls. The
-smaller the model, the more the allocator weighs.
+Both sides are the worker's own engine on the demo model, with one thread of torch, in this process. They get the same
+prompts, new in every round. One side gets its blocks from an allocator process on another CPU. The other side calls the
+same state machines and the same core in process (`quire.session.owner`, `quire_allocator.session.machine`). The smaller
+the model, the larger the allocator's share.
 
-The sides take turns of their engines, one each, some 20 ms: a machine that others use changes its speed by 6 % from one
-moment to the next, however long the moments are, so only their number helps. While one side computes, the other sends
-only heartbeats: a turn ends when its questions to the allocator are answered, even where the engine would not have
-waited. Both compute on one thread: of two threads with heaps of their own, one may be faster by 7 %, whichever side
-uses it. Both sides are made anew several times. The printed ratio, and the one beside the other process's rate, is the
-median over rounds; each round is a pair.
+The two engines alternate after each turn of about 20 ms. A shared machine changes its speed by 6 % from one moment to
+the next, however long the moments are, so only many moments help. While one side computes, the other sends only
+heartbeats: a turn ends when its questions to the allocator are answered, even if the engine would not have waited. Both
+sides compute on the same thread, because one of two threads with separate heaps may be faster by 7 %. Both sides are
+created again several times. The printed ratio is the median of the rounds' ratios; each round runs both sides.
 
-The share of time spent waiting for the allocator comes from `quire_worker_allocator_wait_seconds_total`, in longer
-rounds of one side alone, which ends a turn when the engine does. All requests of a round come at once, when there is
-nothing to compute meanwhile.
+The share of time spent waiting for the allocator comes from `quire_worker_allocator_wait_seconds_total`. It is measured
+in longer rounds of one side alone, whose turns end when the engine ends them. All requests of a round arrive at once,
+when the engine has nothing to compute meanwhile.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def arguments() -> argparse.Namespace:
 
 
 class DirectSession:
-    """Replaces `AsyncSession` for an engine, with the allocator's machine at the other end of a function call."""
+    """Replaces `AsyncSession` for an engine: steps call the allocator's state machine directly."""
 
     connected = True
 
@@ -90,7 +89,7 @@ class DirectSession:
         return await (await self.submit(operations))
 
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
-        """Applies a step; the future is done."""
+        """Applies a step; returns a future that is done."""
         answer = asyncio.get_running_loop().create_future()
         answer.set_result(self._pool.step(operations))
         return answer
@@ -100,7 +99,7 @@ class DirectSession:
 
 
 class Answers:
-    """A session, and whether all that it was asked is answered."""
+    """A session that knows whether all its steps are answered."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -109,7 +108,7 @@ class Answers:
 
     @property
     def connected(self) -> bool:
-        """Whether the session is."""
+        """Returns whether the session is connected."""
         return bool(self._session.connected)
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
@@ -141,11 +140,11 @@ class Side:
 
     @property
     def is_done(self) -> bool:
-        """Whether every token of the round is there."""
+        """Returns whether the round's tokens are complete."""
         return not self._left
 
     def begin(self, prompts: list[list[int]], output_tokens: int) -> None:
-        """A round of these prompts, all at once."""
+        """Starts a round with all of these prompts at once."""
         sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
         telemetry = self._engine.telemetry
         self._taken_s, self._waited_s, self._turns_s = 0.0, telemetry.allocator_wait_s, telemetry.step_seconds.sum
@@ -155,7 +154,7 @@ class Side:
         self._left = self._tokens = len(prompts) * output_tokens
 
     async def turn(self, *, until_answered: bool) -> None:
-        """One turn of the engine."""
+        """Runs one turn of the engine."""
         started = time.perf_counter()
         await self._engine.step()
         if until_answered:
@@ -169,7 +168,7 @@ class Side:
                 self._left -= len(delivery.token_ids)
 
     async def end(self) -> Round:
-        """Frees everything; returns the round's result."""
+        """Frees all sequences; returns the round's result."""
         telemetry = self._engine.telemetry
         waiting = (telemetry.allocator_wait_s - self._waited_s) / (telemetry.step_seconds.sum - self._turns_s)
         for request in self._requests:
@@ -182,7 +181,7 @@ class Side:
 
 @asynccontextmanager
 async def side(model: PagedModel, session: Any, tokenizer: Tokenizer, lane: Lane) -> AsyncIterator[Side]:
-    """An engine on that session and that lane."""
+    """Yields a side: an engine with this session and this lane."""
     answers: Any = Answers(session)
     cache = KVCache(model.cache_spec, BLOCKS)
     engine = Engine(
@@ -208,11 +207,11 @@ async def side(model: PagedModel, session: Any, tokenizer: Tokenizer, lane: Lane
         engine.close()
 
 
-Rounds = dict[str, list[Round]]  # by side
+Rounds = dict[str, list[Round]]  # side -> its rounds
 
 
 async def together(sides: dict[str, Side], prompts: list[list[int]], output_tokens: int) -> dict[str, Round]:
-    """Runs a round of both sides, in turns; the first side changes from turn to turn."""
+    """Runs a round of both sides, turn by turn. The side that goes first alternates."""
     for each in sides.values():
         each.begin(prompts, output_tokens)
     order = list(sides.values())
@@ -225,7 +224,7 @@ async def together(sides: dict[str, Side], prompts: list[list[int]], output_toke
 
 
 async def alone(each: Side, prompts: list[list[int]], output_tokens: int) -> Round:
-    """A round of one side."""
+    """Runs a round of one side."""
     each.begin(prompts, output_tokens)
     while not each.is_done:
         await each.turn(until_answered=False)
@@ -233,8 +232,8 @@ async def alone(each: Side, prompts: list[list[int]], output_tokens: int) -> Rou
 
 
 async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Rounds]:
-    """Runs the rounds of both sides together and the long ones of each alone; the order of making and beginning
-    changes."""
+    """Runs the rounds of both sides together, and the long rounds of each alone. The order in which the sides are made
+    and begin alternates."""
     torch.set_num_threads(1)
     model = load_model(options.model, block_size=BLOCK_SIZE)
     tokenizer = Tokenizer(options.model)
@@ -251,7 +250,7 @@ async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Ro
         async with made(model, tokenizer, address, is_remote_first=bool(making % 2)) as sides:
             gc.collect()
             gc.freeze()
-            await together(sides, prompts(), options.output_tokens)  # for warming up
+            await together(sides, prompts(), options.output_tokens)  # The first round is a warm-up.
             for _ in range(options.repeat):
                 for name, its in (await together(sides, prompts(), options.output_tokens)).items():
                     short[name].append(its)
@@ -265,7 +264,7 @@ async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Ro
 async def made(
     model: PagedModel, tokenizer: Tokenizer, address: str, *, is_remote_first: bool
 ) -> AsyncIterator[dict[str, Side]]:
-    """Both sides, with caches of their own, and one thread for both."""
+    """Yields both sides, each with its own cache, on one thread."""
     spec = PoolSpec.full_attention(block_count=BLOCKS, block_size=BLOCK_SIZE)
     lane = Lane("model")
     async with AsyncAllocator(address) as client, contextlib.AsyncExitStack() as stack:

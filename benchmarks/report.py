@@ -1,4 +1,4 @@
-"""The report of every benchmark: rows, goals, the commit and the machine; as a table, JSON or CSV."""
+"""The report of every benchmark, as a table, JSON or CSV: rows, goals, the commit and the machine."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure that was promised; unmet ones are reported like any other."""
+    """A goal for a figure. Unmet goals are reported like met ones."""
 
-    name: str  # with the reason, if there is no value
+    name: str  # ends with the reason if `value` is None
     value: float | None
     goal: float
     better: str  # "higher" or "lower"
 
     @property
     def is_met(self) -> bool:
-        """Whether there is a value, on the right side of the goal."""
+        """Returns whether the value reaches the goal; False without a value."""
         if self.value is None:
             return False
         return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that every benchmark has: where its rows go."""
+    """Adds the options that every benchmark has: where its rows go."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--csv", help="write the rows to this file; those of other commits leave it")
 
 
 def core_build() -> str:
-    """Returns which core of the allocator is measured: "compiled", as it is shipped, or "interpreted"."""
-    from quire_allocator.core import pool  # not every benchmark needs it
+    """Returns which core of the allocator is measured: "compiled", as shipped, or "interpreted"."""
+    from quire_allocator.core import pool  # Not every benchmark needs the allocator.
 
     return "interpreted" if str(pool.__file__).endswith(".py") else "compiled"
 
 
 def commit() -> str:
-    """The commit that is measured; ends with + where the working tree differs from it in more than its results."""
+    """Returns the measured commit. It ends with + if the working tree differs from it in more than results."""
     root = Path(__file__).parent.parent
 
     def git(*arguments: str) -> str:
@@ -56,7 +56,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Processor and number of usable cores."""
+    """Returns the processor and the number of usable cores."""
     model = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
@@ -67,7 +67,7 @@ def machine() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of the same columns, with a table and a file of their own."""
+    """Rows with the same columns, printed as one table and written to one file."""
 
     title: str
     rows: Sequence[dict[str, object]]
@@ -83,7 +83,7 @@ def publish(
 
 
 def publish_parts(parts: Sequence[Part], *, as_json: bool, accelerator: str = "") -> None:
-    """Prints a table per part, or all of them as one JSON object, and writes each to its CSV file if it names one."""
+    """Prints a table per part, or all parts as one JSON object. Writes each part to its CSV file, if it names one."""
     where = f"{machine()}, {accelerator}" if accelerator else machine()
     origin = {"commit": commit(), "machine": where, "command": " ".join(["python", *sys.argv])}
     for part in parts:
@@ -99,7 +99,7 @@ def publish_parts(parts: Sequence[Part], *, as_json: bool, accelerator: str = ""
 
 
 def _print_table(part: Part, caption: str) -> None:
-    from rich.console import Console  # nothing else here needs more than Python
+    from rich.console import Console  # The only import that is not part of Python.
     from rich.table import Table
 
     table = Table(title=part.title, caption=caption)
@@ -116,7 +116,7 @@ def _print_table(part: Part, caption: str) -> None:
 
 
 def _write(file: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Adds rows to those of the same commit, and drops those of others: a file holds the rows of one commit."""
+    """Adds rows to those of the same commit, and drops rows of other commits: a file has the rows of one commit."""
     file.parent.mkdir(parents=True, exist_ok=True)
     before: list[dict[str, str]] = []
     if file.exists():

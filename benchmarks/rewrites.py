@@ -1,11 +1,12 @@
 """Time of each part of a forward pass on a CPU, and the gain of each rewrite of the model.
 
-Every row has one more rewrite (`quire_worker.model.rewrites`) than the row before; the first is plain torch under
-transformers' modules, the second has the kernels for attention alone. All are loaded in one process and run in turn: 32
-sequences of 160 tokens that decode, one such sequence, and four prompts of 128 tokens. Times are of the thread that
-computes (CPU time), medians, one thread of torch. `linear_ms` and `attention_ms` are parts of the decode pass of 32:
-matrix products, and attention with its append. `rest_ms` is the rest: norms, rotary embedding, activations, Python.
-They are empty where all layers run in one call, which is not looked into.
+Every row has one more rewrite (`quire_worker.model.rewrites`) than the previous row. The first row is plain torch under
+transformers' modules, the second adds only the kernels for attention. All models are loaded in one process and run in
+turn on three batches: decode of 32 sequences of 160 tokens, decode of one such sequence, and four prompts of 128
+tokens. Times are medians of the CPU time of the computing thread, with one thread of torch. `linear_ms` and
+`attention_ms` are parts of the decode pass of 32: matrix products, and attention with its append. `rest_ms` is the
+rest: norms, rotary embedding, activations, Python. These columns are empty if all layers run in one call, which is not
+probed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from report import add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
 TORCH, KERNELS = "plain torch", "attention kernels"
-# In the order in which the rows add them.
+# Each row adds the next one.
 REWRITES = ("NormRewrite", "LinearRewrite", "TiedHead", "GatedMlpRewrite", "AttentionRewrite", "DecoderLayerRewrite",
             "DecoderRewrite", "TextModelRewrite")  # fmt: skip
 BLOCK_SIZE, CONTEXT, SEQUENCES, PROMPTS, PROMPT_TOKENS = 16, 160, 32, 4, 128
@@ -55,7 +56,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Side:
-    """A model with some of the rewrites, and its batches."""
+    """A model with some of the rewrites, and the batches to run."""
 
     def __init__(self, name: str, folder: Path, dtype: str) -> None:
         wanted = set(REWRITES[: REWRITES.index(name) + 1]) if name in REWRITES else set[str]()
@@ -81,7 +82,7 @@ class Side:
         self.batches = {name: build_batch(chunks, groups=groups) for name, chunks in batches.items()}
 
     def run_ms(self, batch: str) -> float:
-        """CPU time of this thread for one pass."""
+        """Returns the CPU milliseconds of this thread for one pass."""
         started = time.thread_time()
         self.model.forward(self.batches[batch], self.cache)
         return 1e3 * (time.thread_time() - started)
@@ -89,7 +90,7 @@ class Side:
 
 @contextmanager
 def timed(spent: dict[str, float]) -> Iterator[None]:
-    """Adds up the milliseconds of matrix products and of attention."""
+    """Adds the milliseconds of matrix products and of attention to `spent`."""
 
     def timing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -109,7 +110,7 @@ def timed(spent: dict[str, float]) -> Iterator[None]:
 
 
 def measure(name: str, folder: Path, dtype: str, repeat: int) -> list[Row]:
-    """A row for each side."""
+    """Returns a row for each side."""
     sides = {side: Side(side, folder, dtype) for side in (TORCH, KERNELS, *REWRITES)}
     times: dict[tuple[str, str], list[float]] = {}
     parts: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
@@ -129,7 +130,7 @@ def measure(name: str, folder: Path, dtype: str, repeat: int) -> list[Row]:
             statistics.median(spent[part] for spent in parts[title]) for part in ("linear", "attention", "total")
         )
         medians = {batch: statistics.median(times[title, batch]) for batch in ("decode", "decode_1", "prefill")}
-        is_one_call = attention == 0  # no layer came by
+        is_one_call = attention == 0  # The probed layers were not called.
         rows.append(
             {
                 "model": name,

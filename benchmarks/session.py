@@ -1,14 +1,14 @@
-"""Cost of the session stream over an echo: the same messages' sizes, the same server flavor, the same CPU, in turn.
+"""Cost of the session stream, compared with an echo server that gets messages of the same sizes, in turn.
 
-The allocator and the echo (grpc.aio on uvloop, an answer as long as is asked for) are processes with one CPU (`--cpu`),
-the clients have another; between them is a Unix socket, or TCP (`--transport tcp`). Steps are made beforehand, so that
-the wire and the server are measured; the row "through AsyncSession" has building them and keeping the ledger, too. A
-step of 256 operations is an append for each of 256 sequences, 16 of which take a block.
+The allocator and the echo (grpc.aio on uvloop, like the allocator) are processes on one CPU (`--cpu`). The clients have
+another CPU. A Unix socket connects them, or TCP (`--transport tcp`). Steps are made beforehand, so that only the wire
+and the server are measured. The row "through AsyncSession" also includes building steps and keeping the ledger. A step
+of 256 operations is an append for each of 256 sequences; 16 of them take a block.
 
-CPU is that of a whole process for each message. The handler, from message to reply with the core in it, is measured
-twice: in this process, where nothing else runs in between; and in the server, by its own histogram of steps
-(`quire_allocator_step_seconds`), where gRPC's threads and the kernel have the CPU and its caches between two steps. The
-last rows are the waits of a pool's owner while another owner floods the same allocator. `make bench` measures the
+CPU columns count a whole process for each message. The handler, from message to reply, core included, is measured
+twice. In this process, nothing else runs in between. In the server, its own histogram of steps is read
+(`quire_allocator_step_seconds`): there, gRPC's threads and the kernel use the CPU and its caches between two steps. The
+last rows have the waits of a pool's owner while another owner floods the same allocator. `make bench` measures the
 compiled core.
 """
 
@@ -47,7 +47,7 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 OPERATIONS = 256
 POOL_BLOCKS = 200_000
 PROMPT_BLOCKS = 2_048
-ECHO_SIZE = (32 << 10, 32 << 10)  # beside an admission: its step has 64 kB of digests, its reply 8 kB
+ECHO_SIZE = (32 << 10, 32 << 10)  # for admissions, whose step has 64 kB of digests and whose reply has 8 kB
 STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8
@@ -70,12 +70,12 @@ def arguments() -> argparse.Namespace:
 
 
 class Turn(NamedTuple):
-    """The times of one side for its messages.
+    """One side's times for its messages.
 
     Attributes:
         times: seconds of each round trip.
         wall_s: from the first message to the last answer.
-        server_us, client_us: CPU of either process for each message.
+        server_us, client_us: CPU time of each process per message.
         handler_us: time in the allocator's handler for each message.
     """
 
@@ -118,12 +118,12 @@ class Servers:
 
 
 def _cpu_clock(pid: int) -> int:
-    """The clock of another process' CPU time, as clock_getcpuclockid(3) makes it on Linux."""
+    """Returns the id of the clock of another process's CPU time, as clock_getcpuclockid(3) does on Linux."""
     return (~pid << 3) | 2
 
 
 async def handler_in_process(options: argparse.Namespace) -> float:
-    """CPU microseconds of the handler for a step of 256 appends: the median over the rounds."""
+    """Returns the handler's CPU microseconds for a step of 256 appends: the median over the rounds."""
     handler = Handler()
     owner = Owner(handler, "in-process", POOL_BLOCKS, os.urandom(16))
     await owner.open()
@@ -132,7 +132,7 @@ async def handler_in_process(options: argparse.Namespace) -> float:
 
 
 def handler_seconds(servers: Servers) -> float:
-    """Returns the time of all steps so far in the handler."""
+    """Returns the seconds that all steps so far spent in the handler."""
     url = f"http://{servers.allocator.metrics_address}/metrics"
     with urllib.request.urlopen(url, timeout=START_S) as response:
         families = text_string_to_metric_families(response.read().decode())
@@ -141,7 +141,7 @@ def handler_seconds(servers: Servers) -> float:
 
 
 async def take_turn(streams: Sequence[Stream], requests: Sequence[Sequence[bytes]], clock: int) -> Turn:
-    """Every stream sends its messages, one outstanding, all streams at once."""
+    """Runs all streams at once. Each sends its messages one by one, waiting for each answer."""
     server_ns, client_ns, started = time.clock_gettime_ns(clock), time.process_time_ns(), time.perf_counter()
     rounds = zip(streams, requests, strict=True)
     times = await asyncio.gather(*(stream.round_trips(messages) for stream, messages in rounds))
@@ -173,23 +173,24 @@ async def compare(
     *,
     size: tuple[int, int] | None = None,
 ) -> tuple[list[Turn], list[Turn]]:
-    """Runs turns of the echo and of the allocator; `make` returns a function that makes an owner's messages for one
-    turn. The echo's messages and answers are as long as these, or of the `size` that is given; each is its own memory,
-    as a step is."""
+    """Runs turns of the echo and of the allocator. `make` returns a function that makes an owner's messages for one
+    turn. The echo's messages and answers have the same lengths, or those in `size`. Each message has its own memory,
+    like a step."""
     async with connected(servers, count, name) as (echoes, owners):
         makers, streams = [make(owner) for owner in owners], [owner.stream for owner in owners]
         first = makers[0]()
         answers = [await owners[0].stream.ask(message) for message in first]
         check(first[0], answers[0])
-        size = size or (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))  # of an ordinary one
+        # bytes of an ordinary step and answer
+        size = size or (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))
         turns: tuple[list[Turn], list[Turn]] = ([], [])
-        for number in range(-1, repeat):  # the first is for warming up
+        for number in range(-1, repeat):  # Round -1 is a warm-up.
             steps = [maker() for maker in makers]
             gc.collect()
             requests = [[echo.request_of(*size) for _ in each] for each in steps]
             before = handler_seconds(servers)
             sides = ((echoes, requests, servers.echo_clock), (streams, steps, servers.allocator_clock))
-            order = (0, 1) if number % 2 else (1, 0)  # the second side finds the caches as the first has left them
+            order = (0, 1) if number % 2 else (1, 0)  # The first side fills the CPU caches for the second.
             pair = {side: await take_turn(*sides[side]) for side in order}
             handler_us = (handler_seconds(servers) - before) * 1e6 / len(pair[1].times)
             if number >= 0:
@@ -199,19 +200,19 @@ async def compare(
 
 
 def decoding(owner: Owner, count: int, operations: int = OPERATIONS) -> Callable[[], list[bytes]]:
-    """Steps of so many appends; the sequences are made with the first turn."""
+    """Returns a function that makes steps of `operations` appends. The first turn makes the sequences."""
     state = owner.decoding(operations)
     return lambda: state.steps(count)
 
 
 def admitting(owner: Owner, count: int) -> Callable[[], list[bytes]]:
-    """Makes steps that admit a long unpublished prompt, and free the one before."""
+    """Returns a function that makes steps. Each admits a long unpublished prompt and frees the previous one."""
     prompts = [random.Random(number).randbytes(32 * PROMPT_BLOCKS) for number in range(count)]
     return lambda: owner.admissions(prompts)
 
 
 def percentile(turns: Sequence[Turn], share: float) -> float:
-    """Microseconds: the median over the turns of each one's percentile."""
+    """Returns a percentile of each turn's round trips, as the median over the turns, in microseconds."""
     return statistics.median(sorted(turn.times)[int(share * (len(turn.times) - 1))] for turn in turns) * 1e6
 
 
@@ -230,12 +231,12 @@ def row(what: str, streams: int, turns: Sequence[Turn], over_echo: float | None 
 
 
 def ratio(sides: tuple[list[Turn], list[Turn]], value: Callable[[Turn], float]) -> float:
-    """Median over the rounds of the allocator's over the echo's."""
+    """Returns the allocator's value divided by the echo's: the median over the rounds."""
     return statistics.median(value(step) / value(plain) for plain, step in zip(*sides, strict=True))
 
 
 async def through_session(servers: Servers, options: argparse.Namespace) -> list[Turn]:
-    """Runs the same steps with an engine that uses `AsyncSession`."""
+    """Runs the same steps through `AsyncSession`."""
     spec = PoolSpec.full_attention(block_count=POOL_BLOCKS, block_size=BLOCK_TOKENS)
     turns = []
     async with AsyncAllocator(servers.allocator.address) as client:
@@ -265,9 +266,10 @@ async def through_session(servers: Servers, options: argparse.Namespace) -> list
 
 
 async def victim(servers: Servers, options: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
-    """An owner's turns while it is alone, and while another one floods; a turn that outlasts its flood is left out.
+    """Returns an owner's turns while it is alone, and while another owner floods. Turns that outlast the flood are left
+    out.
 
-    Both are in this process: two would wait for each other's time slices, of milliseconds, where they share a CPU.
+    Both owners are in this process: two processes on one CPU would wait for each other's time slices of milliseconds.
     """
     address = servers.allocator.address
     async with Stream(address, SESSION) as stream, Stream(address, SESSION) as other:
@@ -291,7 +293,7 @@ async def victim(servers: Servers, options: argparse.Namespace) -> tuple[list[Tu
 
 
 async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[dict[str, object]], list[Goal]]:
-    """All rows and goals."""
+    """Returns all rows and goals."""
     rows: list[dict[str, object]] = []
     goals: list[Goal] = []
     for count in STREAMS:

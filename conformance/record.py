@@ -1,10 +1,11 @@
-"""Records what `run.py` asks of an owner: sessions of the simulation, and vectors of digests.
+"""Records the material that `run.py` checks owners with: sessions of the simulation, and vectors of digests.
 
     python conformance/record.py            # writes sessions/*.jsonl, hashes.json and states.json beside this file
-    python conformance/record.py --check    # compares instead; exit status 1 names the files that are not fresh
+    python conformance/record.py --check    # compares instead; names outdated files and exits with status 1
 
-A session is one owner's life among faults: every step with the answer that counted, the digest of the state after it,
-and the reports that allocators asked for. Needs a clone, since the simulation is part of the tests.
+A session is one owner's life in a simulation with faults. It has every step with the answer that was applied, the
+digest of the state after it, and the reports that allocators asked for. It needs a clone, because the simulation is
+part of the tests.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from tests.simulation.histories import APPEND_ONLY, GROUPS  # noqa: E402
 from tests.simulation.simulation import FAULTS, Simulation  # noqa: E402
 from tests.simulation.world import Worker  # noqa: E402
 
-EVENTS: Final = 50  # of a simulation, until a session has its steps
-STEPS: Final = 66  # of a session, so that the answer to step 64 has a digest
-REPORTS: Final = 2  # of a session, besides the first and empty one
+EVENTS: Final = 50  # The simulation advances by this many events until the session has its steps.
+STEPS: Final = 66  # steps of a session; the answer to step 64 has a digest
+REPORTS: Final = 2  # reports of a session, besides the first, empty one
 FAULT_RATE: Final = 0.12
 SEED: Final = 37
-LARGE: Final = 100  # sequences of a state of which a digest covers a part
+LARGE: Final = 100  # A digest covers only a part of a state with more sequences than this.
 
 Line = dict[str, Any]
 
 
 class RecordedWorker(Worker):
-    """A worker that writes down what it took in.
+    """A worker that records the messages that it receives.
 
     Attributes:
-        lines: of its session so far.
+        lines: the lines of its session so far.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -56,7 +57,7 @@ class RecordedWorker(Worker):
         self._reports = 0
 
     def receive(self) -> None:
-        """Takes in the oldest message, and writes down a step that it answers or a report that it asks for."""
+        """Receives the oldest message. Records the step that it answers, or the report that it asks for."""
         owner = self.owner
         asked, answered, reported = list(owner._unanswered), self.answered, owner.report_count
         message = self.link.to_client[0] if self.link is not None else None
@@ -72,22 +73,22 @@ class RecordedWorker(Worker):
 
 
 def _report(worker: Worker) -> Line:
-    """Returns the report of a worker's ledger, in small chunks as everything of the simulation."""
+    """Returns the report of a worker's ledger, in the small chunks of the simulation."""
     owner, chunks = worker.owner, report_chunks(worker.owner.ledger)
     end = report_end(chunks, last_step=owner.last_step, last_sequence_id=owner.ledger.last_sequence_id)
     return {"chunks": [MessageToDict(chunk) for chunk in chunks], "end": MessageToDict(end)}
 
 
 class RecordedSimulation(Simulation):
-    """A simulation whose workers write down what they take in."""
+    """A simulation whose workers record the messages that they receive."""
 
     def _new_worker(self) -> Worker:
         return RecordedWorker(self.spec, self.rng, self.clock, self.outcome.counts, self.window)
 
 
 def session(kinds: str, seed: int) -> list[Line]:
-    """Returns a session of a pool of these groups, headed by its specification."""
-    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # one life
+    """Returns a session with a pool of these groups. The first line is the pool's specification."""
+    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # The session has one worker from start to end.
         simulation = RecordedSimulation(seed, kinds=kinds, fault_rate=FAULT_RATE)
         worker = simulation.worker
         assert isinstance(worker, RecordedWorker)
@@ -101,10 +102,10 @@ def session(kinds: str, seed: int) -> list[Line]:
 
 
 def states() -> list[Line]:
-    """Returns states and their digests: whole ones, and the parts that the answers to some steps cover."""
+    """Returns states and their digests, of whole states and of the parts that the answers to some steps cover."""
     rng, found = random.Random(SEED), []
     for count, group_count, step in ((0, 1, 0), (1, 1, 0), (3, 2, 0), (5, 1, 64), (200, 1, 128), (200, 1, 6400)):
-        spread = 1 if count > LARGE else 2**40 + 1  # ids of several bytes
+        spread = 1 if count > LARGE else 2**40 + 1  # Ids above 1 take several bytes.
         rows = [_row(rng, number, spread, group_count) for number in range(count)]
         turn = [rows[at] for at in in_turn(range(count), step)] if step else rows
         digest = state_digest(turn, STATE_DIGEST_ENTRIES_MAX if step else None)
@@ -118,7 +119,7 @@ def states() -> list[Line]:
 
 
 def _row(rng: random.Random, number: int, spread: int, group_count: int) -> SequenceRow:
-    """Returns a sequence with random numbers; every second one is in a namespace beyond ASCII."""
+    """Returns a sequence with random numbers. Every second sequence has a namespace with non-ASCII characters."""
     tables = [array("I", [rng.choice((NULL_BLOCK, rng.randrange(99)))] * rng.randrange(3)) for _ in range(group_count)]
     namespace = "" if number % 2 else "équipe"
     return (number + 1) * spread, rng.randrange(spread % 2**32 + 63), rng.randrange(64), namespace, tables
@@ -149,7 +150,7 @@ def hashes() -> list[Line]:
 
 
 def write(folder: Path) -> None:
-    """Writes every file of the recordings below a folder."""
+    """Writes all recorded files to a folder."""
     (folder / "sessions").mkdir(exist_ok=True)
     for seed, kinds in enumerate([*GROUPS, *APPEND_ONLY], SEED):
         lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in session(kinds, seed)]
@@ -160,7 +161,8 @@ def write(folder: Path) -> None:
 
 
 def stale(folder: Path) -> list[str]:
-    """Returns the names of the files beside this one that differ from those of a folder, or are in one of them only."""
+    """Returns the names of recorded files that differ between this folder and another one, or are only in one of
+    them."""
 
     def files(root: Path) -> dict[str, str]:
         return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.json*")}
@@ -170,7 +172,7 @@ def stale(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Returns 1 if the files are compared, and one is not fresh."""
+    """Writes or compares the files; returns 1 if a compared file is outdated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not fresh")
     if not parser.parse_args().check:

@@ -14,8 +14,9 @@ of protos/quire/v1/allocator.proto in protobuf's JSON.
     {"step": Step, "reply": StepReply}                        {"digest": HEX}: the whole state after it
     {"report": {}}                                            {"chunks": [ReportChunk, ...], "end": ReportEnd}
 
-Level 0 asks for hashes, level 1 also for states and steps, level 2 also for reports. A report may differ in its chunks
-and in the order of what has none. `{"error": TEXT}` fails what was asked. Exit status: 0 if all answers are right.
+Level 0 asks for hashes, level 1 also for states and steps, level 2 also for reports. A report may be cut into other
+chunks, and unordered parts may come in another order. The answer `{"error": TEXT}` counts as wrong. Exit status: 0 if
+all answers are right.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from quire.v1 import allocator_pb2 as pb
 
 HERE: Final = Path(__file__).resolve().parent
 DIGEST_BYTES: Final = 32
-# Of each file what is asked for each vector, and which of its fields answer that.
+# File name -> (request to send for each vector, fields of the vector that the answer must equal).
 VECTORS: Final = {"hashes.json": ("hash", ("root", "digests")), "states.json": ("state", ("digest",))}
 
 Line = dict[str, Any]
 
 
 class WrongError(Exception):
-    """An answer is not the right one, or there is none."""
+    """An answer is wrong or missing."""
 
 
 class Implementation:
-    """An owner as a process that answers line by line; it is ended with the block."""
+    """An owner as a process that answers line by line. Leaving the `with` block kills it."""
 
     def __init__(self, command: list[str], timeout_s: float) -> None:
         self._timeout_s, self._has_ended = timeout_s, False
@@ -62,7 +63,7 @@ class Implementation:
         self._process.wait()
 
     def ask(self, asked: Line) -> Line:
-        """Returns its answer to one line; raises WrongError if there is none."""
+        """Returns the process's answer to one line; raises WrongError without an answer."""
         assert self._process.stdin is not None
         if self._has_ended:
             raise WrongError("the process has ended")
@@ -92,7 +93,7 @@ class Implementation:
 
 
 def check_vectors(owner: Implementation, path: Path) -> int:
-    """Asks for every vector of a file, and returns how many there are."""
+    """Checks every vector of a file, and returns their number."""
     vectors = json.loads(path.read_text())
     name, answers = VECTORS[path.name]
     for number, vector in enumerate(vectors):
@@ -105,7 +106,7 @@ def check_vectors(owner: Implementation, path: Path) -> int:
 
 
 def check_session(owner: Implementation, path: Path, *, with_reports: bool) -> tuple[int, int]:
-    """Plays a session, and returns how many steps and reports it has."""
+    """Plays a session, and returns the numbers of its steps and reports."""
     steps = reports = 0
     for number, text in enumerate(path.read_text().splitlines(), 1):
         line = json.loads(text)
@@ -128,7 +129,7 @@ def check_session(owner: Implementation, path: Path, *, with_reports: bool) -> t
 
 
 def state_after(path: Path, line_count: int) -> str:
-    """Returns the state that Python's owner has after so many lines of a session, as JSON."""
+    """Returns the state of Python's owner after `line_count` lines of a session, as JSON."""
     from owner import Owner
 
     known = Owner()
@@ -142,7 +143,7 @@ def state_after(path: Path, line_count: int) -> str:
 
 
 def canonical(report: Line) -> dict[str, Any]:
-    """Returns what a report says, however it is cut: sequences, published blocks, the order of frees, and its end."""
+    """Returns a report's content, however it is cut: sequences, published blocks, the order of frees, and its end."""
     sequences: dict[int, list[Any]] = {}
     published: set[tuple[Any, ...]] = set()
     freed: list[tuple[int, ...]] = []
@@ -173,7 +174,7 @@ def canonical(report: Line) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Returns 1 if anything is wrong."""
+    """Checks the owner of the command line; returns 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", type=int, choices=(0, 1, 2), default=2, help="what to ask for (default: 2)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for an answer (default: 60)")

@@ -1,10 +1,10 @@
-"""An agent with tools, with OpenAI's own client: the model calls functions, and answers with what they return.
+"""An agent with tools, with OpenAI's own client: the model calls functions, and answers from their results.
 
     quire up --model models/demo
     python examples/agent.py http://127.0.0.1:8000/v1
 
-The demo model knows nothing of tools, so the first turn says which function is to be called; its arguments are held to
-the function's schema. A model that was trained to call functions needs no `tool_choice`.
+The demo model does not know tools, so the first turn names the function to call. Its arguments must match the
+function's schema. A model that was trained to call functions needs no `tool_choice`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def run(client: OpenAI, question: str, first_choice: Any = "auto") -> tuple[str,
     """Returns the answer to a question, and the messages that led to it.
 
     Args:
-        client: of a gateway.
-        question: of the user.
+        client: a client of the gateway.
+        question: the user's question.
         first_choice: `tool_choice` of the first turn.
 
     Raises:
-        RuntimeError: the model calls functions for ever.
+        RuntimeError: the model does not stop calling functions.
     """
     model = client.models.list().data[0].id
     messages: list[Any] = [{"role": "user", "content": question}]

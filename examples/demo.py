@@ -1,8 +1,8 @@
-"""Demo of what paging as a service saves. Needs a clone, and what `make demo` installs.
+"""Demo of the savings by paging as a service. Needs a clone, and the packages that `make demo` installs.
 
-Starts an allocator and a worker as separate processes. Streams four prompts that share a long prefix, and one prompt
-sampled four ways. Draws which tokens were not computed again and which text holds which block, and prints a table of
-what that saved. All of it is what the servers answered.
+It starts an allocator and a worker as separate processes. It streams four prompts that share a long prefix, and four
+samples of one prompt. It draws the tokens that were not computed again and the blocks of each text, and prints a table
+of the savings. All figures are the servers' answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.text import Text
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 POOL = "default"
-LOAD_S_MAX = 1800.0  # of a real model from a slow disk
+LOAD_S_MAX = 1800.0  # a real model on a slow disk
 GIBBERISH = (
     "This model has 3.5 million parameters, so that it fits into the repository: it writes gibberish. "
     "Look at the blocks, not at the texts. --model FOLDER takes a real one."
@@ -46,12 +46,12 @@ present, is executed and the loop terminates.
 ENDINGS = ["The for statement ", "The try statement ", "The with statement ", "A function definition "]
 FORKED = "The import statement "
 FREE_TRIES, FREE_POLL_S = 500, 0.02
-CELLS_MAX = 50  # of the picture of a prompt
+CELLS_MAX = 50  # cells in the picture of a prompt
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one part of the demo: its duration, and the usage of its requests."""
+    """The outcome of one part of the demo: its duration, and the usage of its requests."""
 
     name: str
     seconds: float
@@ -63,7 +63,7 @@ class Outcome:
 
 
 class Streams:
-    """Several texts that grow at the same time, each in a panel of its own."""
+    """Several texts that grow at the same time, each in its own panel."""
 
     def __init__(self, console: Console, title: str, prompts: Sequence[str]) -> None:
         self._title = title
@@ -72,7 +72,7 @@ class Streams:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=12)
 
     def append(self, stream: int, text: str) -> None:
-        """More of one text has come."""
+        """Adds a piece to one text."""
         self._texts[stream] += text
 
     def __enter__(self) -> Streams:
@@ -92,7 +92,7 @@ class Streams:
 
 
 async def shared_prefix(client: AsyncClient, console: Console, max_tokens: int) -> Outcome:
-    """Four requests at once whose prompts begin with the same two paragraphs."""
+    """Sends four requests at once. Their prompts begin with the same two paragraphs."""
     started = time.perf_counter()
     with Streams(console, "Four prompts that share a long prefix", ENDINGS) as streams:
 
@@ -109,7 +109,7 @@ async def shared_prefix(client: AsyncClient, console: Console, max_tokens: int) 
 
 
 async def samples(client: AsyncClient, console: Console, max_tokens: int) -> Outcome:
-    """One request with four samples: forks of one prefill."""
+    """Sends one request with four samples, which are forks of one prefill."""
     started = time.perf_counter()
     usage = None
     prompt = PREFIX + FORKED
@@ -123,7 +123,7 @@ async def samples(client: AsyncClient, console: Console, max_tokens: int) -> Out
 
 
 def reuse(outcomes: Sequence[Outcome], block_size: int) -> Table:
-    """Draws the prompt of each request, a cell per block: found in the cache, or computed."""
+    """Draws the prompt of each request, with a cell per block: hit in the cache, or computed."""
     caption = f"#: from the cache; +: computed; {block_size} tokens each"
     table = Table(title="What was not computed again", caption=caption, box=None)
     table.add_column("", no_wrap=True)
@@ -141,16 +141,16 @@ def reuse(outcomes: Sequence[Outcome], block_size: int) -> Table:
 
 
 async def holders(client: AsyncClient, blocks: AsyncAllocator, max_tokens: int) -> PoolBlocks:
-    """Holds the four prompts and a text for each as branches, and returns which blocks are in their tables."""
+    """Holds the four prompts, and a text for each, as branches. Returns the blocks in their tables."""
     async with AsyncExitStack() as held:
-        for ending in ENDINGS:  # one after the other: sequences have the order of the prompts then
+        for ending in ENDINGS:  # One after another, so sequences keep the prompts' order.
             branch = await held.enter_async_context(await client.prefill(PREFIX + ending))
             await branch.generate(max_tokens=max_tokens, ignore_eos=True)
         return await blocks.get_pool_blocks(POOL)
 
 
 def block_tables(pool: PoolBlocks) -> Table:
-    """Draws the block table of each text, the blocks that several texts hold in green."""
+    """Draws the block table of each text. Blocks that several texts hold are green."""
     tables = [[block for block in each.tables[0] if block is not None] for each in pool.sequences]
     holder_counts = Counter(block for row in tables for block in row)
     title = f"Who holds which block: {sum(map(len, tables))} places in tables, {len(holder_counts)} blocks"
@@ -167,7 +167,7 @@ def block_tables(pool: PoolBlocks) -> Table:
 
 
 def summary(outcomes: Sequence[Outcome]) -> Table:
-    """Returns the short table that the demo ends with."""
+    """Returns the short table at the end of the demo."""
     table = Table(title="What was shared")
     table.add_column("", no_wrap=True)
     headings = ("tokens", "tokens/s", "prompt\ntokens", "from\ncache", "blocks\nused", "separate\ncaches", "saved")
@@ -202,7 +202,7 @@ async def run(worker: str, allocator: str, console: Console, max_tokens: int) ->
         console.print(summary(outcomes))
         console.print("Blocks used: granted by the allocator, copies included. Separate caches: one per text.")
         pool = await blocks.get_pool(POOL)
-        for _ in range(FREE_TRIES):  # what has ended is freed with the worker's next step
+        for _ in range(FREE_TRIES):  # The worker frees ended sequences with its next step.
             if pool.held_block_count == 0:
                 break
             await asyncio.sleep(FREE_POLL_S)
@@ -214,7 +214,7 @@ async def run(worker: str, allocator: str, console: Console, max_tokens: int) ->
 
 
 def main() -> None:
-    """Command line of the demo."""
+    """Runs the demo from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens per text (default: %(default)s)")

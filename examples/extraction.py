@@ -1,10 +1,10 @@
-"""Extraction with instructor: a model of pydantic says what is wanted, and every answer is held to its schema.
+"""Extraction with instructor: a pydantic model describes the wanted data, and every answer must match its schema.
 
     pip install instructor
     quire up --model models/demo
     python examples/extraction.py http://127.0.0.1:8000/v1
 
-The demo model knows little of what it reads, but its answer has the form that was asked for all the same.
+The demo model understands little, but its answer still has the requested form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Statement(pydantic.BaseModel):
 
 
 def extract(client: OpenAI, text: str) -> Statement:
-    """Returns what a text says of a statement."""
+    """Returns the description of a statement that a text gives."""
     asked: Any = {"model": client.models.list().data[0].id, "max_tokens": 64, "temperature": 0}
     messages = [{"role": "user", "content": f"Which statement is this about, and is it a loop? {text}"}]
     found: Statement = instructor.from_openai(client).chat.completions.create(

@@ -1,10 +1,10 @@
-"""An engine of your own on Quire's pages: no torch, no worker. Pages are lists, the model is a hash of what they hold.
+"""Your own engine on Quire's pages, without torch and a worker. Pages are lists; the model is a hash of their contents.
 
     quire allocator                  # in one shell; kill -9 it while texts are decoded, and start it again
-    python examples/own_engine.py    # in another one; it looks for $QUIRE_ALLOCATOR, or port 7070
+    python examples/own_engine.py    # in another one; it connects to $QUIRE_ALLOCATOR, or port 7070
 
-Four prompts share a prefix, and one is forked. While there is no allocator the engine decodes on in the room that it
-was granted ahead; the next allocator is told what the pages hold, and every text is what it is without.
+Four prompts share a prefix, and one is forked. Without an allocator, the engine continues to decode in the room that it
+was granted ahead. The next allocator gets a report of the pages, and no text changes by the outage.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ pages = [[-1] * BLOCK_SIZE for _ in range(BLOCK_COUNT)]
 
 
 def next_token(tokens: list[int], seed: int) -> int:
-    """Stands for the model: the next token follows from the tokens so far."""
+    """Replaces a model: returns the next token, which depends only on the tokens so far."""
     return hashlib.blake2b(repr((tokens, seed)).encode()).digest()[0]
 
 
 def forward(sequence: EngineSequence) -> None:
-    """Writes what is due into the pages, and samples one token from what they hold."""
+    """Writes the new tokens into the pages, and samples one token from the pages' contents."""
     for position in sequence.due:
         block, place = divmod(sequence.slot(position), BLOCK_SIZE)
         pages[block][place] = sequence.tokens[position]
@@ -36,7 +36,7 @@ def forward(sequence: EngineSequence) -> None:
 
 
 async def turn(engine: AsyncEngine) -> int:
-    """Runs the copies, then a pass over the sequences that have room; returns the number of tokens that it made."""
+    """Runs the copies, then a pass over the sequences that have room; returns the number of new tokens."""
     for source, destination in await engine.turn():
         pages[destination] = list(pages[source])
     ready = engine.ready()
@@ -47,12 +47,12 @@ async def turn(engine: AsyncEngine) -> int:
 
 
 def print_reason(error: QuireError) -> None:
-    """Says why the engine waits: as a rule because there is no allocator yet, or no longer."""
+    """Prints why the engine waits: usually because no allocator is running."""
     print(f"waiting for an allocator: {error}", file=sys.stderr, flush=True)
 
 
 async def main() -> None:
-    """Decodes all prompts and compares them with what the model would have said alone."""
+    """Decodes all prompts and compares the texts with those of the model without Quire."""
     async with AsyncAllocator() as client, client.engine("mine", SPEC, on_wait=print_reason) as engine:
         texts, alone = list[EngineSequence](), 0
         for number in range(4):

@@ -1,12 +1,12 @@
-"""Retrieval with LangChain: the passages that fit a question best are found, and the model answers from them.
+"""Retrieval with LangChain: it finds the passages that fit a question best, and the model answers from them.
 
     pip install langchain-openai
     quire up --model models/demo
     python examples/retrieval.py http://127.0.0.1:8000/v1
 
-Passages are ranked by the words that they share with the question, because the gateway has no embeddings; a store of
-vectors takes the place of `retrieve`. They come first and in a fixed order, so that questions about the same ones share
-their prefix in the cache.
+Passages are ranked by the words that they share with the question, because the gateway has no embeddings. A vector
+store can replace `retrieve`. Passages come first in the prompt, in a fixed order, so that questions about the same
+passages share a prefix in the cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROMPT: Final = ChatPromptTemplate.from_messages(
 
 
 def retrieve(passages: Sequence[str], question: str, count: int = 2) -> list[Document]:
-    """Returns the passages that share the most words with a question, in their own order."""
+    """Returns the passages that share the most words with a question, in their original order."""
     words = set(re.findall(r"\w+", question.lower()))
     shared = [len(words & set(re.findall(r"\w+", passage.lower()))) for passage in passages]
     best = sorted(range(len(passages)), key=lambda number: -shared[number])[:count]
@@ -41,7 +41,7 @@ def retrieve(passages: Sequence[str], question: str, count: int = 2) -> list[Doc
 
 
 def answer(address: str, question: str) -> tuple[str, list[Document]]:
-    """Returns the answer to a question, and the passages that it was made from."""
+    """Returns the answer to a question, and the passages that it is based on."""
     model = OpenAI(base_url=address, api_key="none").models.list().data[0].id
     found = retrieve(PASSAGES, question)
     chat = ChatOpenAI(model=model, base_url=address, api_key=lambda: "none", temperature=0, max_completion_tokens=64)

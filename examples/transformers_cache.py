@@ -1,10 +1,10 @@
-"""transformers' `generate_batch` on Quire's blocks: its cache allocator is a class, and this one asks an allocator.
+"""transformers' `generate_batch` on Quire's blocks: this class replaces its cache allocator and asks Quire's allocator.
 
     quire allocator                        # in one shell
-    python examples/transformers_cache.py  # in another one; it looks for $QUIRE_ALLOCATOR, and takes another folder
+    python examples/transformers_cache.py  # in another one; it connects to $QUIRE_ALLOCATOR; its argument is a folder
 
-Texts are those of transformers' own allocator. Its tables are lists that grow at their end, so the pool is append-only;
-its first two sectors are for padding, so block ids begin above them. What is not here: forks and offloading.
+The texts equal those with transformers' own allocator. transformers' tables are lists that grow at their end, so the
+pool is append-only. Its first two sectors are padding, so block ids begin above them. Forks and offloading are missing.
 """
 
 import itertools
@@ -27,10 +27,10 @@ POOL, ANSWER_S = "transformers", 30.0
 
 
 class QuireCacheAllocator(FullAttentionCacheAllocator):
-    """Has its blocks from a pool at an allocator; where they are written and read is transformers' own affair."""
+    """Gets its blocks from a pool at an allocator. transformers itself decides where it writes and reads them."""
 
     def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any) -> None:
-        """Takes the pool, of all blocks behind the sectors for padding."""
+        """Opens the pool, which has all blocks after the padding sectors."""
         super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
         blocks = non_trash_bytes // self.bytes_per_block
         spec = PoolSpec.full_attention(block_count=blocks, block_size=self.tokens_per_page)
@@ -41,24 +41,24 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.session.open(ANSWER_S)
         self.root = root_digest(fingerprint=b"an example", layout="transformers")
         self.ids, self.sequences, self.committed = itertools.count(1), dict[str, int](), dict[str, int]()
-        self.matched = (0, 0, list[int]())  # a sequence without a request yet, its matched tokens and its table
+        self.matched = (0, 0, list[int]())  # a sequence without a request, its matched tokens and its table
         self.free, self.hit_token_count = blocks, 0
-        # transformers divides memory among types of attention by sectors; there is only one type here.
+        # transformers uses sectors to divide memory among types of attention. Here is only one type.
         pool.free_sectors, pool.reset, pool.try_to_free_sectors = [], _nothing, _nothing
         pool.count_free_blocks = lambda _index: self.free
 
     def ask(self, step: StepBuilder) -> StepOutcome:
-        """Waits for what a step did."""
+        """Sends a step and waits for its outcome."""
         outcome = self.session.submit(step).result(ANSWER_S)
         self.free = outcome.free_block_count
         return outcome
 
     def digests(self, tokens: list[int]) -> list[bytes]:
-        """Names the full blocks of a text."""
+        """Returns the digests of a text's full blocks."""
         return block_digests(self.root, tokens, self.tokens_per_page)
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
-        """Lets the prompt in, if something of it is there already; returns these blocks."""
+        """Admits the prompt if a prefix of it is cached; returns the cached blocks."""
         step, sequence_id = StepBuilder(), next(self.ids)
         step.allocate(sequence_id, 1, self.digests(prompt_ids), prompt_token_count=len(prompt_ids))
         (grown,) = self.ask(step).grows
@@ -74,11 +74,11 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         return []
 
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
-        """Notes whose the prompt is that was let in."""
+        """Assigns the sequence that `match_prefix_blocks` admitted to its request."""
         self.sequences[request_id], self.committed[request_id], self.block_table[request_id] = self.matched
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
-        """Makes room; the caller has looked whether there is enough."""
+        """Makes room for new tokens. The caller has checked that there are enough blocks."""
         step, tokens = StepBuilder(), past_length + query_length
         if request_id in self.sequences:
             step.grow(self.sequences[request_id], tokens)
@@ -90,7 +90,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.block_table.setdefault(request_id, []).extend(grown.blocks[0])
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
-        """Publishes the blocks that a pass has filled; a copy of what is there already stays in the table."""
+        """Publishes the blocks that a pass has filled. A copy of a published block stays in the table."""
         first = self.committed[request_id] // self.tokens_per_page
         end = first + new_new_blocks
         step, tokens = StepBuilder(), end * self.tokens_per_page
@@ -99,7 +99,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.committed[request_id] = tokens
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Drops a request; what it published stays cached, under the policy of the pool."""
+        """Frees a request. Its published blocks stay cached, under the policy of the pool."""
         self.block_table.pop(request_id, None)
         if request_id in self.sequences:
             step = StepBuilder()
@@ -113,11 +113,11 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
 
 
 def _nothing() -> None:
-    """Sectors never change hands."""
+    """Does nothing, because sectors never change their type of attention."""
 
 
 def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], Any]:
-    """Runs `generate_batch`'s parts twice over the prompts; returns the texts, and the cache allocator."""
+    """Runs the parts of `generate_batch` on the prompts twice; returns the texts and the cache allocator."""
     config = ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens=1024, use_async_batching=False)
     wanted = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     texts: list[list[int]] = []
@@ -137,9 +137,9 @@ def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[lis
 
 
 def main(folder: str = str(DEMO)) -> None:
-    """Writes the same texts with both allocators, and prints what the second round of prompts shared."""
+    """Generates the same texts with both allocators, and prints how much the second round of prompts shared."""
     with Allocator() as client:
-        client.list_pools()  # raises at once if no allocator answers
+        client.list_pools()  # Raises at once if no allocator answers.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="paged|sdpa").eval()
     prompts = [[*range(1, 49), number, number + 1] for number in range(100, 106)]
     theirs, _ = generate(model, prompts, 24)

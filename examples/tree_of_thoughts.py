@@ -1,11 +1,11 @@
-"""A tree of thoughts over HTTP, as a program in any language would do it: branches are prefilled, forked, continued
-and scored at the gateway's `/v1/branches`.
+"""A tree of thoughts over HTTP, for programs in any language. It prefills, forks, continues and scores branches at the
+gateway's `/v1/branches`.
 
     quire up --model models/demo
     python examples/tree_of_thoughts.py http://127.0.0.1:8000
 
-At each of three levels, four continuations of every thought are tried and the two best are kept. A thought is good if
-the model finds its verdict likely after it. Every branch computes its own tail alone.
+Each of three levels tries four continuations of every thought and keeps the two best. A thought is good if the model
+finds a good verdict likely after it. Every branch computes only its own tail.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Gateway:
     """Calls of a gateway.
 
     Args:
-        address: of the gateway, as http://127.0.0.1:8000.
-        key: that it asks for.
+        address: the gateway's address, such as http://127.0.0.1:8000.
+        key: the API key, if the gateway asks for one.
     """
 
     def __init__(self, address: str, key: str = "none") -> None:
         self._address, self._key = address, key
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Returns what the gateway answers.
+        """Returns the gateway's answer.
 
         Raises:
-            urllib.error.HTTPError: it refuses.
+            urllib.error.HTTPError: the gateway refuses.
         """
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
@@ -54,7 +54,7 @@ class Gateway:
 
 
 def think(gateway: Gateway, parent: Thought, branch: str, seed: int) -> Thought:
-    """Goes one step on and judges where that leads."""
+    """Continues a thought by one step and judges the result."""
     options = {"max_tokens": 16, "temperature": 0.8, "seed": seed, "ignore_eos": True}
     step = gateway.call("POST", f"/{branch}/generate", options)["choices"][0]["text"]
     (verdict,) = gateway.call("POST", f"/{branch}/score", {"candidates": [VERDICT]})["data"]

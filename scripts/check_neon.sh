@@ -1,6 +1,6 @@
 #!/bin/sh
-# Compiles the kernels for CPUs for ARM, and runs them there: under qemu where this machine is no ARM. It needs a C++
-# compiler for ARM and qemu-user (Debian: g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user).
+# Compiles the CPU kernels for ARM and runs them, under qemu if this machine is not ARM. It needs a C++ compiler for ARM
+# and qemu-user (Debian: g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user).
 set -eu
 
 CXX=${CXX:-aarch64-linux-gnu-g++}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lints protos/ with buf, and refuses changes that break what the last tag has; --against REF names another commit.
-# npm installs buf into build/. Without npm nothing is checked, and that is said.
+# Lints protos/ with buf, and refuses breaking changes since the last tag; --against REF names another commit.
+# npm installs buf into build/. Without npm the script says that it checks nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=1.75.0
@@ -16,7 +16,7 @@ if [ ! -x "$buf" ]; then
         not_run "lint and buf breaking" "npm is not installed"
         exit 0
     fi
-    # The binary is a package of its own for each platform: no script of a package has to run.
+    # Each platform has its own package with the binary, so no script of a package has to run.
     if ! npm install --silent --no-audit --no-fund --ignore-scripts --prefix "$folder" "@bufbuild/buf@$version"; then
         not_run "lint and buf breaking" "npm could not install @bufbuild/buf@$version"
         exit 0

@@ -1,16 +1,16 @@
 """Compiles every shipped specialisation of every kernel for every architecture, without a GPU, and checks the result.
 
     python scripts/compile_kernels.py                    compile, print, write benchmarks/results/kernels_compiled.csv
-    python scripts/compile_kernels.py --check            compile, print and compare with the table that is committed
-    python scripts/compile_kernels.py --check --share 4  a fourth of them, drawn: compile, print and compare
-    python scripts/compile_kernels.py --only append      those whose title contains a word: print them, write nothing
+    python scripts/compile_kernels.py --check            compile, print and compare with the committed table
+    python scripts/compile_kernels.py --check --share 4  the same for a random quarter of the kernels
+    python scripts/compile_kernels.py --only append      compile and print kernels with this word in the title
 
-Fails if a kernel spills registers or needs more shared memory than the chip has: both compile without complaint, and
-the second fails only at the launch. A kernel in Gluon must also copy by TMA, and compute exponentials while a product
-runs. Only its machine code shows whether the assembler kept that order.
+Fails if a kernel spills registers or needs more shared memory than the chip has. Both compile without an error, and the
+second fails only at the launch. A Gluon kernel must also copy by TMA, and compute exponentials while a product runs.
+Only its machine code shows whether the assembler kept that order.
 
-Registers and spills are those of the installed Triton's ptxas and LLVM. So the table names its Triton, and `--check`
-compares numbers only with the same one. It always compares the set of kernels.
+Registers and spills depend on the ptxas and LLVM of the installed Triton. So the table names its Triton, and `--check`
+compares numbers only under the same Triton. It always compares the set of kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# Interpreted functions cannot be compiled; must be gone before Triton is imported.
+# Triton reads this when it is imported. Interpreted functions cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
@@ -56,8 +56,8 @@ class Row:
     num_warps: int
     num_stages: int
     registers: int  # per thread
-    spilled: int  # bytes of memory per thread that registers were moved to
-    shared_bytes: int  # per program
+    spilled: int  # bytes of registers moved to memory, per thread
+    shared_bytes: int  # shared memory per program
     triton: str
 
     @property
@@ -66,7 +66,7 @@ class Row:
         return self.kernel, self.configuration, self.architecture
 
     def complaints(self) -> list[str]:
-        """Why this must not ship."""
+        """Returns the reasons why this kernel must not ship."""
         title = " ".join(self.key)
         found = []
         if self.spilled:
@@ -120,8 +120,8 @@ def main() -> int:
 
 
 def _compile_one(work: tuple[int, str]) -> Row | str:
-    """Returns a row, or the reason why there is none. Work names a configuration by its number, since kernels cannot be
-    sent around."""
+    """Returns a row, or the reason why there is none. `work` has the number of a configuration, because kernels cannot
+    be sent to another process."""
     number, architecture = work
     configuration = SHIPPED[number]
     try:
@@ -132,7 +132,7 @@ def _compile_one(work: tuple[int, str]) -> Row | str:
 
 
 def compile_configuration(configuration: KernelConfiguration, architecture: str) -> Row:
-    """Compiles one specialisation for one architecture."""
+    """Compiles one specialization for one architecture."""
     kernel = configuration.kernel
     places = {name: (number,) for number, name in enumerate(kernel.arg_names)}
     source = (GluonASTSource if configuration.is_gluon else ASTSource)(
@@ -165,12 +165,12 @@ def check_overlap(machine_code: str, *, in_group: bool) -> None:
     """Refuses a kernel for Hopper whose copies, products and exponentials run one after another.
 
     Args:
-        machine_code: of the kernel.
-        in_group: whether a group of warps has to overlap its own products and exponentials.
+        machine_code: the kernel's machine code.
+        in_group: whether each group of warps must overlap its own products and exponentials.
 
     Raises:
-        ValueError: nothing is copied by TMA, or no exponential lies between a wait that leaves a product in flight and
-            the wait that follows.
+        ValueError: the kernel does not copy by TMA, or has no exponential between a wait that leaves a product in
+            flight and the next wait.
     """
     if "UTMALDG" not in machine_code:
         raise ValueError("nothing is copied by TMA")
@@ -190,16 +190,16 @@ def _cuobjdump(compiled: Any, option: str) -> str:
 
 
 def _nvidia_usage(compiled: Any) -> tuple[int, int]:
-    """Registers per thread and bytes of local memory (spills, and a stack if there is one), from the cubin."""
+    """Returns registers per thread and bytes of local memory (spills, and a stack if there is one), from the cubin."""
     text = _cuobjdump(compiled, "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 
 
 def _amd_usage(compiled: Any) -> tuple[int, int]:
-    """Vector registers per thread and bytes of scratch memory, from the metadata at the end of the assembly.
+    """Returns vector registers per thread and bytes of scratch memory, from the metadata at the end of the assembly.
 
-    The compiler's spilled scalar registers do not count: they stay in lanes of vector registers.
+    Spilled scalar registers do not count, because they stay in lanes of vector registers.
     """
     text = compiled.asm["amdgcn"]
     usage = {
@@ -226,7 +226,7 @@ def _write_table(rows: list[Row]) -> None:
 
 
 def _differences(rows: list[Row], committed: list[Row]) -> list[str]:
-    """Returns what differs between the compiled rows and the table, and between its kernels and the shipped."""
+    """Returns the differences between the compiled rows and the table, and between its kernels and the shipped ones."""
     before = {row.key: row for row in committed}
     shipped = {(each.kernel.__name__, each.name, chip) for each in SHIPPED for chip in each.architectures}
     found = [f"{' '.join(key)} is not in {TABLE.name}" for key in shipped - before.keys()]

@@ -1,7 +1,7 @@
-"""Writes the dashboards of deploy/grafana/dashboards/ from their description in scripts/boards/.
+"""Writes the dashboards of deploy/grafana/dashboards/ from their descriptions in scripts/boards/.
 
     python scripts/dashboards.py          write them
-    python scripts/dashboards.py --check  fail if a file is not what the description says
+    python scripts/dashboards.py --check  fail if a file differs from its description
 
 grafana-foundation-sdk makes the JSON, so that its fields and values are those of Grafana 11.6.
 """
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for scripts.boards, when this file is run by its path
+sys.path.insert(0, str(ROOT))  # Finds scripts.boards when this file is run by its path.
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: E402
 
@@ -31,7 +31,7 @@ ALERTS = ROOT / "docs" / "alerts.md"
 
 
 def runbooks() -> Board:
-    """Returns the dashboard that has the sections of docs/alerts.md, because Grafana cannot show files of a clone."""
+    """Returns a dashboard with the sections of docs/alerts.md, because Grafana cannot show files of a clone."""
     sections = re.split(r"^## ", ALERTS.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     notes = []
     for section in sections:
@@ -52,7 +52,7 @@ def written() -> dict[str, str]:
 
 
 def main() -> None:
-    """Writes the files, or compares them."""
+    """Writes the files, or compares them with the descriptions."""
     parser = argparse.ArgumentParser(description="Write the dashboards.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is another")
     is_check = parser.parse_args().check

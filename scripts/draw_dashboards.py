@@ -2,8 +2,8 @@
 
     python scripts/draw_dashboards.py FOLDER [--seconds 120]
 
-It needs prometheus, chromium and npm, which brings 436 MB into build/drawing. The deployment is that of
-`make dashboards-check`, so two tenants, a dead gateway and an allocator that was killed are in the pictures.
+It needs prometheus, chromium and npm, which installs 436 MB into build/drawing. The deployment is that of
+`make dashboards-check`, so the pictures show two tenants, a dead gateway and an allocator that was killed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ESBUILD = (
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files without a line for each."""
+    """Serves files without logging each request."""
 
     def log_message(self, *arguments: object) -> None:
-        """Writes nothing to standard error."""
+        """Does nothing instead of writing to standard error."""
 
 
 def build() -> Path:
-    """Returns the folder of the page that draws; npm installs its packages once."""
+    """Builds the page that draws; returns its folder. npm installs its packages once."""
     BUILT.mkdir(parents=True, exist_ok=True)
     for path in SOURCES.iterdir():
         shutil.copy(path, BUILT)
@@ -62,7 +62,7 @@ def build() -> Path:
 
 
 def draw(scene: Scene, port: int, folder: Path) -> None:
-    """Draws each dashboard as it is now."""
+    """Draws each dashboard in its current state."""
     end = int(time.time())
     for name, height in HEIGHTS.items():
         values = {"dash": f"{name}.json", "end": end, "secs": int(end - scene.started_s)}

@@ -1,6 +1,6 @@
-"""Draws docs/idea.svg: one prompt, four samples and the blocks that they share, as the allocator's core deals them.
+"""Draws docs/idea.svg: one prompt, four samples and the blocks that they share, as the allocator's core grants them.
 
-`tests/test_figures.py` holds that the committed file is what this draws.
+`tests/test_figures.py` checks that the committed file equals this drawing.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def words(left: float, top: float, text: str, options: str = "") -> str:
 
 
 def picture() -> str:
-    """Returns the tables of the samples and the pages behind them, as SVG."""
+    """Returns an SVG of the samples' tables and their pages."""
     tables = block_tables()
     blocks = sorted({block for table in tables for block in table})
     numbers = {block: number for number, block in enumerate(blocks)}
-    full = PROMPT_TOKENS // BLOCK_SIZE  # blocks of the prompt that nobody writes to any more
+    full = PROMPT_TOKENS // BLOCK_SIZE  # full blocks of the prompt, which are never written again
     colors = [SHARED] * full + [COPIED] + [OWN] * (len(tables[0]) - full - 1)
     left, width = 96, 900
     lines = [

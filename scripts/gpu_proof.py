@@ -1,22 +1,22 @@
-"""Checks and measures Quire on a GPU in one run: `make gpu-proof OUT=FOLDER`; this file itself where there is no venv.
+"""Checks and measures Quire on a GPU in one run: `make gpu-proof OUT=FOLDER`. Without a venv, run this file itself.
 
-Each part is a process of its own, and ends at the end of its time together with its children. A part that fails or runs
-out of time keeps the rows that it has written by then, and the next part runs. The parts, in order:
+Each part is its own process, which is ended with its children when its time is over. A part that fails or runs out of
+time keeps the rows that it has written, and the next part runs. The parts, in order:
 
-    machine      versions, memory, and what the chip does: a copy and a matrix product
+    machine      versions, memory, and the chip's speed in a copy and a matrix product
     correctness  the kernels for Hopper chips against float64
-    text         greedy text of several families: from CUDA graphs, launched by the host, and from transformers
-    tests        the tests of `make test-gpu`, the newest first, as many as the time allows
-    kernels      attention beside the speed of a copy and of a matrix product, for the cases that have goals
+    text         greedy text of several model families: from CUDA graphs, launched by the host, and from transformers
+    tests        as many tests of `make test-gpu` as the time allows, the newest first
+    kernels      attention beside the speed of a copy and of a matrix product, for the cases with goals
     serving      tokens a second of a model with the shape of Llama 8B, its memory, and where its GPU time goes
 
 `--dry` needs no GPU: kernels run in Triton's interpreter on tiny shapes, and the demo model is served on the CPU.
 
-Before the first part, packages that the servers lack end the run with status 2: nothing could be measured.
+If the servers lack packages, the run ends before the first part with status 2, because nothing could be measured.
 
 OUT gets `proof.json` (commit, machine, rows and goals), `log.txt` (the output of the parts) and the ends of the
-servers' logs. The exit code is 0 if every part ran to its end, whatever the goals; a dry run also fails where a check
-fails.
+servers' logs. The exit code is 0 if every part ran to its end, whether goals are met or not. A dry run also fails if a
+check fails.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("client", "allocator_service", "gateway_service", "worker_service", "benchmarks", "")
 PARTS = {"machine": 40, "correctness": 60, "text": 60, "tests": 100, "kernels": 60, "serving": 240}
-TOGETHER = {"correctness", "text"}  # run at once where they follow one another: nothing in them is timed
-DRY_SECONDS = 170  # of each part
-ENDS_S = 5.0  # time for a part to end by itself after the request
-LOG_BYTES = 200_000  # of each server's log that is kept
+TOGETHER = {"correctness", "text"}  # May run at the same time: nothing in them is timed.
+DRY_SECONDS = 170  # seconds for each part of a dry run
+ENDS_S = 5.0  # A part that is asked to end is killed after this time.
+LOG_BYTES = 200_000  # kept bytes of each server's log
 Row = dict[str, Any]
 
 
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def commit_of(given: str | None) -> str:
-    """Returns the given commit, or git's, or the one in the file COMMIT; "unknown" without any of them."""
+    """Returns the given commit, else git's, else the one in the file COMMIT, else "unknown"."""
     if given:
         return given
     git = subprocess.run(
@@ -82,9 +82,9 @@ def commit_of(given: str | None) -> str:
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Installs wheels to a folder, and marks this package as installed there, because servers ask for its version."""
+    """Installs wheels to a folder. Also marks this package as installed there, because servers read its version."""
     found = sorted(map(str, wheels.glob("*.whl")))
-    if found and importlib.util.find_spec("quire") is None:  # else this is an environment that has all
+    if found and importlib.util.find_spec("quire") is None:  # An environment with quire has everything.
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
         done = subprocess.run([*pip, "--target", str(site), *found], check=False)
         print(f"{len(found)} wheels installed" if done.returncode == 0 else "wheels could not be installed", flush=True)
@@ -96,7 +96,7 @@ def install(wheels: Path, site: Path) -> None:
 
 
 def environment(site: Path, out: Path, commit: str, *, dry: bool) -> dict[str, str]:
-    """Returns the environment of the parts."""
+    """Returns the environment variables of the parts."""
     paths = [str(site), *(str(ROOT / source) for source in SOURCES)]
     return {
         **os.environ,
@@ -111,7 +111,7 @@ def environment(site: Path, out: Path, commit: str, *, dry: bool) -> dict[str, s
 
 
 def lacking(env: dict[str, str]) -> str:
-    """Says which package the servers need and do not have in this environment; "" without any."""
+    """Returns which package the servers lack in this environment; "" if they lack none."""
     servers = ("allocator", "worker")
     code = f"from quire._extras import require_extra; [*map(require_extra, {servers})]; import cryptography.x509"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
@@ -129,7 +129,7 @@ class Ran:
 
 
 def run_part(name: str, seconds: float, env: dict[str, str], folder: Path, log: TextIO) -> Ran:
-    """Runs a part in a session of its own, for so many seconds at most."""
+    """Runs a part in its own session, for at most `seconds`."""
     rows = folder / f"{name}.jsonl"
     rows.unlink(missing_ok=True)
     started = time.monotonic()
@@ -149,12 +149,12 @@ def run_part(name: str, seconds: float, env: dict[str, str], folder: Path, log: 
         _end(process)
     reader.join(ENDS_S)
     lines = rows.read_text().splitlines() if rows.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may have been cut
+    found = [json.loads(line) for line in lines if line.endswith("}")]  # The last line may be cut off.
     return Ran(name, round(time.monotonic() - started, 1), ended, found)
 
 
 def groups_of(names: list[str]) -> list[list[str]]:
-    """Returns the parts in order, those together that may run at once."""
+    """Returns the parts in order, in groups that may run at the same time."""
     groups: list[list[str]] = []
     for name in names:
         if groups and name in TOGETHER and groups[-1][-1] in TOGETHER:
@@ -165,7 +165,7 @@ def groups_of(names: list[str]) -> list[list[str]]:
 
 
 def say(log: TextIO, line: str) -> None:
-    """Prints a line, and keeps it."""
+    """Prints a line, and adds it to the log."""
     print(line, flush=True)
     log.write(line + "\n")
 
@@ -178,7 +178,7 @@ def _forward(lines: TextIO, log: TextIO) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a part and all of its session. Servers have sessions of their own, and end when their parent does."""
+    """Ends a part and its whole session. Servers have their own sessions, and end when their parent does."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sent)
@@ -187,7 +187,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def keep_ends(folder: Path, out: Path) -> None:
-    """Keeps the last part of each server's log, all in one file."""
+    """Writes the end of each server's log to one file."""
     kept = []
     for path in sorted(folder.glob("**/*.log")):
         kept.append(f"==== {path.relative_to(folder)}\n{path.read_bytes()[-LOG_BYTES:].decode(errors='replace')}\n")

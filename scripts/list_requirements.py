@@ -2,7 +2,7 @@
 
     python scripts/list_requirements.py allocator cli > requirements.txt
 
-The images install this list in a layer of its own, so a change of the source does not download torch again.
+The images install this list in a separate layer, so a change of the source does not download torch again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """Requirements of the base distribution, then of each extra, without repeats.
+    """Returns the requirements of the base distribution, then those of each extra, without repeats.
 
     Raises:
         KeyError: the distribution has no such extra.

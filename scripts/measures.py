@@ -1,10 +1,10 @@
-"""Prints how large the allocator's core is and how far its words reach, each measure with its goal.
+"""Prints the size of the allocator's core and how widely its words are used, each measure with its goal.
 
     python scripts/measures.py
 
-Words of retention are counted in names, docstrings and comments, but not in import lines. The field `stops` is the list
-of token counts that goes from an answer of the allocator to its owner's ledger and back in a report. It is counted
-outside the modules that decide about stops.
+Words of retention are counted in names, docstrings and comments, but not in import lines. The field `stops` is a list
+of token counts: an answer of the allocator carries it to its owner's ledger, and a report carries it back. It is
+counted outside the modules that decide about stops.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ RETENTION: Final = frozenset({
     *("aside", "burden", "burdens", "junction", "junctions", "led", "parting", "partings"),
     *("spare", "stop", "stops", "worth"),
 })  # fmt: skip
-# Whose lists of `Stop` objects are no field of the wire: what makes stops, rebuilds them and checks them.
+# Modules that make, rebuild and check stops. Their attributes named `stops` are lists of `Stop`, not the wire's field.
 KEEPING: Final = {*(CORE / "retention").glob("*.py"), CORE / "rebuild/stops.py", CORE / "readers/retention.py"}
-WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # KEPT is what every entry is at first
+WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # KEPT is left out: every entry starts with it.
 DOORS: Final = re.compile(r"(grow|grant|append|extend)(_\w+)?")
 
 
 class Measure(NamedTuple):
-    """A measure beside its goal."""
+    """A measure with its goal."""
 
     name: str
     value: int
@@ -39,7 +39,7 @@ class Measure(NamedTuple):
 
 
 def sources(*folders: Path) -> list[Path]:
-    """Returns the Python files below some folders that are not generated."""
+    """Returns the Python files below some folders, without generated ones."""
     found = {path for folder in folders for path in folder.rglob("*.py")}
     return sorted(path for path in found if GENERATED not in path.parents and "build" not in path.parts)
 
@@ -50,10 +50,10 @@ def line_count(paths: Iterable[Path]) -> int:
 
 
 def words(path: Path) -> set[str]:
-    """Returns the words of a file: names are cut at underscores and at capital letters."""
+    """Returns the words of a file. Names are split at underscores and capital letters."""
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^from \S+ import (\([^)]*\)|.*)$|^import .*$", "", text, flags=re.MULTILINE)
-    text = text.replace(".stop", "")  # the end of a range
+    text = text.replace(".stop", "")  # attribute of a range
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)}
 
 
@@ -69,9 +69,9 @@ def names(path: Path) -> set[str]:
 
 
 def has_field(path: Path, field: str) -> bool:
-    """Tells whether a file has or uses a field: in a class, as an attribute, or as an argument by its name.
+    """Returns whether a file has or uses a field: in a class, as an attribute, or as a keyword argument.
 
-    Local variables, parameters and texts do not count, since those of other things have the same name.
+    Local variables, parameters and texts do not count, because other things have the same name there.
     """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ClassDef):
@@ -86,7 +86,7 @@ def has_field(path: Path, field: str) -> bool:
 
 
 def doors(paths: Iterable[Path]) -> set[str]:
-    """Returns the methods through which a live sequence gets blocks; overriding ones count once."""
+    """Returns the methods through which a live sequence gets blocks. Overrides do not count again."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     takers = {"Pool", "Coordinator", "Manager"}
@@ -100,7 +100,7 @@ def doors(paths: Iterable[Path]) -> set[str]:
 
 
 def glossary() -> list[str]:
-    """Returns the words of ARCHITECTURE's glossary."""
+    """Returns the words of the glossary in ARCHITECTURE.md."""
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Words\n")[1]
     rows = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("| ")][2:]
     return [word.strip() for row in rows for word in row.split("|")[1].split(",")]
@@ -128,7 +128,7 @@ def measures() -> list[Measure]:
 
 
 def show(title: str, paths: Iterable[Path]) -> None:
-    """Joins the names of files for a table."""
+    """Prints a title and the files' paths to standard error."""
     print(f"{title}:", *(path.relative_to(ROOT) for path in paths), sep="\n    ", file=sys.stderr)
 
 

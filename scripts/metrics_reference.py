@@ -1,10 +1,10 @@
 """Writes docs/metrics.md from the collectors of the three services.
 
     python scripts/metrics_reference.py          write it
-    python scripts/metrics_reference.py --check  fail if it is not what the code says
+    python scripts/metrics_reference.py --check  fail if it differs from the code
 
-The collectors are those of servers that have served nothing: an allocator without pools, a worker of the demo model,
-and a gateway without workers. Each yields its families, with or without samples.
+The collectors belong to servers that have served nothing: an allocator without pools, a worker with the demo model, and
+a gateway without workers. Each yields its families, with or without samples.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def collectors() -> dict[str, Collector]:
 
 
 async def worker_collector() -> Collector:
-    """Returns the collector of a worker that has not been connected."""
+    """Returns the collector of a worker that is not connected."""
     options = parse_arguments(["--model", str(ROOT / "models" / "demo"), "--blocks", "16"])
     loaded = load(options)
     spec = PoolSpec(block_count=loaded.cache.block_count, groups=loaded.cache.spec.groups)
@@ -79,12 +79,12 @@ async def worker_collector() -> Collector:
 
 
 def name_of(family: Metric) -> str:
-    """Returns a family's name as a scrape has it."""
+    """Returns a family's name in a scrape."""
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
 def row_of(family: Metric) -> str:
-    """Returns a family's row; labels are those that its collector declares, so that none needs a sample."""
+    """Returns a family's row. Its labels are those that the collector declares, so no samples are needed."""
     labels = ", ".join(f"`{label}`" for label in vars(family)["_labelnames"])
     return f"| `{name_of(family)}` | {family.type} | {labels} | {family.documentation} |"
 
@@ -97,16 +97,16 @@ def reference() -> str:
         tables.append(
             "\n".join([f"\n## {title}\n", "| name | type | labels | meaning |", "| --- | --- | --- | --- |", *rows])
         )
-    tables[1] += "\n" + ALLOCATOR_NOTES.rstrip()  # behind its own table
+    tables[1] += "\n" + ALLOCATOR_NOTES.rstrip()  # The notes follow the allocator's table.
     return HEAD + "\n".join(tables) + "\n"
 
 
 def main() -> None:
-    """Writes the document, or compares it."""
+    """Writes the document, or compares it with the code."""
     parser = argparse.ArgumentParser(description="Write docs/metrics.md from the code.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the document is another")
     is_check = parser.parse_args().check
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # the worker tells its load
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # hides the worker's logs
     if not is_check:
         DOCUMENT.write_text(reference(), encoding="utf-8")
     elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != reference():

@@ -1,8 +1,8 @@
-"""Changes the product at random, one place at a time, and names the changes that no test notices.
+"""Makes random changes to the product, one at a time, and names the changes that no test notices.
 
-A change turns a comparison round, exchanges two operators, adds one to a number, negates a condition, or leaves a
-statement out. Places are drawn from the folders of `AREAS` by a seed; each is tried in a copy of the repository with
-the tests of its area, until one of them fails. A survivor is a test that lacks, or a change that changes nothing.
+A change reverses a comparison, swaps two operators, adds one to a number, negates a condition, or removes a statement.
+A seed draws the places from the folders of `AREAS`. Each change is tried in a copy of the repository with the tests of
+its area, until one of them fails. A survivor means that a test is missing, or that the change has no effect.
 
     python scripts/mutants.py --count 100 --seed 7
 """
@@ -29,7 +29,7 @@ ALLOCATOR_TESTS: Final = ("tests/allocator/core", "tests/allocator/twin", "tests
 SESSION_TESTS: Final = ("tests/client", "tests/allocator/session", "tests/simulation")
 WORKER_TESTS: Final = ("tests/worker/test_scheduler.py", "tests/worker/test_order.py", "tests/worker")
 GATEWAY_TESTS: Final = ("tests/gateway", "tests/security")
-# The changed files, and the tests that may notice, those first that notice most in the least time.
+# Files to change, and the tests that may notice a change. The tests that notice most per second come first.
 AREAS: Final = {
     "allocator_service/quire_allocator/core": ALLOCATOR_TESTS,
     "allocator_service/quire_allocator/wire": ("tests/allocator/session", "tests/allocator/service", *ALLOCATOR_TESTS),
@@ -38,7 +38,7 @@ AREAS: Final = {
     "worker_service/quire_worker/scheduling": WORKER_TESTS,
     "gateway_service/quire_gateway": GATEWAY_TESTS,
 }
-TESTS_S: Final = 1_800.0  # of one change
+TESTS_S: Final = 1_800.0  # time limit for the tests of one change
 COMPARED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -53,9 +53,9 @@ class Mutant(NamedTuple):
     """One change of one file.
 
     Attributes:
-        path: from the root of the repository.
-        line: where the changed lines begin, from 1.
-        old, new: the text there, and its replacement.
+        path: path from the root of the repository.
+        line: the first changed line, counted from 1.
+        old, new: the text at this place, and its replacement.
         start, end: offsets in the file's bytes.
     """
 
@@ -100,7 +100,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def nodes_that_run(tree: ast.Module) -> Iterator[ast.AST]:
-    """Walks through the bodies of functions, without annotations, assertions, messages and descriptions."""
+    """Yields the nodes in bodies of functions, without annotations, assertions, messages and descriptions."""
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         yield node
@@ -141,7 +141,7 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
 
 
 def draw(count: int, seed: int, areas: list[str]) -> list[Mutant]:
-    """Draws this many changes of each area; a file's chance grows with its length."""
+    """Draws `count` changes of each area. Longer files are drawn more often."""
     dice = random.Random(seed)
     drawn = []
     for number, area in enumerate(areas):
@@ -152,7 +152,7 @@ def draw(count: int, seed: int, areas: list[str]) -> list[Mutant]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copies git's files of the working tree, and new ones that it does not ignore."""
+    """Copies the working tree: git's files, and new files that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):
@@ -162,7 +162,7 @@ def copy_repository(folder: Path) -> None:
 
 
 def run_tests(folder: Path, paths: tuple[str, ...]) -> bool:
-    """Runs them in a copy; returns whether all pass. A run that does not end is one that fails."""
+    """Runs tests in a copy of the repository; returns whether all pass. A run that does not end counts as failed."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(folder / source) for source in SOURCES),
@@ -180,7 +180,7 @@ def run_tests(folder: Path, paths: tuple[str, ...]) -> bool:
 
 
 def survives(mutant: Mutant, folder: Path) -> bool:
-    """Tells whether the tests of its area pass with it."""
+    """Returns whether the tests of the change's area pass with it."""
     file = folder / mutant.path
     data = file.read_bytes()
     tests = next(tests for area, tests in AREAS.items() if mutant.path.startswith(area))
@@ -192,7 +192,7 @@ def survives(mutant: Mutant, folder: Path) -> bool:
 
 
 def main() -> None:
-    """Draws, tries and names the survivors; fails where there are more than allowed."""
+    """Draws and tries changes, and names the survivors. Fails if there are more than allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, help="changes (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the drawing (default: %(default)s)")

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes build/peers/packages, an environment with the packages that people write agents with, which
-# tests/gateway/test_clients.py runs against the gateway. It is one of its own, because they pin releases of openai and
-# pydantic. uv installs them; pip's resolver takes minutes. To take newer ones:
+# Makes build/peers/packages, an environment with packages for agents. tests/gateway/test_clients.py runs them against
+# the gateway. They need their own environment, because they pin releases of openai and pydantic. uv installs them, because
+# pip's resolver takes minutes. To update them:
 # uv pip compile --no-annotate --no-header -o tests/gateway/packages/requirements.txt tests/gateway/packages/requirements.in
 set -eu
 

@@ -1,8 +1,8 @@
-"""Derives `quire/v1/_packed.proto` from allocator.proto: the same messages of a step, with `bytes` for each column.
+"""Derives `quire/v1/_packed.proto` from allocator.proto: a step's messages with `bytes` in place of each column.
 
-A packed column and `bytes` are the same on the wire. Reading one as `bytes` makes no object of each entry
-(docs/decisions/0013). `generate_protos.sh` calls this: the argument is a descriptor set of allocator.proto and all that
-it imports; the twin is added to it.
+A packed column and `bytes` are the same on the wire. Reading a column as `bytes` avoids an object for each entry
+(docs/decisions/0013). `generate_protos.sh` calls this script with a descriptor set of allocator.proto and all its
+imports, and the script adds the twin to the set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 PUBLIC, TWIN = "quire/v1/allocator.proto", "quire/v1/_packed.proto"
 PACKAGE = ".quire.v1."
 COLUMN_TYPES = (FieldDescriptorProto.TYPE_FIXED32, FieldDescriptorProto.TYPE_FIXED64)
-ENVELOPES = ("SessionRequest", "SessionReply")  # what a step and its answer travel in
+ENVELOPES = ("SessionRequest", "SessionReply")  # messages that carry a step and its answer
 
 
 def is_column(field: FieldDescriptorProto) -> bool:
@@ -24,7 +24,8 @@ def is_column(field: FieldDescriptorProto) -> bool:
 
 
 def with_columns(messages: dict[str, DescriptorProto], name: str) -> set[str]:
-    """Returns of a message and the messages inside it those that have columns, or contain one that has."""
+    """Returns the names of the messages that have columns or contain such a message: `name` and the messages inside
+    it."""
     found: set[str] = set()
     for field in messages[name].field:
         inner = field.type_name.removeprefix(PACKAGE)
@@ -36,7 +37,7 @@ def with_columns(messages: dict[str, DescriptorProto], name: str) -> set[str]:
 
 
 def twin_of(public: FileDescriptorProto) -> FileDescriptorProto:
-    """Returns the twin. Messages without columns stay those of the public file, which it imports."""
+    """Returns the twin. It imports messages without columns from the public file."""
     messages = {message.name: message for message in public.message_type}
     names = {*ENVELOPES, *with_columns(messages, "Step"), *with_columns(messages, "StepReply")}
     twin = FileDescriptorProto(name=TWIN, package="quire.v1.packed", syntax="proto3", dependency=[PUBLIC])

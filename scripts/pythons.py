@@ -1,9 +1,9 @@
-"""Runs tests of client, allocator and gateway on every Python from 3.11 to 3.13 that is here: `make test-pythons`.
+"""Runs tests of client, allocator and gateway on every installed Python from 3.11 to 3.13: `make test-pythons`.
 
     python -m scripts.pythons --jobs 2 --without tests/client/test_first_hour.py
 
-Each Python gets an environment in build/, without torch: tests that need a model are left out here. In CI, `make test`
-runs them on each Python. A Python that is not found is named.
+Each Python gets an environment in build/, without torch, so tests that need a model are left out. In CI, `make test`
+runs those on each Python. The script names each Python that it does not find.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOOLS: Final = (
     *("hypothesis", "jsonschema", "openai", "psutil"),
     *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "pyyaml"),
 )
-# Their tests start a worker, or ask for a model, by a command line.
+# Tests in these files use a command line to start a worker or ask for a model.
 BY_COMMAND: Final = (
     "tests/client/test_cli_plan.py",
     "tests/client/test_cli_prompts.py",
@@ -34,7 +34,7 @@ MODEL: Final = re.compile(r"^ *(?:import|from) (?:torch|transformers|quire_worke
 
 
 def with_a_model(without: Collection[str]) -> list[str]:
-    """Returns the files of tests that need a model, or import one that does, and those that are named."""
+    """Returns the test files that need a model, those that import such a file, and the named ones."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for part in PARTS for path in (ROOT / part).rglob("*.py")}
     found = {name for name, text in texts.items() if name in BY_COMMAND or MODEL.search(text)}
     while True:
@@ -47,7 +47,7 @@ def with_a_model(without: Collection[str]) -> list[str]:
 
 
 def test_on(interpreter: Interpreter, ignored: list[str], jobs: int) -> bool:
-    """Returns whether the tests pass on one Python."""
+    """Runs the tests on one Python; returns whether they pass."""
     folder = ROOT / "build" / f"python{interpreter.version}"
     python = folder / "bin" / "python"
     if not python.exists():

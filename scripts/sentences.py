@@ -3,8 +3,8 @@
     python scripts/sentences.py --seed 7
     python scripts/sentences.py --seed 7 --commit v0.4.0
 
-Four kinds, ten each: docstrings, comments, lines of documents, and messages (errors, log lines and help of commands).
-One seed draws the same sentences of one commit. The rules that they are marked by are in STYLE.md.
+It draws ten sentences of each kind: docstrings, comments, documents, and messages (errors, log lines and help of
+commands). One seed always draws the same sentences of a commit. STYLE.md has the rules for marking them.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def docstrings(path: str, tree: ast.Module) -> Iterator[Sentence]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             for paragraph in docstring.split("\n\n") if docstring else ():
-                if not paragraph.startswith("    "):  # code
+                if not paragraph.startswith("    "):  # An indented paragraph is code.
                     yield from split(path, node.body[0].lineno, paragraph)
 
 
 def comments(path: str, source: str) -> Iterator[Sentence]:
-    """Yields the sentences of all comments of a file; lines that follow each other are one comment."""
+    """Yields the sentences of all comments of a file. Successive comment lines are one comment."""
     first, last, texts = 0, 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -102,7 +102,7 @@ def documents(path: str, text: str) -> Iterator[Sentence]:
 
 
 def files_of(commit: str | None) -> Iterator[tuple[str, str]]:
-    """Yields path and text of the Python and Markdown files of a commit, or of the working tree."""
+    """Yields path and text of each Python and Markdown file of a commit, or of the working tree."""
     if commit is None:
         names = subprocess.run(
             ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -120,7 +120,7 @@ def files_of(commit: str | None) -> Iterator[tuple[str, str]]:
 
 
 def collect(commit: str | None) -> dict[str, list[Sentence]]:
-    """Returns all sentences of a commit by kind."""
+    """Returns all sentences of a commit, by kind."""
     kinds: dict[str, list[Sentence]] = {"docstring": [], "comment": [], "document": [], "message": []}
     for path, text in sorted(files_of(commit)):
         if path.startswith(GENERATED):

@@ -1,10 +1,10 @@
 """Builds the documentation as a site that needs no network: `make docs`.
 
-    python scripts/site.py                  # into build/site; a warning, or a link that leads nowhere, fails
-    python scripts/site.py --sources        # only build/site-source: what mkdocs reads
+    python scripts/site.py                  # into build/site; fails on a warning or a dead link
+    python scripts/site.py --sources        # only build/site-source, which mkdocs reads
 
-Pages are the Markdown files of the repository where they are, so that their links hold here and on GitHub. What a page
-links to comes along. Pages of the reference are written from the code: commands, classes, protos, words.
+Pages are the repository's Markdown files at their own paths, so that their links work here and on GitHub. Files that a
+page links to are copied, too. The reference's pages are written from the code: commands, classes, protos, words.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FIRST: Final = (
     "SECURITY.md",
     *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
 )
-WIDTH: Final = 400  # of a phone, in pixels
-BROWSER_S_MAX: Final = 500  # for all pages
+WIDTH: Final = 400  # pixels; the width of a phone
+BROWSER_S_MAX: Final = 500  # seconds for all pages together
 LINK: Final = re.compile(r"\]\(([^)#:\s]+)")
-# Servers by the module that makes the parser of their command line.
+# server -> module that makes its command-line parser
 SERVERS: Final = {
     "quire-allocator": ("quire_allocator.server", "make_parser"),
     "quire-gateway": ("quire_gateway.options", "make_parser"),
@@ -49,7 +49,7 @@ PACKAGES: Final = {"client": "quire", "kernels": "quire_kernels"}
 
 
 def linked(page: Path) -> Iterator[Path]:
-    """Files and folders of the repository that a page links to."""
+    """Yields the files and folders of the repository that a page links to."""
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         path = (page.parent / target).resolve()
         if path.is_relative_to(ROOT) and path.exists():
@@ -57,7 +57,7 @@ def linked(page: Path) -> Iterator[Path]:
 
 
 def reachable() -> set[Path]:
-    """Pages, and what they link to, by way of other pages."""
+    """Returns all pages and everything that they link to, directly or through other pages."""
     found, left = set[Path](), [*(ROOT / name for name in FIRST), *(ROOT / "docs").glob("*.md")]
     while left:
         path = left.pop()
@@ -68,7 +68,8 @@ def reachable() -> set[Path]:
 
 
 def as_markdown_reads_it(text: str) -> str:
-    """Puts an empty line before lists and tables that follow a paragraph: GitHub needs none, Python's Markdown does."""
+    """Puts an empty line before lists and tables that follow a paragraph. Python's Markdown needs it, GitHub does
+    not."""
     lines, before, is_code = [], "", False
     for line in text.splitlines():
         is_code ^= line.lstrip(" >").startswith("```")
@@ -82,7 +83,7 @@ def as_markdown_reads_it(text: str) -> str:
 
 
 def stage(target: Path) -> None:
-    """Writes everything that mkdocs reads."""
+    """Writes all files that mkdocs reads."""
     shutil.rmtree(target, ignore_errors=True)
     for path in sorted(reachable()):
         copy = target / path.relative_to(ROOT)
@@ -102,7 +103,7 @@ def stage(target: Path) -> None:
 
 
 def with_folders(page: Path) -> str:
-    """Returns a page whose links to folders name the page about the folder."""
+    """Returns a page with each link to a folder replaced by a link to the folder's page."""
 
     def named(match: re.Match[str]) -> str:
         path = page.parent / match[1]
@@ -148,7 +149,7 @@ def commands() -> str:
 
 
 def command(found: Any, name: str) -> Iterator[str]:
-    """Sections about a command of click's and its subcommands."""
+    """Yields sections about a click command and its subcommands."""
     yield f"## {name}\n"
     yield f"{(found.help or '').partition(chr(12))[0].strip()}\n"
     rows = [(cell(" ".join(each.opts or [each.name])), getattr(each, "help", "") or "") for each in found.params]
@@ -158,7 +159,7 @@ def command(found: Any, name: str) -> Iterator[str]:
 
 
 def option_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """A table of the options of a server."""
+    """Yields the lines of a table of a server's options."""
     rows = []
     for each in parser._actions:
         if each.help is not argparse.SUPPRESS:
@@ -173,7 +174,7 @@ def cell(name: str) -> str:
 
 
 def table(rows: list[tuple[str, str]]) -> Iterator[str]:
-    """Lines of a table of names and what they mean; nothing for no rows."""
+    """Yields the lines of a table of names and meanings; nothing without rows."""
     if rows:
         yield "| option | meaning |\n| --- | --- |"
         yield from (f"| {name} | {escaped(text)} |" for name, text in rows)
@@ -181,12 +182,12 @@ def table(rows: list[tuple[str, str]]) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    """Returns text for one cell of a table."""
+    """Returns text with escapes for a table's cell."""
     return re.sub(r"([|<*_])", r"\\\1", " ".join(text.split()))
 
 
 class Page(HTMLParser):
-    """Anchors of a built page, and where its links lead."""
+    """The anchors and the link targets of a built page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class Page(HTMLParser):
 
 
 def dead_links(site: Path) -> list[str]:
-    """Returns the links of a built site that lead to no file, or to no anchor of a page."""
+    """Returns the links of a built site to missing files or missing anchors."""
     pages = {path.resolve(): Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
     dead = []
     for path, page in pages.items():
@@ -220,13 +221,13 @@ def build(source: Path, site: Path) -> list[str]:
     """Builds a site from staged sources and returns its dead links.
 
     Raises:
-        SystemExit: mkdocs failed, or warned.
+        SystemExit: mkdocs failed or warned.
     """
     stage(source)
     settings = source.parent / "mkdocs.yml"
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").replace("ROOT", str(ROOT))
     settings.write_text(f"docs_dir: {source}\nsite_dir: {site}\n{text}", encoding="utf-8")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # advertising of its theme
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # turns off the theme's advertising
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-f", str(settings)]
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
@@ -234,7 +235,7 @@ def build(source: Path, site: Path) -> list[str]:
     return dead_links(site)
 
 
-# Opens each page in a frame of a phone's width, and asks for the answer's address with those that are wider than it.
+# Opens each page in a frame as wide as a phone, and requests /answer with the list of pages that are wider.
 FRAMES: Final = """<!doctype html><iframe width={width} height=800></iframe><script>
 const pages = {pages}, wide = [], frame = document.querySelector("iframe");
 frame.onload = () => {{
@@ -249,7 +250,7 @@ frame.src = pages[0];
 
 
 def wide_pages(site: Path, browser: str) -> list[str]:
-    """Returns the pages of a built site that a window of 400 pixels has to scroll sideways.
+    """Returns the pages of a built site that are wider than a window of 400 pixels.
 
     Raises:
         SystemExit: the browser did not answer.
@@ -271,7 +272,7 @@ def wide_pages(site: Path, browser: str) -> list[str]:
 
 @contextlib.contextmanager
 def served(folder: Path, frames: str) -> Iterator[tuple[str, queue.Queue[list[str]]]]:
-    """Serves a folder on a free port of this machine alone; gives the address, and where the browser's answer comes."""
+    """Serves a folder on a free local port; yields the address, and the queue that gets the browser's answer."""
     answers: queue.Queue[list[str]] = queue.Queue()
 
     class Handler(http.server.SimpleHTTPRequestHandler):

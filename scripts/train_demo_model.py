@@ -1,4 +1,4 @@
-"""Train the demo model of models/demo again, from text that ships with Python.
+"""Trains the demo model of models/demo again, from text that ships with Python.
 
     python scripts/train_demo_model.py --output trained-demo               # the full run, under an hour on two cores
     python scripts/train_demo_model.py --output trained-demo --steps 20
@@ -11,8 +11,8 @@ Lifecycle of a run:
 4. train: AdamW with a cosine schedule over random windows of the concatenated documents;
 5. save: a Hugging Face folder in the configuration's dtype, with the held-out loss printed.
 
-The same seed, thread count, Python and torch give the same weights. Another Python has another standard library, so
-another corpus.
+The same seed, thread count, Python and torch give the same weights. Another Python has another standard library, and
+so another corpus.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "models" / "demo"
 END_OF_TEXT = "<|end|>"
-# Packages with other text than prose about Python, or which some distributions leave out.
+# Packages whose text is not prose about Python, and packages that some distributions leave out.
 SKIPPED_PACKAGES = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "site-packages", "dist-packages"}
 )
@@ -45,7 +45,7 @@ REPORT_EVERY_STEPS = 50
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The hyperparameters of a run; the defaults are those of the shipped model."""
+    """The hyperparameters of a run. The defaults are those of the shipped model."""
 
     steps: int = 3824
     seed: int = 0
@@ -56,7 +56,8 @@ class Recipe:
     gradient_norm_max: float = 1.0
 
     def learning_rate(self, step: int) -> float:
-        """Rate of a zero-based step: linear warm-up over at most a tenth of the run, then a cosine towards zero."""
+        """Returns the rate of a zero-based step: linear warm-up over at most a tenth of the run, then a cosine to
+        zero."""
         warmup_steps = min(self.warmup_steps_max, self.steps // 10)
         if step < warmup_steps:
             return self.learning_rate_max * (step + 1) / warmup_steps
@@ -68,9 +69,9 @@ SHIPPED = Recipe()
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """Every docstring of a module's source, outermost first; nothing of it is imported or run."""
+    """Yields every docstring of a module's source, outermost first, without importing or running the module."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in the library's own sources
+        warnings.simplefilter("ignore")  # Python's own sources have invalid escapes.
         tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -80,7 +81,7 @@ def docstrings(source: str) -> Iterator[str]:
 
 
 def standard_library_sources() -> Iterator[Path]:
-    """The standard library's modules in the order of their paths, so that the corpus is the same on every run."""
+    """Yields the standard library's modules in the order of their paths, so that every run has the same corpus."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if SKIPPED_PACKAGES.isdisjoint(path.relative_to(root).parts):
@@ -88,8 +89,8 @@ def standard_library_sources() -> Iterator[Path]:
 
 
 def collect_documents() -> list[str]:
-    """The corpus: each distinct docstring once, then each help topic."""
-    documents: dict[str, None] = {}  # a dict keeps the order; a set would not, across processes
+    """Returns the corpus: each distinct docstring once, then each help topic."""
+    documents: dict[str, None] = {}  # A dict keeps the order in every process; a set does not.
     for path in standard_library_sources():
         documents.update(dict.fromkeys(docstrings(path.read_text(encoding="utf-8"))))
     documents.update((topics[name].strip(), None) for name in sorted(topics))
@@ -97,7 +98,7 @@ def collect_documents() -> list[str]:
 
 
 def split_documents(documents: list[str], seed: int) -> tuple[list[str], list[str]]:
-    """Shuffle and split into (training, held-out) documents."""
+    """Shuffles documents; returns the training and the held-out ones."""
     shuffled = list(documents)
     random.Random(seed).shuffle(shuffled)
     training = [text for index, text in enumerate(shuffled) if index % HELD_OUT_EVERY]
@@ -105,7 +106,7 @@ def split_documents(documents: list[str], seed: int) -> tuple[list[str], list[st
 
 
 def train_tokenizer(documents: list[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every byte has a token, so every text can be encoded. Token 0 ends a document."""
+    """Trains byte-level BPE. Every byte has a token, so every text can be encoded. Token 0 ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -120,10 +121,10 @@ def train_tokenizer(documents: list[str], vocabulary_size: int) -> PreTrainedTok
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str], recipe: Recipe) -> torch.Tensor:
-    """All documents as one int64 tensor [tokens], each followed by the end token.
+    """Returns all documents as one int64 tensor [tokens], each followed by the end token.
 
     Raises:
-        SystemExit: the documents do not fill one window, so nothing could be trained or measured on them.
+        SystemExit: the documents do not fill one window, so they are too few for training or measuring.
     """
     token_ids: list[int] = []
     for document_ids in tokenizer(documents)["input_ids"]:
@@ -135,7 +136,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str], recipe: Rec
 
 
 def sample_windows(tokens: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> torch.Tensor:
-    """A random batch of int64 windows [batch_sequences, window_tokens] out of tokens [tokens]."""
+    """Returns a random batch of int64 windows [batch_sequences, window_tokens] from tokens [tokens]."""
     starts_end = tokens.numel() - recipe.window_tokens + 1
     starts = torch.randint(starts_end, (recipe.batch_sequences, 1), generator=generator)
     return tokens[starts + torch.arange(recipe.window_tokens)]
@@ -143,7 +144,7 @@ def sample_windows(tokens: torch.Tensor, recipe: Recipe, generator: torch.Genera
 
 @torch.no_grad()
 def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor, recipe: Recipe) -> float:
-    """Mean cross entropy in nats per token over the whole windows that fit in tokens [tokens]."""
+    """Returns the mean cross entropy, in nats per token, over the whole windows in tokens [tokens]."""
     model.eval()
     window_count = tokens.numel() // recipe.window_tokens
     windows = tokens[: window_count * recipe.window_tokens].view(window_count, recipe.window_tokens)
@@ -152,7 +153,7 @@ def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor, recipe: Recipe) -> 
 
 
 def train(model: LlamaForCausalLM, tokens: torch.Tensor, recipe: Recipe) -> None:
-    """Run the recipe's steps over tokens [tokens], printing the loss on the way."""
+    """Runs the recipe's steps over tokens [tokens], printing the loss on the way."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate_max)
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -207,7 +208,7 @@ def main() -> None:
     tokenizer = train_tokenizer(training, config.vocab_size)
     tokens = encode(tokenizer, training, recipe)
     held_out_tokens = encode(tokenizer, held_out, recipe)
-    model = LlamaForCausalLM(config).float()  # trained in float32 whatever dtype the configuration saves
+    model = LlamaForCausalLM(config).float()  # Training is in float32, whatever dtype is saved.
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{len(training)} documents, {tokens.numel()} tokens, {parameter_count / 1e6:.1f} M parameters", flush=True)
     train(model, tokens, recipe)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds examples/typescript in build/typescript: packages from npm, code of protos/, JavaScript in dist/.
-# Exit status 3 says that node, npm or the packages cannot be had; anything else but 0 is a mistake in the sources.
+# Builds examples/typescript in build/typescript: packages from npm, generated code of protos/, JavaScript in dist/.
+# Exit status 3 means that node, npm or the packages are unavailable; any other status but 0 is an error in the sources.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source=examples/typescript

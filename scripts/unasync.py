@@ -2,11 +2,11 @@
 """Writes the blocking half of the client: each `_async` folder has a generated `_sync` folder beside it.
 
     python scripts/unasync.py           # writes; `make format` calls it
-    python scripts/unasync.py --check   # names files that are not what it would write; `make check` calls it
+    python scripts/unasync.py --check   # names files that differ from its output; `make check` calls it
 
-A file of `_async` is turned line by line: `await` and `async` go, names take their blocking form, and ruff sorts the
-imports and formats. What is really two things (connections, reading a stream, leases kept by a thread or a task) is
-written by hand in `quire._transport`, `quire._keep_alive` and `quire._owning`, under two names.
+It converts a file of `_async` line by line: it drops `await` and `async`, and replaces names by their blocking form.
+Then ruff sorts the imports and formats. Code that really differs (connections, reading a stream, leases kept by a
+thread or a task) is written by hand in `quire._transport`, `quire._keep_alive` and `quire._owning`, under two names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PACKAGE: Final = ROOT / "client" / "quire"
-ASYNC_ONLY: Final = "# asyncio only"  # at the end of a line that the blocking half does not have
+ASYNC_ONLY: Final = "# asyncio only"  # marks lines that the blocking half leaves out
 
 SUBSTITUTIONS: Final = [
     (re.compile(pattern), replacement)
@@ -34,7 +34,7 @@ SUBSTITUTIONS: Final = [
         (r"\b_?Async(?=[A-Z])", lambda match: match.group().removesuffix("Async")),
         (r"\basync_(?=\w)", ""),
         (r"\b_async\b", "_sync"),
-        # The language.
+        # Python's own asynchronous names.
         (r"\b__aenter__\b", "__enter__"),
         (r"\b__aexit__\b", "__exit__"),
         (r"\baclose\b", "close"),
@@ -44,7 +44,7 @@ SUBSTITUTIONS: Final = [
         (r"\bawait ", ""),
         (r"\bimport asyncio\b", "import threading"),
         (r"\basyncio\.Lock\b", "threading.Lock"),
-        # Sentences.
+        # Sentences of docstrings.
         (r"Made inside the event loop that uses it\. ", ""),
         (r"\ba task of (?=its own|the client)", "a thread of "),
     )
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def blocking(source: str, target: Path) -> str:
-    """Returns the blocking form of an asyncio module, as the file `target` has it."""
+    """Returns the blocking form of an asyncio module, formatted as the file `target`."""
     lines = [line for line in source.splitlines(keepends=True) if not line.rstrip().endswith(ASYNC_ONLY)]
     text = "".join(lines)
     for pattern, replacement in SUBSTITUTIONS:
@@ -73,7 +73,7 @@ def blocking(source: str, target: Path) -> str:
 
 
 def _targets() -> list[Path]:
-    """Returns the files that are generated, and those in their folders that should not be there."""
+    """Returns the generated files, and files in their folders that should not exist."""
     folders = sorted(PACKAGE.rglob("_async"))
     wanted = {folder.with_name("_sync") / each.name for folder in folders for each in folder.glob("*.py")}
     present = {each for folder in folders for each in folder.with_name("_sync").glob("*.py")}
@@ -81,7 +81,7 @@ def _targets() -> list[Path]:
 
 
 def _is_fresh(target: Path, is_check: bool) -> bool:
-    """Tells whether a file is as it should be; without `is_check` it is written first."""
+    """Returns whether a file equals the generated text. Without `is_check`, writes the file first."""
     source = target.parent.with_name("_async") / target.name
     if not source.exists():
         if not is_check:

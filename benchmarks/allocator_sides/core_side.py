@@ -34,7 +34,7 @@ ROOT = root_digest(fingerprint=b"benchmark", layout="none")
 
 
 def new_pool(sliding: int = 0, block_count: int = POOL_BLOCKS) -> Pool:
-    """An empty pool of one group of full attention and so many of sliding windows."""
+    """Returns an empty pool with one group of full attention and `sliding` groups of sliding windows."""
     groups = [GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS)]
     groups += [GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, window=WINDOW_TOKENS)] * sliding
     return Pool(PoolSpec(block_count, tuple(groups)))
@@ -49,7 +49,7 @@ class CoreSide:
         self._decoding = {sliding: _Decoding(sliding, decoded) for sliding in SLIDING_GROUPS}
 
     def measure(self, work: Round) -> Costs:
-        """One round of everything."""
+        """Runs one round of all operations."""
         costs = _long_prompts(work)
         for operation, tokens in ((Operation.HASH, work.tokens), (Operation.HASH_ARRAY, array("i", work.tokens))):
             costs[operation], _ = cpu_us(block_digests_bytes, [(ROOT, tokens, BLOCK_TOKENS)] * HASH_COUNT)
@@ -63,7 +63,8 @@ class CoreSide:
 def _long_prompts(work: Round) -> Costs:
     pool, ids = new_pool(), count(1)
     costs: Costs = {}
-    unnamed = [next(ids) for _ in work.prompts]  # touches the memory, as in a server that has run for a while
+    # These use each block's memory once, so the pool resembles that of a server that has run for a while.
+    unnamed = [next(ids) for _ in work.prompts]
     assert {pool.allocate(sequence, LONG_TOKENS).result for sequence in unnamed} == {Result.OK}
     _free(pool, unnamed)
 
@@ -116,7 +117,7 @@ def _short_prompts(work: Round) -> float:
 
 
 def _append() -> float:
-    """Microseconds per sequence of a step that fills no block."""
+    """Returns the microseconds per sequence of a step that fills no block."""
     pool, ids = new_pool(), array("Q", range(1, SEQUENCES + 1))
     for sequence_id in ids:
         assert pool.allocate(sequence_id, SHORT_TOKENS + 1).result is Result.OK
@@ -127,7 +128,7 @@ def _append() -> float:
 
 
 class _Decoding:
-    """Sequences that get one more token each step; a full block is published."""
+    """Sequences that get one token in each step. Each filled block is published."""
 
     def __init__(self, sliding: int, decoded: list[Decoded]) -> None:
         self.pool = new_pool(sliding)
@@ -140,7 +141,7 @@ class _Decoding:
             assert self.pool.commit(sequence_id, tokens, sequence.prompt).result is Result.OK
 
     def measure(self) -> float:
-        """Microseconds per sequence and step."""
+        """Returns the microseconds per sequence and step."""
         spent_ns = 0
         for _ in range(DECODE_STEPS):
             filled = [
@@ -153,6 +154,6 @@ class _Decoding:
             for sequence_id, tokens, digest in filled:
                 self.pool.commit(sequence_id, tokens, digest)
             self.pool.grow_many(self.ids, self.token_counts)
-            self.pool.log.publish(0)  # the events for watchers, as after every acknowledged step
+            self.pool.log.publish(0)  # The service does this after each acknowledged step.
             spent_ns += time.thread_time_ns() - started
         return spent_ns / 1_000 / DECODE_STEPS / SEQUENCES

@@ -22,7 +22,7 @@ COMMIT: Final = "1 M tokens: commit, full attention and a window"
 
 
 def measure() -> dict[str, float]:
-    """Median microseconds of each."""
+    """Returns the median microseconds of each operation."""
     window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW_TOKENS)
     full = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS)
     blocks, dice = TOKENS // BLOCK_TOKENS, random.Random(1)
@@ -41,8 +41,8 @@ def measure() -> dict[str, float]:
 
 
 def _with_checkpoints(dice: random.Random) -> tuple[Pool, bytes]:
-    """Returns a pool of full attention and states with a checkpoint every 512 tokens of one prompt, and the digests of
-    another prompt that has full attention and no checkpoint there."""
+    """Returns a pool and the digests of one of its prompts. The pool has full attention and states. Another prompt has
+    a checkpoint every 512 tokens; the returned one has its blocks of full attention cached, and no checkpoint."""
     count = TOKENS // CHECKPOINT_TOKENS
     full = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS)
     state = GroupSpec(GroupKind.STATE, CHECKPOINT_TOKENS)

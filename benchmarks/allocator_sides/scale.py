@@ -24,13 +24,13 @@ from allocator_sides.core_side import new_pool
 from allocator_sides.workload import BLOCK_TOKENS, DIGEST_BYTES, SHORT_BLOCKS, SHORT_TOKENS, cpu_us
 
 SIZES: Final = (1_000, 10_000, 100_000, 1_000_000)
-HELD: Final = 8  # sequences of one round: a quarter of the smallest pool
+HELD: Final = 8  # sequences a round; they fill a quarter of the smallest pool
 ROUNDS: Final = 60
 GROWN_TOKENS: Final = SHORT_TOKENS + 1
 
 
 def measure_operations(block_count: int) -> dict[str, float]:
-    """Median microseconds of each operation on sequences of 512 tokens, in a pool of so many blocks."""
+    """Returns the median microseconds of each operation on sequences of 512 tokens, in a pool of this many blocks."""
     pool, ids, dice = new_pool(block_count=block_count), count(1), random.Random(block_count)
     fill(pool, ids, dice)
     samples: dict[str, list[float]] = {}
@@ -79,7 +79,8 @@ def _round(pool: Pool, ids: count[int], dice: random.Random) -> dict[str, float]
 
 
 def measure_memory(block_count: int) -> tuple[float, float]:
-    """Seconds to make an empty pool; resident bytes a block when all are in use or cached, half by long prompts."""
+    """Returns the seconds to make an empty pool, and the resident bytes per block when all blocks are in use or cached.
+    Long prompts have half of the blocks."""
     gc.collect()
     before = _resident_bytes()
     started = time.perf_counter()
@@ -101,7 +102,7 @@ def measure_memory(block_count: int) -> tuple[float, float]:
 
 
 def measure_memory_apart(block_count: int) -> tuple[float, float]:
-    """Measures memory in a process of its own, where no other measurement has taken any."""
+    """Calls `measure_memory` in a new process, where no other measurement has used memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
         return processes.submit(measure_memory, block_count).result()
 

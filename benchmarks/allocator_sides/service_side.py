@@ -1,6 +1,6 @@
 """Quire as it is deployed: an allocator process, and its owner on a Session stream. Costs are CPU time of both.
 
-Each operation is a step of its own, sent when the one before is answered, so nothing is shared between operations but
+Each operation is a step of its own, sent when the previous step is answered. So operations share no costs, except
 within a decode step.
 """
 
@@ -38,7 +38,7 @@ from allocator_sides.workload import (
 )
 
 START_S = 30.0
-LEASE_S = 600.0  # no heartbeats are sent while it is another side's turn
+LEASE_S = 600.0  # No heartbeats are sent while another side is measured.
 SPEC = PoolSpec.full_attention(block_count=POOL_BLOCKS, block_size=BLOCK_TOKENS)
 
 
@@ -78,7 +78,7 @@ class ServiceSide:
         self._cleanup.close()
 
     def measure(self, work: Round) -> Costs:
-        """One round of everything."""
+        """Runs one round of all operations."""
         return self._runner.run(self._measure(work))
 
     async def _measure(self, work: Round) -> Costs:
@@ -96,7 +96,7 @@ class ServiceSide:
     async def _timed(
         self, pool: AsyncSession, fill: Callable[..., None], calls: Sequence[tuple[object, ...]]
     ) -> tuple[float, list[StepOutcome]]:
-        """Microseconds of both processes per step, building it included; and the results of the steps."""
+        """Returns the microseconds of both processes per step, building it included, and the results of the steps."""
         started = self._cpu_ns()
         outcomes = []
         for arguments in calls:
@@ -151,7 +151,7 @@ class ServiceSide:
         return pool
 
     async def _decode(self) -> float:
-        """Microseconds per sequence and step."""
+        """Returns the microseconds per sequence and step."""
 
         def fill(step: StepBuilder, token_counts: list[int]) -> None:
             for sequence_id, tokens in enumerate(token_counts, 1):
@@ -169,5 +169,5 @@ class ServiceSide:
 
 
 def _cpu_clock(pid: int) -> int:
-    """The clock of another process' CPU time, as clock_getcpuclockid(3) makes it on Linux."""
+    """Returns the id of the clock of another process's CPU time, as clock_getcpuclockid(3) does on Linux."""
     return (~pid << 3) | 2

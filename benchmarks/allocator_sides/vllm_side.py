@@ -1,7 +1,7 @@
 """vLLM's KVCacheManager, driven as its scheduler drives it: look up, allocate, count as computed, free.
 
-Not counted against vLLM: making the `Request` (0.2 ms at 32 k tokens), appending tokens to it, and its hashes, except
-in the row of hashing.
+Three things do not count against vLLM: making the `Request` (0.2 ms at 32 k tokens), appending tokens to it, and its
+hashes, except in the row of hashing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class VllmSide:
         self._decoding = {sliding: self._start_decoding(sliding, decoded) for sliding in SLIDING_GROUPS}
 
     def measure(self, work: Round) -> Costs:
-        """One round of everything."""
+        """Runs one round of all operations."""
         costs = self._long_prompts(work)
         request = self._request(work.tokens)
         costs[Operation.HASH], _ = cpu_us(self._hasher, [(request,)] * HASH_COUNT)
@@ -69,7 +69,7 @@ class VllmSide:
     def _long_prompts(self, work: Round) -> Costs:
         manager = _manager(sliding=0)
         costs: Costs = {}
-        unnamed = [self._request([0] * LONG_TOKENS) for _ in work.prompts]  # touches the memory, as in the core
+        unnamed = [self._request([0] * LONG_TOKENS) for _ in work.prompts]  # Touches the memory, like `CoreSide`.
         assert [_admit(manager, request) for request in unnamed] == [0] * len(unnamed)
         cpu_us(manager.free, [(request,) for request in unnamed])
 
@@ -112,7 +112,7 @@ class VllmSide:
         return manager, requests
 
     def _decode(self, manager: Any, requests: list[Any]) -> float:
-        """Microseconds per sequence and step."""
+        """Returns the microseconds per sequence and step."""
         spent_ns = 0
         for _ in range(DECODE_STEPS):
             started = time.thread_time_ns()
@@ -159,7 +159,7 @@ def _admit(manager: Any, request: Any) -> int:
 
 
 def _dealt(digests: bytes) -> BlockHasher:
-    """Stands in for hashing: digests made beforehand."""
+    """Replaces hashing by digests that were made beforehand."""
     dealt = [digests[first : first + DIGEST_BYTES] for first in range(0, len(digests), DIGEST_BYTES)]
 
     def hasher(request: Any) -> list[bytes]:

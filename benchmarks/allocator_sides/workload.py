@@ -1,6 +1,6 @@
-"""The work that every side does, and how its cost is taken.
+"""The work that every side does, and how its cost is measured.
 
-All sides get the same prompts and the same digests, made beforehand. Only the operations named after hashing hash.
+All sides get the same prompts and the same digests, made beforehand. Only operations with hashing in their name hash.
 Costs are CPU time: of the thread in process, of both processes through the service.
 """
 
@@ -17,22 +17,23 @@ DIGEST_BYTES: Final = 32
 POOL_BLOCKS: Final = 100_000
 LONG_BLOCKS: Final = 2_048
 LONG_HIT_TOKENS: Final = LONG_BLOCKS * BLOCK_TOKENS
-LONG_TOKENS: Final = LONG_HIT_TOKENS + BLOCK_TOKENS // 2  # like most prompts it ends inside a block
-LONG_COUNT: Final = 24  # prompts of one round: half of the pool
-FILLER_COUNT: Final = 25  # more of them, so that every block is in use or cached
+LONG_TOKENS: Final = LONG_HIT_TOKENS + BLOCK_TOKENS // 2  # Like most prompts, it ends inside a block.
+LONG_COUNT: Final = 24  # prompts a round; they fill half of the pool
+FILLER_COUNT: Final = 25  # further prompts, so that every block is in use or cached
 HASH_COUNT: Final = 3
 SHORT_TOKENS: Final = 512
 SHORT_BLOCKS: Final = SHORT_TOKENS // BLOCK_TOKENS
 SHORT_COUNT: Final = 64
-SEQUENCES: Final = 256  # of a decode step
+SEQUENCES: Final = 256  # sequences in a decode step
 WINDOW_TOKENS: Final = 512
-DECODE_STEPS: Final = BLOCK_TOKENS  # of one round: every sequence fills one block
+DECODE_STEPS: Final = BLOCK_TOKENS  # steps a round: every sequence fills one block
 VOCABULARY: Final = 150_000
-SLIDING_GROUPS: Final = (0, 1, 5)  # beside one group of full attention
+SLIDING_GROUPS: Final = (0, 1, 5)  # sliding-window groups beside one group of full attention
 
 
 class Operation(enum.StrEnum):
-    """The measured operations, in microseconds each. Admitting includes publishing the blocks, as vLLM does at once."""
+    """The measured operations, in microseconds each. Admitting includes publishing the blocks, as vLLM does both at
+    once."""
 
     HASH = "hash a prompt of 32 k tokens"
     HASH_ARRAY = "the same, from an array of int32"
@@ -56,13 +57,13 @@ Costs = dict[Operation, float]
 
 
 class Round(NamedTuple):
-    """Work of one round.
+    """The work of one round.
 
     Attributes:
         prompts: digests of `LONG_COUNT` long prompts, concatenated.
-        fillers: of `FILLER_COUNT` more.
-        newcomers: of `LONG_COUNT` more prompts, admitted when the pool is full of cached blocks.
-        tokens: of one long prompt.
+        fillers: digests of `FILLER_COUNT` more.
+        newcomers: digests of `LONG_COUNT` more prompts, admitted when the pool is full of cached blocks.
+        tokens: the tokens of one long prompt.
         short: tokens of `SHORT_COUNT` prompts.
     """
 
@@ -74,9 +75,9 @@ class Round(NamedTuple):
 
 
 def draw_round(number: int) -> Round:
-    """The work of a round, different in each.
+    """Draws the work of a round; no two rounds have the same.
 
-    The seed is text, because Python takes the seeds 1 and -1 for the same, and the round that warms up has number -1.
+    The seed is text: Python treats the seeds 1 and -1 as the same, and the warm-up round has number -1.
     """
     dice = random.Random(f"round {number}")
 
@@ -91,25 +92,25 @@ def draw_round(number: int) -> Round:
 
 
 class Decoded(NamedTuple):
-    """A sequence that decodes: the length of its prompt and the digests of whatever it will fill."""
+    """A decoding sequence: the length of its prompt, and the digests of the blocks that it will fill."""
 
     prompt_tokens: int
     digests: bytes
 
     @property
     def prompt(self) -> bytes:
-        """Digests of the full blocks of its prompt."""
+        """Returns the digests of the full blocks of its prompt."""
         return self.digests[: self.prompt_tokens // BLOCK_TOKENS * DIGEST_BYTES]
 
     def filled(self, tokens: int) -> bytes:
-        """Digest of the block that the last of so many tokens filled while decoding; empty if it filled none."""
+        """Returns the digest of the block that the last of `tokens` tokens filled; empty if it filled none."""
         if tokens % BLOCK_TOKENS or tokens == self.prompt_tokens:
             return b""
         return self.digests[(tokens // BLOCK_TOKENS - 1) * DIGEST_BYTES : tokens // BLOCK_TOKENS * DIGEST_BYTES]
 
 
 def draw_decoded(rounds: int) -> list[Decoded]:
-    """Sequences out of step with each other, so that in every step as many of them fill a block."""
+    """Draws sequences that are out of step with each other, so that equally many fill a block in every step."""
     dice = random.Random("decoded")
     blocks = SHORT_BLOCKS + 2 + rounds * DECODE_STEPS // BLOCK_TOKENS
     return [
@@ -121,7 +122,7 @@ def draw_decoded(rounds: int) -> list[Decoded]:
 def cpu_us(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> tuple[float, list[Any]]:
     """Calls a function with each of the arguments; returns CPU microseconds of this thread per call, and the results.
 
-    One reading of the clock serves all the calls, since it takes as long as the shortest of them.
+    The clock is read once for all calls, because reading it takes as long as the shortest of them.
     """
     calls = list(calls)
     started = time.thread_time_ns()

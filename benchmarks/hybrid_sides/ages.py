@@ -1,19 +1,19 @@
-"""An upper bound of hits for all policies that know only how long ago a text was used, and not the future.
+"""An upper bound of hits for all policies that know how long ago a text was used, but not the future.
 
-A policy that knows ages keeps a block for a time after it was touched, and no longer; how long is its choice, once for
-all blocks or once for each class of texts. With `turn_count` and length as classes it may tell a session's first prompt
-from its second, and short texts from long ones. On average the blocks that it keeps have to fit into the pool:
+Such a policy keeps a block for some time after its last use. It chooses this time once for all blocks, or once for each
+class of texts. With `turn_count` and length as classes, it can tell a session's first prompt from its second, and short
+texts from long ones. On average, the blocks that it keeps must fit into the pool:
 
     sum over blocks of weight * min(age, time kept)   <=   requests * (pool - what running requests hold on average)
 
-Age is counted in requests. The `age` of a block that is never used again is the rest of the workload. For any price of
-a byte each class has a best time, and the sum of their gains and the price of the room is an upper bound; the least of
-them, over prices, is returned. The times are chosen knowing the whole workload, hits may end at any block, and the pool
-has to fit on average only: no policy of this kind hits more, and a real one less. Weights are those of `optimum.py`: a
-token costs its bytes of full attention and its share of the tail of the text in which it was computed.
+Age is counted in requests. The `age` of a block that is never used again is the rest of the workload. For each price of
+a byte, every class has a best time. The sum of their gains and of the room's price is an upper bound; the result is the
+smallest of these bounds. The times are chosen with knowledge of the whole workload, hits may end at any block, and
+the blocks must fit only on average. So no policy of this kind hits more, and a real one hits less. Weights are those of
+`optimum.py`: a token costs its bytes of full attention, and its share of the tail of the text that computed it.
 
-`hit_ratio_learned` is the ratio with times that were chosen on other requests of the same kind. It may tell texts apart
-by how long they waited for their last use, too. So it contains nothing that cannot be learned ahead.
+`hit_ratio_learned` is the ratio with times that were chosen on other requests of the same kind, so a real policy could
+have learned them. Its classes may also use the time between a text's last two uses.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_TOKENS, Request
 
 TURNS_TOLD_APART: Final = 3
-SHORT_TOKENS: Final = 512  # texts are divided by every doubling from here on
+SHORT_TOKENS: Final = 512  # From this length on, each doubling is a class of texts.
 PRICE_STEPS: Final = 60
 Floats = NDArray[np.float64]
 
 
 class Touch(NamedTuple):
-    """The last use of some blocks: when, by which class of text, and the bytes of one of their tokens."""
+    """The last use of some blocks: its time, the class of its text, and the bytes of one token."""
 
     time: int
     turn: int
@@ -50,23 +50,23 @@ Curves = Mapping[Class, tuple[Floats, Floats]]
 
 
 def all_alike(_: Touch) -> Class:
-    """One class for all texts."""
+    """Returns the same class for all texts."""
     return ()
 
 
 def by_turn_and_length(touch: Touch) -> Class:
-    """One for each turn of a session and each doubling of a length."""
+    """Returns a class for each turn of a session and each doubling of the length."""
     return touch.turn, touch.length
 
 
 def by_turn_length_and_wait(touch: Touch) -> Class:
-    """The classes of `by_turn_and_length`, divided by each doubling of the time since the use before."""
+    """Returns the class of `by_turn_and_length`, divided by each doubling of the time since the previous use."""
     return touch.turn, touch.length, touch.wait
 
 
 def hit_ratio_max(requests: Sequence[Request], shape: Shape, pool_bytes: int, *, has_classes: bool) -> float:
-    """Returns a ratio of prompt tokens above which no policy hits that knows ages, and with `has_classes` also which
-    turn of its session a text is and how long."""
+    """Returns the largest possible ratio of hit prompt tokens for a policy that knows ages. With `has_classes`, it also
+    knows the length of a text and which turn of its session it is."""
     curves = _curves(requests, shape, by_turn_and_length if has_classes else all_alike)
     room = _room(requests, shape, pool_bytes)
     low, high = _prices(curves, curves, room)
@@ -80,9 +80,9 @@ def hit_ratio_max(requests: Sequence[Request], shape: Shape, pool_bytes: int, *,
 def hit_ratio_learned(
     others: Sequence[Sequence[Request]], requests: Sequence[Request], shape: Shape, pool_bytes: int, classes: Classes
 ) -> float:
-    """Returns the ratio of prompt tokens that hit if each class is kept for the time that is best for all `others`
-    together, and the remaining room for the blocks that would be kept next. Only how much is kept in all is chosen for
-    these requests, so that the pool fits on average."""
+    """Returns the ratio of hit prompt tokens if each class is kept for the time that is best for all `others` together.
+    Remaining room goes to the blocks that would be kept next. These requests determine only how much is kept in all,
+    so that it fits into the pool on average."""
     curves = _curves(requests, shape, classes)
     learned = _together([_curves(other, shape, classes) for other in others])
     room = _room(requests, shape, pool_bytes)
@@ -99,8 +99,8 @@ def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
 
 
 def _prices(learned: Curves, curves: Curves, room: float) -> tuple[float, float]:
-    """Returns two prices of a byte, next to each other: with the times of the first too much is kept."""
-    low, high = 0.0, 1.0  # tokens for a byte, kept for the whole workload
+    """Returns two adjacent prices of a byte. At the first, the kept blocks do not fit; at the second, they do."""
+    low, high = 0.0, 1.0  # prices, in tokens for a byte kept during the whole workload
     for _ in range(PRICE_STEPS):
         price = (low + high) / 2
         low, high = (price, high) if _outcome(curves, learned, price)[0] > room else (low, price)
@@ -108,10 +108,10 @@ def _prices(learned: Curves, curves: Curves, room: float) -> tuple[float, float]
 
 
 def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, float]:
-    """Returns the bytes kept on average and the tokens hit, with the times that are best for `learned` at a price."""
+    """Returns the average kept bytes and the hit tokens, with the times that are best for `learned` at this price."""
     bytes_kept = tokens_hit = 0.0
     for key, (hits, kept) in curves.items():
-        if key in learned:  # a class that was never seen is not kept
+        if key in learned:  # Classes that were never seen are not kept.
             time = min(int(np.argmax(learned[key][0] - price * learned[key][1])), len(kept) - 1)
             bytes_kept += float(kept[time])
             tokens_hit += float(hits[time])
@@ -119,7 +119,7 @@ def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, floa
 
 
 def _together(all_curves: Sequence[Curves]) -> Curves:
-    """Returns the mean of curves; a curve that has ended keeps its last value."""
+    """Returns the mean of curves. A curve keeps its last value after its end."""
     longest = max(len(hits) for curves in all_curves for hits, _ in curves.values())
     mean: dict[Class, tuple[Floats, Floats]] = {}
     for curves in all_curves:
@@ -131,8 +131,8 @@ def _together(all_curves: Sequence[Curves]) -> Curves:
 
 
 def _curves(requests: Sequence[Request], shape: Shape, classes: Classes) -> Curves:
-    """Returns for each class its hits, in tokens, and its average size, in bytes, by the requests for which its blocks
-    are kept."""
+    """Returns for each class the hit tokens and the average bytes, as functions of the time, in requests, for which its
+    blocks are kept."""
     count = len(requests)
     curves: dict[Class, tuple[Floats, Floats]] = {}
     last: dict[int, Touch] = {}

@@ -1,18 +1,18 @@
-"""An upper bound of hits for a cache that knows the future, over all groups of a model; and the size at which it hits
-everything.
+"""An upper bound of hits for a cache that knows the future, over all groups of a model, and the size at which such a
+cache hits everything.
 
 Between two requests the cache keeps some of the computed blocks. Request `j` can hit a block of full attention only if
-it was kept ever since its last use. It can continue after `L` tokens only if the tail of `L` was kept too: the last
-window of each windowed layer, and each state after `L` tokens. So a block that `j` hits costs, at every moment since it
-was last touched, its own bytes and its share of the tail: `tail_bytes(L) / L` for each token, `L` being the longest
-prefix that `j` could hit. No cache pays less: a shorter hit has a tail that is larger in proportion, and of two hits on
-one path each needs at least the share of the blocks that are its own. For example:
+the block was kept since its last use. `j` can continue after `L` tokens only if the tail of `L` was kept too: the last
+window of each windowed layer, and each state after `L` tokens. So a hit block costs, at every moment since its last
+use, its own bytes and its share of the tail. That share is `tail_bytes(L) / L` for each token, where `L` is the longest
+prefix that `j` could hit. No cache pays less: a shorter hit has a larger tail in proportion, and two hits on one path
+each need at least the share of their own blocks. For example:
 
     a chat of 8,192 tokens that take 4 KiB each for full attention, 32 MiB, and a tail of 5 windows of 1,023 tokens,
     20 MiB: each of its tokens costs 6.5 KiB
 
-A running request must hold all of its full attention and its own last tail. The rest of the pool is for hits of others.
-So the optimum is a choice of intervals whose weights never exceed the free room:
+A running request holds all of its full attention and its own last tail. The rest of the pool serves later hits.
+So the optimum chooses intervals whose weights never exceed the free room:
 
     moment 2 j       request j runs: pool - what it holds
     moment 2 j + 1   between requests j and j + 1: pool
@@ -22,8 +22,8 @@ Harchol-Balter, SIGMETRICS 2018), and so is the relaxation's dual for any prices
 
     sum of prices * room + sum over intervals of max(0, tokens - weight * sum of the prices of its moments)
 
-Equal prices give their bound PFOO-U. Polyak's subgradient steps from there lower it, towards the result of a greedy
-choice of intervals. The ratio is never below the optimum, and may be above it.
+Equal prices give their bound PFOO-U. From there, Polyak's subgradient steps lower it towards the result of a greedy
+choice of intervals. The result is never below the optimum, and may be above it.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_TOKENS, Request
 
 STEPS: Final = 300
-PATIENCE: Final = 10  # steps that lower nothing before they become shorter
+PATIENCE: Final = 10  # The steps become shorter after this many without an improvement.
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Reuses:
-    """The earlier blocks that prompts find if nothing is ever lost. Arrays have one entry per interval: blocks that one
-    request touched last and another one hits, over the moments [first, end) between the two.
+    """The blocks that prompts would hit if nothing was ever evicted. Arrays have one entry per interval. An interval is
+    the blocks that one request used last and another one hits, over the moments [first, end) between the two.
 
     Attributes:
         first: int64, moments.
         end: int64, moments.
         token_count: float64, tokens in these blocks.
-        weight: float64, bytes of them and of their share of the tail.
+        weight: float64, bytes of these blocks and of their share of the tail.
         running_bytes: float64 [moments], the running request's bytes; 0 between requests.
-        prompt_token_count: of all prompts.
+        prompt_token_count: the tokens of all prompts.
     """
 
     first: NDArray[np.int64]
@@ -66,11 +66,11 @@ class Reuses:
 
     @property
     def ratio(self) -> float:
-        """Returns the share of prompt tokens that an endless cache hits."""
+        """Returns the share of prompt tokens that hits in a cache of unlimited size."""
         return float(self.token_count.sum()) / self.prompt_token_count
 
     def working_set_bytes(self) -> int:
-        """Counts the bytes of the fullest moment when everything that is used again is kept."""
+        """Returns the bytes of the fullest moment if everything that is used again is kept."""
         return int((self.kept(np.ones(len(self.first), bool)) + self.running_bytes).max())
 
     def kept(self, chosen: NDArray[np.bool_]) -> Floats:
@@ -88,7 +88,7 @@ def find_reuses(requests: Sequence[Request], shape: Shape) -> Reuses:
     running = np.zeros(2 * len(requests))
     for now, request in enumerate(requests):
         ids = request.text.block_ids()
-        since: dict[int, int] = {}  # when last touched -> blocks
+        since: dict[int, int] = {}  # request of the last touch -> number of blocks
         for block in ids[: (request.prompt_token_count - 1) // DIGEST_TOKENS]:
             if block not in touched:
                 break
@@ -108,7 +108,7 @@ def find_reuses(requests: Sequence[Request], shape: Shape) -> Reuses:
 
 
 def hit_ratio_max(reuses: Reuses, pool_bytes: int) -> float:
-    """Returns a ratio of prompt tokens above which no cache of so many bytes hits; the pool holds every request."""
+    """Returns an upper bound of the ratio of hit prompt tokens for a cache of this size. It can hold each request."""
     room = pool_bytes - reuses.running_bytes
     reached = _greedy(reuses, room)
     prices = _equal_prices(reuses, room)
@@ -127,7 +127,8 @@ def hit_ratio_max(reuses: Reuses, pool_bytes: int) -> float:
 
 
 def _greedy(reuses: Reuses, room: Floats) -> float:
-    """Returns the tokens of a choice that fits: the best bidders for bytes and time first, in parts where they must."""
+    """Returns the tokens of a greedy choice that fits. The highest bids come first; the last intervals may count in
+    part."""
     left, tokens = room.copy(), 0.0
     for number in np.argsort(-_bids(reuses)):
         moments = slice(reuses.first[number], reuses.end[number])
@@ -138,7 +139,7 @@ def _greedy(reuses: Reuses, room: Floats) -> float:
 
 
 def _bound(reuses: Reuses, room: Floats, prices: Floats) -> tuple[float, Floats]:
-    """Returns the tokens that the dual allows at these prices, and the bytes that would be spare at each moment."""
+    """Returns the dual's bound in tokens at these prices, and the spare bytes at each moment."""
     until = np.concatenate(([0.0], prices.cumsum()))
     gain = reuses.token_count - reuses.weight * (until[reuses.end] - until[reuses.first])
     chosen = gain > 0
@@ -146,7 +147,7 @@ def _bound(reuses: Reuses, room: Floats, prices: Floats) -> tuple[float, Floats]
 
 
 def _equal_prices(reuses: Reuses, room: Floats) -> Floats:
-    """Returns the best prices of those that are equal at all moments: bytes are sold to the best bidders first."""
+    """Returns the best prices among those that are equal at all moments: the highest bids get the bytes first."""
     bids = _bids(reuses)
     order = np.argsort(-bids)
     sold = np.searchsorted((reuses.token_count / bids)[order].cumsum(), room.sum())
@@ -155,5 +156,5 @@ def _equal_prices(reuses: Reuses, room: Floats) -> Floats:
 
 
 def _bids(reuses: Reuses) -> Floats:
-    """Returns for each interval its hit tokens, divided by the bytes that it keeps and by its duration."""
+    """Returns the bid of each interval: its hit tokens divided by its bytes and its duration."""
     return reuses.token_count / (reuses.weight * (reuses.end - reuses.first))

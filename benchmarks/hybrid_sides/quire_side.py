@@ -1,4 +1,4 @@
-"""Quire's core in process, asked as a worker's scheduler asks it."""
+"""Quire's core in process, called as a worker's scheduler calls the allocator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class QuireSide:
 
     @classmethod
     def full_attention(cls, shape: Shape, pool_bytes: int, chunk_tokens: int) -> QuireSide:
-        """Returns a pool in which every layer keeps every token: one group of as many bytes a token as all layers."""
+        """Returns a pool in which every layer keeps every token: one group with the bytes of all layers."""
         page_bytes = FULL_BLOCK_TOKENS * (shape.full_token_bytes + shape.windowed_token_bytes)
         group = GroupSpec(GroupKind.FULL_ATTENTION, FULL_BLOCK_TOKENS)
         return cls((group,), pool_bytes // page_bytes, chunk_tokens)
@@ -70,10 +70,10 @@ class QuireSide:
         return matched
 
     def _compute(self, sequence: int, done: int, prompt: int, told: Sequence[int], digests: bytes) -> bool:
-        """Computes a prompt chunk by chunk, with ends where the pool has `told` it; tells whether there was room."""
+        """Computes a prompt in chunks that also end where the pool `told`; returns whether there was room."""
         while done < prompt:
             stops = [done + self._chunk_tokens, prompt, *told]
-            if self._checkpoint_tokens:  # a chunk that runs over one of these leaves no state behind there
+            if self._checkpoint_tokens:  # A chunk leaves a state only at its end.
                 stops.append((done // self._checkpoint_tokens + 1) * self._checkpoint_tokens)
             end = min(stop for stop in stops if stop > done)
             if not self._advance(sequence, done, end, digests):
@@ -82,7 +82,7 @@ class QuireSide:
         return True
 
     def _decode(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
-        """Computes an answer; between two block edges nothing happens that a pool could see."""
+        """Computes an answer. It goes from block edge to block edge, because the pool changes only there."""
         size = self._digest_tokens
         while done < end:
             until = min((done // size + 1) * size, end)
@@ -92,8 +92,8 @@ class QuireSide:
         return True
 
     def _advance(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
-        """Computes some tokens; tells whether there was room. Blocks granted beyond them are given back, since a state
-        that may still be written to is no checkpoint."""
+        """Computes some tokens; returns whether there was room. Blocks granted beyond them are given back: a state that
+        may still be written to is not a checkpoint."""
         _, others = self.pool.grow_many(array("Q", [sequence]), [end])
         if any(grown.result is not Result.OK for _, grown in others):
             return False

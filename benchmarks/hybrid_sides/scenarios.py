@@ -1,9 +1,9 @@
-"""Drawn scenarios: a number draws models, workloads and loads.
+"""Random scenarios: a number, as the seed, draws a model, a workload and a load.
 
-The shapes of `shapes.py` and the sizes of `workloads.py` are those that the rules of retention were found with. Rules
-that hold for these alone show where others are drawn: 1 to 8 layers of full attention, and one to nine times as many
-with one window or two, or with states of 128 KiB to 2 MiB; chats, edits, shared prompts and agents of other lengths and
-numbers. Of sizes each octave is as likely as another.
+The rules of retention were tuned on the shapes of `shapes.py` and the sizes of `workloads.py`. Other scenarios show
+whether the rules hold beyond these. A scenario has 1 to 8 layers of full attention, and one to nine times as many
+layers with one or two windows, or with states of 128 KiB to 2 MiB. Chats, edits, shared prompts and agents have other
+lengths and numbers. Each doubling of a size is equally likely.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.types import GroupKind
 from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import FULL_SCALE, WORKLOADS, Request, Scale
 
-PROMPT_TOKENS_MAX: Final = 4_000_000  # of all requests together: five of the first 900 have more
+PROMPT_TOKENS_MAX: Final = 4_000_000  # in all requests of a scenario; five of the first 900 scenarios have more
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Scenario:
     """A drawn scenario.
 
     Attributes:
-        shape: layers of a model.
-        workload: its name.
-        load: working set over pool.
-        scale: how large the workload is.
+        shape: the layers of the model.
+        workload: the name of the workload.
+        load: working set divided by pool.
+        scale: the sizes of the workload.
     """
 
     shape: Shape
@@ -39,14 +39,14 @@ class Scenario:
     scale: Scale
 
     def requests(self) -> list[Request]:
-        """Returns the requests; none where they have more tokens than are worth the wait."""
+        """Returns the requests; none if they have more than `PROMPT_TOKENS_MAX` tokens."""
         requests = list(WORKLOADS[self.workload](self.scale))
         tokens = sum(request.prompt_token_count for request in requests)
         return requests if tokens <= PROMPT_TOKENS_MAX else []
 
 
 def draw(number: int, loads: Sequence[float]) -> Scenario:
-    """Returns the scenario of a number, always the same."""
+    """Returns the scenario of a number; the same number always gives the same scenario."""
     dice = random.Random(number)
     shape, scale = _shape(dice), _scale(dice)
     return Scenario(shape, dice.choice(list(WORKLOADS)), dice.choice(loads), scale)
@@ -56,7 +56,7 @@ def _shape(dice: random.Random) -> Shape:
     kind = dice.choice(["window", "window", "window", "states", "states", "two windows"])
     head_count, head_dim = dice.choice([2, 4, 8]), dice.choice([64, 128])
     full_count = dice.randint(1, 8)
-    windows: list[tuple[int, int]] = []  # and how many layers have them
+    windows: list[tuple[int, int]] = []  # window size, and number of layers that have it
     state_kib = state_count = 0
     if kind == "states":
         state_kib = dice.choice([128, 256, 512, 1024, 2048])

@@ -1,7 +1,7 @@
 """The cached bytes of a model's layers, and the pages in which Quire's planner puts them.
 
-Every side gets the same bytes and lays them out by its own rule: Quire's pool by `quire.planning`, vLLM's by its own
-(`vllm_side.py`), the optimum by none, as it counts bytes of tokens and states.
+Every side gets the same bytes and lays them out by its own rule: Quire's pool by `quire.planning`, vLLM's by vLLM's own
+(`vllm_side.py`). The optimum has no layout, because it counts bytes of tokens and states.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from quire.types import GroupKind
 
 CONFIGS: Final = Path(__file__).parents[2] / "tests" / "client" / "configs"
 STATE_DTYPE: Final = "bfloat16"  # vLLM's default dtype of states
-WINDOW_TOKENS: Final = 1_024  # of the shape that no model has
+WINDOW_TOKENS: Final = 1_024  # for the shape that no real model has
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers of one model on one rank.
+    """The layers of one model on one rank.
 
     Attributes:
-        name: as the command line knows it.
-        layers: those that keep something.
+        name: the name on the command line.
+        layers: the layers that cache something.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Shape:
         """Counts the bytes that a prefix of this many tokens needs beside full attention, so that a prompt can continue
         there.
 
-        The next token reads the `window - 1` tokens before it (fewer of a short prefix), and one state: with windows
+        The next token reads the `window - 1` tokens before it (fewer in a short prefix), and one state. With windows
         of 1,024 in five layers of 4 KiB a token, a prefix of 8,192 tokens needs 5 * 1,023 * 4 KiB, 20 MiB.
         """
         windowed = [layer for layer in self.layers if layer.window]
@@ -69,7 +69,7 @@ class Shape:
         return kept + self.state_bytes
 
     def running_bytes(self, token_count: int, pass_token_count: int) -> int:
-        """Counts the bytes of a request of this many tokens during its last pass. Of states these are its first one,
+        """Counts the bytes of a request of this many tokens during its last pass. It has three states: the first,
         the running one, and a checkpoint."""
         windowed = [layer for layer in self.layers if layer.window]
         kept = sum(min(token_count, layer.window + pass_token_count) * layer.token_bytes for layer in windowed)

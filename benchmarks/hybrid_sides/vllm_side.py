@@ -1,10 +1,10 @@
 """vLLM's KVCacheManager in process, driven as its scheduler drives it, with its own groups and page sizes.
 
-Values of its `prefix_cache_retention_interval` (0.33): None is *dense*: every full block of sliding windows and every
-state at a block edge is cached. 0, its default, is *sparse*. Of windowed groups it keeps the blocks that a hit at the
-end of a prompt needs, of states the one at the last block edge before it, and both at a junction, where the lookup
-found that only full attention continues. The other blocks get no hash, so they are free as soon as they fall out of the
-window. A junction's state is there only if a chunk ends on it, which the scheduler sees to.
+Its `prefix_cache_retention_interval` (0.33) has two values here. None is *dense*: vLLM caches every full block of
+sliding windows and every state at a block edge. 0, the default, is *sparse*. vLLM then caches the blocks of windowed
+groups that a hit at the end of a prompt needs, and the state at the last block edge before it. It caches both at a
+junction, too, where the lookup found that only full attention continues. The other blocks get no hash, so they are free
+as soon as they fall out of the window. The scheduler ends a chunk at a junction, so that its state exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETENTION_INTERVALS: Final[dict[str, int | None]] = {"dense": None, "sparse": 0}
 
 
 class VllmSide:
-    """vLLM's manager and as much of its scheduler as one request at a time needs.
+    """vLLM's manager, with the part of its scheduler that one request at a time needs.
 
     Raises ImportError where vLLM cannot be imported.
 
@@ -75,7 +75,7 @@ class VllmSide:
         served.status = RequestStatus.RUNNING
         while is_done and served.num_computed_tokens < request.computed_token_count:
             done = served.num_computed_tokens
-            if done >= request.prompt_token_count:  # nothing happens before the next block edge that a pool could see
+            if done >= request.prompt_token_count:  # The pool changes only at the next block edge.
                 new = min(self._block_tokens - done % self._block_tokens, request.computed_token_count - done)
                 served.append_output_token_ids([0] * (done + new - served.num_tokens))
             is_done = self._step(served, served.num_tokens - done)
@@ -86,7 +86,7 @@ class VllmSide:
         return int(matched)
 
     def _step(self, request: Any, token_count: int, matched: int = 0, hit: Any = None) -> bool:
-        """Computes a chunk of at most so many tokens; tells whether there was room."""
+        """Computes a chunk of at most `token_count` tokens; returns whether there was room."""
         self.manager.new_step_starts()
         token_count = min(token_count, self._chunk_tokens)
         if self._scheduler is not None:
@@ -106,7 +106,7 @@ class VllmSide:
 
 
 class _Dealt:
-    """Stands in for hashing: digests made beforehand."""
+    """Replaces hashing by digests that were made beforehand."""
 
     def __init__(self, digests: bytes, block_tokens: int) -> None:
         self._dealt = [digests[first : first + DIGEST_BYTES] for first in range(0, len(digests), DIGEST_BYTES)]
@@ -117,8 +117,8 @@ class _Dealt:
 
 
 def _layer_specs(shape: Shape) -> dict[str, Any]:
-    """Returns a specification per layer, with blocks of attention as long as vLLM makes them: in models with states as
-    long as a state is large, so that all pages are equal."""
+    """Returns a specification per layer, with vLLM's block sizes. In models with states, a block of attention is as
+    large as a state, so that all pages are equal."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -152,8 +152,8 @@ def _scheduler(specs: dict[str, Any], block_tokens: int, chunk_tokens: int) -> A
     """Returns the method by which vLLM's scheduler ends chunks where a state is kept, bound to the attributes that it
     reads.
 
-    States are written at the ends of chunks, as by kernels that cannot save one from inside: it costs a pass more, and
-    the same states are kept.
+    States are written at the ends of chunks, as with kernels that cannot save a state inside a chunk. This takes one
+    more pass and keeps the same states.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 

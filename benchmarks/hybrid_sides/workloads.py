@@ -1,7 +1,7 @@
-"""Requests, one after the other, whose texts are trees: a text continues another one, or parts from it.
+"""Requests, one after another. Their texts form trees: a text continues another one, or diverges from it.
 
-A *stretch* is a piece of text after a certain other one, so equal stretches mean equal prefixes. A block of tokens is
-known by the stretch in which it ends and by its place, so digests need no text and no hashing.
+A *stretch* is a piece of text that follows one certain stretch, so equal stretches mean equal prefixes. The stretch in
+which a block ends and its place there identify the block, so digests need no text and no hashing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NUMBERS = count(1)
 
 
 class Stretch:
-    """A piece of text behind its parent's.
+    """A piece of text that follows its parent.
 
     Attributes:
         parent: the stretch before it; None at the beginning of a text.
-        number: no other stretch has it.
-        end: tokens up to its last one, those of its parents included.
+        number: a unique number.
+        end: the tokens of this stretch and all its ancestors.
     """
 
     __slots__ = ("end", "number", "parent")
@@ -38,14 +38,14 @@ class Stretch:
         self.end: int = (parent.end if parent else 0) + token_count
 
     def then(self, token_count: int) -> Stretch:
-        """Returns a text that continues this one, and differs from all others that do."""
+        """Returns a new text that continues this one. It differs from all other continuations."""
         return Stretch(self, token_count)
 
     def block_ids(self) -> list[int]:
         """Returns one number for each full block of `DIGEST_TOKENS` tokens; equal ones mean equal prefixes.
 
-        A block that begins in one stretch and ends in the next is one of the latter: with stretches of 24 and 40
-        tokens, the second block (tokens 16 to 31) belongs to the second stretch.
+        A block belongs to the stretch in which it ends: with stretches of 24 and 40 tokens, the second block (tokens
+        16 to 31) belongs to the second stretch.
         """
         path: list[Stretch] = []
         stretch: Stretch | None = self
@@ -61,7 +61,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: a prompt and the answer that is computed behind it.
+    """One request: a prompt and its answer.
 
     Attributes:
         prompt: the text that is sent.
@@ -72,18 +72,18 @@ class Request:
     text: Stretch
 
     def digests(self, block_tokens: int) -> bytes:
-        """Returns the digests of all full blocks of so many tokens, concatenated; those of the answer included."""
+        """Returns the concatenated digests of all full blocks of `block_tokens` tokens, including the answer's."""
         step = block_tokens // DIGEST_TOKENS
         return b"".join([block.to_bytes(DIGEST_BYTES) for block in self.text.block_ids()[step - 1 :: step]])
 
     @property
     def prompt_token_count(self) -> int:
-        """Counts the tokens that are sent."""
+        """Counts the tokens of the prompt."""
         return self.prompt.end
 
     @property
     def computed_token_count(self) -> int:
-        """Counts the tokens that are computed: the last one of an answer is sampled and never put in."""
+        """Counts the tokens that the model reads: all but the last one of the answer."""
         return self.text.end - 1
 
 
@@ -98,14 +98,14 @@ class Scale(NamedTuple):
     Attributes:
         chat_count: chats that take turns.
         round_count: turns of each chat.
-        first_tokens: of each chat's first message, a document.
-        message_tokens: of every later message.
-        answer_tokens: of every answer.
-        system_tokens: of a system prompt.
-        system_count: system prompts.
+        first_tokens: tokens of each chat's first message, a document.
+        message_tokens: tokens of every later message.
+        answer_tokens: tokens of every answer.
+        system_tokens: tokens of a system prompt.
+        system_count: number of system prompts.
         user_count: users of each system prompt.
         task_count: children of every inner node in the tree of agents.
-        session_share: one in so many sessions of the trace is kept.
+        session_share: one in this many sessions of the trace is kept.
         trace_tokens_max: longer prompts of the trace are left out.
     """
 
@@ -127,7 +127,7 @@ QUICK_SCALE: Final = Scale(12, 5, 2_500, 100, 60, 2_000, 12, 5, 5, 15, 4_096)
 
 
 def chats_in_turn(scale: Scale) -> Iterator[Request]:
-    """Each chat sends everything said so far and a new message, one after the other, round after round."""
+    """Yields rounds in which each chat, in turn, sends its whole text so far and a new message."""
     dice = random.Random(1)
     texts = [Stretch(None, scale.first_tokens + dice.randrange(64)) for _ in range(scale.chat_count)]
     for _ in range(scale.round_count):
@@ -138,7 +138,7 @@ def chats_in_turn(scale: Scale) -> Iterator[Request]:
 
 
 def edited_turns(scale: Scale) -> Iterator[Request]:
-    """Chats in turn where every message is sent, edited somewhere in its middle, and sent again one round later."""
+    """Yields chats in turn. Every message is sent again one round later, edited somewhere in its middle."""
     dice = random.Random(2)
     texts = [Stretch(None, scale.first_tokens + dice.randrange(64)) for _ in range(scale.chat_count)]
     edited: list[Stretch | None] = [None] * scale.chat_count
@@ -156,8 +156,8 @@ def edited_turns(scale: Scale) -> Iterator[Request]:
 
 
 def shared_prompts(scale: Scale) -> Iterator[Request]:
-    """Users who share one of several system prompts and nothing else; each asks twice, the second time a little
-    later."""
+    """Yields requests of users who share only one of several system prompts. Each user asks twice, the second time a
+    little later."""
     dice = random.Random(3)
     systems = [Stretch(None, scale.system_tokens + dice.randrange(64)) for _ in range(scale.system_count)]
     waiting: list[Stretch] = []
@@ -171,7 +171,7 @@ def shared_prompts(scale: Scale) -> Iterator[Request]:
 
 
 def agents(scale: Scale) -> Iterator[Request]:
-    """A tree: a common prompt, its tasks, and agents of each task, which take turns with steps of their own."""
+    """Yields requests of a tree: a common prompt, its tasks, and each task's agents, which take turns to add steps."""
     dice = random.Random(4)
     root = Stretch(None, scale.system_tokens)
     tasks = [root.then(scale.first_tokens // 4 + dice.randrange(64)) for _ in range(scale.task_count)]
@@ -190,17 +190,17 @@ def agents(scale: Scale) -> Iterator[Request]:
 
 
 def trace(file: Path, session_share: int, token_count_max: int, sample: int = 0) -> Iterator[Request]:
-    """Requests of one in so many sessions of a trace, in order, without the longest.
+    """Yields the requests of one in `session_share` sessions of a trace, in order, without the longest.
 
-    Leaving out sessions keeps how often and how soon each of the others comes again, among fewer others: the working
-    set shrinks with the share (spatial sampling, Waldspurger et al., FAST '15). Requests are of one session if their
-    second block is the same; the first is a system prompt that almost all have.
+    The kept sessions repeat as often and as soon as before, among fewer others, so the working set shrinks with the
+    share (spatial sampling, Waldspurger et al., FAST '15). Requests with the same second block are one session; the
+    first block is a system prompt that almost all share.
 
     Args:
-        file: a line of JSON per request, with `hash_ids`, one per block of 512 tokens of the prompt, equal at the start
-            of two prompts where they share a prefix; `input_length` and `output_length` in tokens.
+        file: a line of JSON per request. `hash_ids` has one id per block of 512 prompt tokens; prompts that share a
+            prefix have equal ids at their start. `input_length` and `output_length` are in tokens.
         session_share: 1 for all sessions.
-        sample: which of as many samples that share no session; less than `session_share`.
+        sample: the number of the sample, less than `session_share`. Different samples share no session.
         token_count_max: longer prompts are left out: the pool of a sample has to hold one of them beside all others.
     """
     known: dict[tuple[int, int], Stretch] = {}

@@ -1,1 +1,1 @@
-"""The counted operations, and their counting: see `instructions.py`."""
+"""The operations that `instructions.py` counts, and the code that counts them."""

@@ -1,4 +1,4 @@
-"""Runs under callgrind: each operation on a pool of its own, counted between `start` and `stop` of counter.c."""
+"""Runs under callgrind. Each operation has its own pool, and is counted between `start` and `stop` of counter.c."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from session_sides.streams import Owner
 BLOCKS = 8_192
 PROMPT_BLOCKS = 256
 PROMPT_TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS
-PROMPTS = 8  # of an operation; the pool has room for four times as many, or twice with two groups
+PROMPTS = 8  # prompts in each operation; the pool has room for four times as many, or twice with two groups
 SEQUENCES = 64
 STEP_OPERATIONS = 256
 
 
 def done(results: list[Any], matched_token_count: int = 0) -> None:
-    """Checks that the counted operations are the named ones."""
+    """Checks that the results are those of the named operations."""
     for each in results:
         assert getattr(each, "result", each) is Result.OK, each
         assert getattr(each, "matched_token_count", matched_token_count) == matched_token_count, each
@@ -39,10 +39,10 @@ class Counted(NamedTuple):
     """One operation.
 
     Attributes:
-        name: as in the table.
-        unit: the unit of one call.
+        name: the name in the table.
+        unit: what is counted, for example a block.
         per_call: units in a call.
-        calls: function and arguments of each call that is counted; all is prepared.
+        calls: function and arguments of each counted call, prepared beforehand.
         check: raises if the results are not those of the named operation.
     """
 
@@ -54,7 +54,7 @@ class Counted(NamedTuple):
 
 
 def prompts(seed: int, count: int = PROMPTS) -> list[bytes]:
-    """Digests of so many prompts."""
+    """Returns the digests of `count` prompts."""
     dice = random.Random(seed)
     return [dice.randbytes(PROMPT_BLOCKS * DIGEST_BYTES) for _ in range(count)]
 
@@ -66,12 +66,12 @@ def admit(pool: Pool, first_id: int, digests: list[bytes]) -> None:
 
 
 def free(pool: Pool, first_id: int, count: int = PROMPTS) -> None:
-    """Frees so many sequences."""
+    """Frees `count` sequences, one by one."""
     done([pool.free(sequence_id) for sequence_id in range(first_id, first_id + count)])
 
 
 def used_pool(sliding: int = 0) -> Pool:
-    """Returns a pool in which every block was used once, as on a running server; ids from 100 on are new."""
+    """Returns a pool in which every block was used once, as on a running server. Ids from 100 on are unused."""
     pool = new_pool(sliding, BLOCKS)
     count = BLOCKS // PROMPT_BLOCKS // (1 + sliding)
     done([pool.allocate(sequence_id, PROMPT_TOKENS) for sequence_id in range(1, count + 1)])
@@ -80,7 +80,7 @@ def used_pool(sliding: int = 0) -> Pool:
 
 
 def prompt_operations(sliding: int, where: str) -> list[Counted]:
-    """A prompt's way: fresh, published, found again, forked, freed, and when something has to be evicted."""
+    """Returns operations on a prompt: allocate it, publish it, hit it, fork it, free it, and evict others for it."""
     pool, digests = used_pool(sliding), prompts(1)
     unit = f"prompt of {PROMPT_BLOCKS} blocks"
     ids = range(100, 100 + PROMPTS)
@@ -107,12 +107,12 @@ def prompt_operations(sliding: int, where: str) -> list[Counted]:
 
 
 def grown(results: list[Any]) -> None:
-    """Checks that only blocks were granted."""
+    """Checks that every call granted blocks."""
     assert not any(others for _, others in results)
 
 
 def decode_operation(sliding: int, where: str) -> Counted:
-    """Steps of decoding: every sequence gets a token, each fills its block once."""
+    """Returns decode steps: every sequence gets a token, and fills its block once."""
     pool, ids = new_pool(sliding, BLOCKS), array("Q", range(1, SEQUENCES + 1))
     tokens = [BLOCK_TOKENS + number % BLOCK_TOKENS for number in range(SEQUENCES)]
     for sequence_id, count in zip(ids, tokens, strict=True):
@@ -122,7 +122,7 @@ def decode_operation(sliding: int, where: str) -> Counted:
 
 
 def match_operation() -> Counted:
-    """Lookups of prompts with a cached first half."""
+    """Returns lookups of prompts whose first half is cached."""
     pool, known = used_pool(), prompts(1)
     admit(pool, 100, known)
     half = PROMPT_BLOCKS // 2 * DIGEST_BYTES
@@ -136,7 +136,7 @@ def match_operation() -> Counted:
 
 
 def step_operation() -> Counted:
-    """Steps of appends as the session's machine applies them, from the message to the reply."""
+    """Returns steps of appends, applied as the session's machine does, from the message to the reply."""
     handler = Handler()
     owner = Owner(handler, "counted", BLOCKS, bytes(16))
     opening = owner.open()
@@ -164,8 +164,8 @@ def step_operation() -> Counted:
 
 
 def metrics_operations() -> list[Counted]:
-    """Steps as the metrics take them in, after they were applied: of prompts, and of a decoding batch."""
-    # Imported last: objects that lie elsewhere in memory change the counts of copies above by two per cent.
+    """Returns the metrics' work after a step: for steps of prompts, and for steps of a decoding batch."""
+    # Imported last: an earlier import moves objects in memory, which changes the counts of copies above by 2 %.
     from quire_allocator.metrics.counters import PoolCounters
     from quire_allocator.wire.step_apply import apply_step
     from quire_allocator.wire.step_checks import check_step
@@ -182,7 +182,7 @@ def metrics_operations() -> list[Counted]:
     for i in ids:
         opened.allocate(i, 1 + i % BLOCK_TOKENS)
     function, arguments = observed(opened)
-    function(*arguments)  # makes the sample
+    function(*arguments)  # The first call creates the metric's samples.
     new = [StepBuilder().allocate(500 + i, PROMPT_TOKENS + 1, own) for i, own in enumerate(prompts(1))]
     fresh = [observed(builder) for builder in new]
     for step in range(1, BLOCK_TOKENS + 1):
@@ -204,7 +204,7 @@ def metrics_operations() -> list[Counted]:
 
 
 def main() -> None:
-    """Counts everything; the arguments are the library of counter.c and a file for the units."""
+    """Counts all operations. The arguments are the compiled counter.c and a file for the units."""
     counter = ctypes.CDLL(sys.argv[1])
     groups = {0: "1 group", 1: "1 full + 1 sliding", 5: "1 full + 5 sliding"}
     work = [each for sliding in (0, 1) for each in prompt_operations(sliding, groups[sliding])]
@@ -218,7 +218,7 @@ def main() -> None:
 
 
 def run(counter: ctypes.CDLL, work: list[Counted], first: int) -> None:
-    """Counts operations, and prints each with its number, the first with this one."""
+    """Counts operations, and prints each with its number, starting at `first`."""
     for number, operation in enumerate(work, first):
         results = []
         counter.start()

@@ -1,4 +1,4 @@
-/* Callgrind's client requests, which are macros, as functions that Python can call. */
+/* Functions for Callgrind's client requests, because Python cannot call macros. */
 #include <valgrind/callgrind.h>
 
 void start(void) {
@@ -6,7 +6,7 @@ void start(void) {
     CALLGRIND_ZERO_STATS;
 }
 
-/* Writes what was counted since start() to a file of its own, which the name heads. */
+/* Writes the counts since start() to a new file that begins with the name. */
 void stop(const char *name) {
     CALLGRIND_DUMP_STATS_AT(name);
     CALLGRIND_STOP_INSTRUMENTATION;

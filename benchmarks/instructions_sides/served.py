@@ -1,6 +1,7 @@
-"""The gateway under callgrind: SIGUSR1 starts a count, SIGUSR2 writes it; each answers a byte.
+"""The gateway under callgrind. SIGUSR1 starts a count and SIGUSR2 writes it; each is answered with a byte.
 
-It asks its worker once, and not again each second: on a busy machine a request would count more of that.
+The gateway polls its workers once an hour, not each second: on a busy machine, a request's count would include more
+polls.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from quire_gateway.server import main
 
 
 def count_on_signals(library: str, answers: int) -> None:
-    """Has signals start and stop the counter of counter.c; a byte in `answers`, a file descriptor, says that it did."""
+    """Lets signals start and stop the counter of counter.c. Each writes a byte to the file descriptor `answers`."""
     counter, numbers = ctypes.CDLL(library), itertools.count()
 
     def start(_signal: int, _frame: FrameType | None) -> None:

@@ -1,16 +1,17 @@
 """Attention over pages on a CPU: the worker's path, and code that uses PyTorch alone.
 
-All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]` and have their indices, masks and
-compilations ready. Only the work that each layer repeats is timed, in turn.
+All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]`. Their indices, masks and compilations are
+prepared. Only the work that each layer repeats is timed; the sides take turns.
 
-    torch          the worker's path where its kernels are not there: plain torch, planned the same way
-    per_sequence   for each sequence: its pages by index_select, then scaled_dot_product_attention
-    padded         all sequences' pages by one indexing, then one scaled_dot_product_attention under a mask
-    flex           compiled flex_attention with a block mask that names the pages, which are read where they lie
-    flex_packed    the same, the query heads of a KV head as rows of one, by hand; decode only
+    torch          the worker's path without its kernels: plain torch, planned the same way
+    per_sequence   for each sequence, gathers its pages by index_select, then scaled_dot_product_attention
+    padded         gathers all sequences' pages by one indexing, then one scaled_dot_product_attention under a mask
+    flex           compiled flex_attention with a block mask that names the pages, which it reads in place
+    flex_packed    flex with the query heads of a KV head packed into the rows of one head; decode only
 
-The ratio is the best of the middle three, as PyTorch documents them, over the worker's. flex_packed, the best form of
-flex attention for a batch of one shape, has its own. A side that has not the worker's result is an error.
+The ratio is the best time of per_sequence, padded and flex, as PyTorch documents them, divided by the worker's.
+flex_packed, the best form of flex attention for a batch of one shape, has its own ratio. A result that differs from the
+worker's is an error.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ PAGE_SIZE = 16
 HEADS = {"4/2 heads of 64": (4, 2, 64), "32/8 heads of 128": (32, 8, 128)}
 BATCHES = (1, 16, 64)
 CONTEXTS = (128, 2048)
-CHUNK_TOKENS = 512  # of a forward pass, over all sequences
-ROUNDS_S = 0.5  # of a case, at least: the shortest take microseconds
+CHUNK_TOKENS = 512  # new tokens in a forward pass, over all sequences
+ROUNDS_S = 0.5  # least time for a case: the shortest calls take microseconds
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch: every sequence has as many queries and keys."""
+    """One batch of sequences, all with the same numbers of queries and keys."""
 
     heads: str
     batch: int
@@ -60,7 +61,7 @@ class Case:
 
 
 def cases(dtypes: list[torch.dtype]) -> Iterator[Case]:
-    """Decode, and chunks that share a forward pass of `CHUNK_TOKENS`."""
+    """Yields cases of decode, and of chunks that share a forward pass of `CHUNK_TOKENS`."""
     for dtype in dtypes:
         for heads in HEADS:
             for batch in BATCHES:
@@ -90,7 +91,7 @@ class Scene:
             self.mask = torch.zeros(visible.shape, dtype=case.dtype).masked_fill_(~visible, float("-inf"))
 
     def quire(self, attention: PagedAttention) -> tuple[Side, float]:
-        """The worker's, and the seconds that planning a forward pass takes, for its first layer."""
+        """Returns the worker's side, and the seconds that planning a forward pass takes in its first layer."""
         case, scale = self.case, self.head_dim**-0.5
         start = case.context - case.queries
         chunks = [Chunk([0] * case.queries, start, [row], needs_logits=True) for row in self.table.tolist()]
@@ -107,14 +108,14 @@ class Scene:
         return lambda: plan.attend(self.query, self.pages, scale=scale), statistics.median(seconds)
 
     def sdpa(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`[batch, queries, query_heads, head_dim]` against `[batch, keys, kv_heads, head_dim]`."""
+        """Computes attention of `[batch, queries, query_heads, head_dim]` over `[batch, keys, kv_heads, head_dim]`."""
         return scaled_dot_product_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=self.mask,
             is_causal=self.is_prompt, enable_gqa=True,
         ).transpose(1, 2)  # fmt: skip
 
     def per_sequence(self) -> Side:
-        """See the top of the file."""
+        """Returns the side "per_sequence"."""
         case = self.case
         halves = self.pages.view(-1, PAGE_SIZE * self.kv_heads * self.head_dim)
         indices = [(row * 2, row * 2 + 1) for row in self.table]
@@ -133,7 +134,7 @@ class Scene:
         return run
 
     def padded(self) -> Side:
-        """See the top of the file; with equal lengths nothing is padded but the last page."""
+        """Returns the side "padded". With equal lengths, only the last page is padded."""
         shape = (self.case.batch, -1, self.kv_heads, self.head_dim)
 
         def run() -> torch.Tensor:
@@ -144,14 +145,14 @@ class Scene:
         return run
 
     def flex(self, *, packed: bool) -> Side:
-        """See the top of the file."""
+        """Returns the side "flex", or "flex_packed"."""
         rows = self.group if packed else self.case.queries
         return flex_side(
             self.pages, self.table, self.query, self.case.context, packed=packed, query_block=min(rows, QUERY_BLOCK)
         )
 
     def peers(self, *, with_flex: bool) -> Iterator[tuple[str, Side]]:
-        """Name and side of all but the worker's."""
+        """Yields name and side of each peer of the worker's side."""
         yield "per_sequence", self.per_sequence()
         yield "padded", self.padded()
         if with_flex:
@@ -162,14 +163,14 @@ class Scene:
 
 @torch.inference_mode()
 def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
-    """One row: milliseconds of every side, medians, and the peers' over the worker's, round by round."""
+    """Returns one row: the median milliseconds of every side, and the median ratio of each peer's to the worker's."""
     scene = Scene(case)
     ours, plan_s = scene.quire(backend_for("cpu"))
     plain, _ = scene.quire(TorchPagedAttention())
     sides = {"quire": ours, "torch": plain, **dict(scene.peers(with_flex=with_flex))}
     expected = ours()
     for name, side in sides.items():
-        error = (side() - expected).abs().max().item()  # also warms up, and compiles
+        error = (side() - expected).abs().max().item()  # This call also warms up and compiles.
         if not error <= TOLERANCE[case.dtype]:
             raise ValueError(f"{name} differs by {error} at {case}")
     rounds: dict[str, list[float]] = {name: [] for name in sides}
@@ -177,7 +178,7 @@ def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
     order, shuffle = list(sides.items()), random.Random(0).shuffle
     end = time.perf_counter() + ROUNDS_S
     while len(rounds["quire"]) < repeat or time.perf_counter() < end:
-        shuffle(order)  # a side that follows another finds its pages in the cache, or its own gone
+        shuffle(order)  # The previous side decides which pages are in the CPU cache.
         for name, side in order:
             started = time.perf_counter()
             side()

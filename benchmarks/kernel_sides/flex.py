@@ -1,6 +1,6 @@
-"""Flex attention over scattered pages: a block mask names the pages, which are read where they lie.
+"""Flex attention over scattered pages. A block mask names the pages, which it reads in place.
 
-A value's page follows its key's, so that both are the same numbers of blocks in two views of one tensor.
+The page of values follows the page of keys, so both have the same block numbers in two views of one tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 QUERY_BLOCK = 128
-NOWHERE = 1 << 40  # of a page that is not the request's: after every query
+NOWHERE = 1 << 40  # position of pages of other requests: later than every query, so masked
 
 Side = Callable[[], torch.Tensor]
 
@@ -21,16 +21,16 @@ def flex_side(
     pages: torch.Tensor, table: torch.Tensor, query: torch.Tensor, context: int, *, packed: bool = False,
     query_block: int = QUERY_BLOCK, kernel_options: Any = None,
 ) -> Side:  # fmt: skip
-    """One batch, every sequence of one length; compiled on its first call.
+    """Returns a side for one batch of sequences of one length. Its first call compiles it.
 
     Args:
         pages: `[pool, 2, page_size, kv_heads, head_dim]`.
         table: int64 `[batch, pages of a sequence]`.
-        query: `[batch * queries, query_heads, head_dim]`, the last ones of each context.
+        query: `[batch * queries, query_heads, head_dim]`, the last queries of each context.
         context: keys of each sequence.
-        packed: the query heads of a KV head as rows of one, by hand; decode only.
-        query_block: rows of a block of the mask.
-        kernel_options: flex attention's.
+        packed: packs the query heads of a KV head into the rows of one head; decode only.
+        query_block: query rows in a block of the mask.
+        kernel_options: flex attention's `kernel_options`.
     """
     batch, block, (_, query_heads, head_dim) = table.shape[0], pages.shape[2], query.shape
     kv_heads, queries = pages.shape[3], query.shape[0] // batch
@@ -57,16 +57,16 @@ def page_mask(
     table: torch.Tensor, *, key_length: int, block: int, query_length: int, queries: int, context: int,
     query_block: int,
 ) -> BlockMask:  # fmt: skip
-    """Blocks of queries, each with the pages that all of it sees and those that a part of it sees.
+    """Returns the mask: for each block of queries, the pages that all of its queries see, and those that some see.
 
     Args:
         table: int64 `[batch, pages of a sequence]`.
-        key_length: rows of the pool, keys and values in turn, without the last page.
+        key_length: rows of the pool, pages of keys and values in turn, without the last page.
         block: tokens of a page.
-        query_length: rows of queries, `queries` unless heads are packed.
-        queries: of a sequence, the last ones of its context.
+        query_length: rows of queries; equals `queries` unless heads are packed.
+        queries: number of queries of a sequence, the last of its context.
         context: keys of a sequence.
-        query_block: rows of a block.
+        query_block: query rows of a block.
     """
     device, before = table.device, context - queries
     place = torch.full((table.shape[0], key_length // block), NOWHERE, dtype=torch.int64, device=device)

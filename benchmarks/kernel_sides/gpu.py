@@ -1,12 +1,13 @@
-"""The Triton kernels on a CUDA GPU and their peers, as a share of what the chip does in the same run.
+"""The Triton kernels on a CUDA GPU and their peers, as shares of the chip's speed in the same run.
 
-Shares are of a copy of 4 GiB (bytes read and written), for the bytes that a launch must move at least, and of a matrix
-product of 8192 x 8192 in the same dtype, for the operations of the pairs that a causal mask leaves. Both are measured
-first. A batch's sides (`gpu_scenes.py`) are compared before anything is timed: Quire with plain float32 for a few
-tokens, every peer with Quire for all. A side that differs is not timed, and its row says so. Then all are launched in
-turn, in random order, each after its caches were emptied; medians, and ratios round by round.
+Two speeds are measured first: a copy of 4 GiB (bytes read and written), and a matrix product of 8192 x 8192 in the same
+dtype. One share compares the bytes that a launch must move at least with the copy. The other compares the operations of
+the pairs that a causal mask leaves with the matrix product. Before any timing, the results of a batch's sides
+(`gpu_scenes.py`) are compared: Quire's with plain float32 for a few tokens, every peer's with Quire's for all tokens. A
+side that differs is not timed, and its row says so. Then all sides are launched in turn, in random order, each with
+cold caches. Rows have medians, and medians of the ratios of each round.
 
-A side that is left out, by rule, for lack of time or because it failed, has a row that says why.
+A side may be left out by rule, for lack of time, or because it failed. Its row says why.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from kernel_sides.gpu_goals import Row
 from kernel_sides.gpu_scenes import Scene, scene_of
 
 PEERS = ("vllm", "sdpa", "flex", "torch", "triton")
-ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # of a case, after one that is not counted
+ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # for each case, after one uncounted round
 FLUSH_BYTES, COPY_BYTES, MATRIX_SIZE = 2 << 30, 4 << 30, 8192
-COMPARED_TOKENS = 1 << 14  # at once, so that temporaries stay small
-# Largest difference in a row of a head, over that row's root mean square: roundings to bfloat16 differ by up to 2^-7 of
-# an element, and the largest of many rows has elements of 5 times that mean.
+COMPARED_TOKENS = 1 << 14  # tokens compared at once, so that temporaries stay small
+# Largest difference in a head's row, divided by the row's root mean square. Two roundings to bfloat16 differ by up to
+# 2^-7 of an element, and the largest element of many rows is about 5 times the root mean square.
 TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 
 Timer = Callable[[Side], float]
@@ -39,11 +40,11 @@ Timer = Callable[[Side], float]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The device, and the rules of measuring on it: `CudaBench` below for a GPU, or anything in a test."""
+    """The device and how to measure on it: from `cuda_bench` for a GPU, made by hand in tests."""
 
     device: torch.device
     dtype: torch.dtype
-    timer: Timer  # milliseconds of a launch
+    timer: Timer  # measures the milliseconds of a launch
     synchronize: Callable[[], None]  # raises if the device is lost
     memory_bytes: float
     copy_bytes_per_s: float
@@ -52,7 +53,7 @@ class Bench:
 
 
 class CudaTimer:
-    """Time on the device, with cold caches."""
+    """Measures time on the device, with cold caches."""
 
     def __init__(self) -> None:
         self._other = torch.zeros(FLUSH_BYTES // 4, device="cuda")
@@ -60,8 +61,8 @@ class CudaTimer:
     def __call__(self, side: Side) -> float:
         """Runs one side and returns its time on the device in milliseconds."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Reads for half a millisecond: the cache is cleared, nothing waits to be written back, and the host has issued
-        # the side before the device comes to it.
+        # Reads for half a millisecond. This clears the cache and leaves nothing to write back, and the host issues
+        # the measured side before the device reaches it.
         self._other.sum()
         start.record()
         side()
@@ -71,7 +72,7 @@ class CudaTimer:
 
 
 def cuda_bench(rounds: int) -> Bench:
-    """This machine's first GPU, with its ceilings measured."""
+    """Measures the limits of this machine's first GPU, and returns its bench."""
     memory_bytes = 0.95 * torch.cuda.mem_get_info()[0]
     timer, dtype = CudaTimer(), torch.bfloat16
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
@@ -86,7 +87,7 @@ def cuda_bench(rounds: int) -> Bench:
 
 
 def difference(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest of all rows' differences, each over the expected row's root mean square; NaN if any is.
+    """Returns the largest difference in a row, divided by the expected row's root mean square; NaN if any is NaN.
 
     Args:
         result: `[tokens, heads, dim]`.
@@ -103,7 +104,7 @@ def difference(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def time_sides(sides: dict[str, Side], timer: Timer, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each side, round by round; long ones have fewer rounds."""
+    """Returns the milliseconds of each side, round by round. Long sides have fewer rounds."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     order, shuffle, spent_ms = list(sides.items()), random.Random(0).shuffle, 0.0
     for number in range(rounds + 1):
@@ -120,10 +121,10 @@ def time_sides(sides: dict[str, Side], timer: Timer, rounds: int) -> dict[str, l
 
 @torch.inference_mode()
 def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), scene: Scene | None = None) -> Row:
-    """One row. A peer that fails or differs is noted; Quire's errors are raised.
+    """Returns one row. It notes a peer that fails or differs; Quire's errors are raised.
 
     Raises:
-        ValueError: Quire's result is not the reference's.
+        ValueError: Quire's result differs from the reference.
     """
     scene = scene or scene_of(case, bench.device, bench.dtype)
     tolerance, quire = TOLERANCE[bench.dtype], scene.quire()
@@ -142,7 +143,7 @@ def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), sce
                 sides[name] = build()
                 error = difference(sides[name](), expected)
                 why = "" if error <= tolerance else f"differs by {error:.2g} of a row"
-            except Exception as raised:  # a peer may not know this shape, or not be installed
+            except Exception as raised:  # A peer may lack this shape, or not be installed.
                 why = _line(raised)
                 if lost := _lost(bench):
                     raise RuntimeError(f"{name}: {lost}") from raised
@@ -191,7 +192,7 @@ def measure_all(
     cases: Iterable[Case], bench: Bench, *, operations_max: float, budget_s: float, without: Collection[str] = (),
     progress: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
 ) -> list[Row]:  # fmt: skip
-    """A row per case, also of those that are left out or fail. No case starts after `budget_s`."""
+    """Returns a row per case, also for cases that are left out or fail. No case starts after `budget_s`."""
     started, rows, lost = clock(), [], ""
     for case in cases:
         status, note = "left out", left_out(case, memory_bytes=bench.memory_bytes, operations_max=operations_max)
@@ -204,11 +205,11 @@ def measure_all(
         else:
             try:
                 row = measure_case(case, bench, without=without)
-            except Exception as raised:  # the others' rows are worth having
+            except Exception as raised:  # Other cases can still be measured.
                 row = _row(case, bench, "failed", _line(raised), {})
                 lost = _lost(bench)
             if bench.device.type == "cuda" and not lost:
-                gc.collect()  # an exception's frames hold tensors
+                gc.collect()  # The exception's frames hold tensors.
                 torch.cuda.empty_cache()
         rows.append(row)
         progress(f"{clock() - started:5.0f} s  {case.title}: {_summary(row)}")
@@ -232,6 +233,6 @@ def _summary(row: dict[str, Any]) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Its first line, with its kind."""
+    """Returns the first line of an error, with its type."""
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0]}"[:200]

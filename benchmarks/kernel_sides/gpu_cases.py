@@ -1,10 +1,10 @@
-"""The batches that are measured on a GPU, their needs, and the rules that leave some out, computed ahead.
+"""The batches that are measured on a GPU, the memory and operations that they need, and the rules that leave some out.
 
-    memory      keys and values, queries, results of two sides, and `FIXED_BYTES` must fit; a side that reads dense keys
-                needs them once more (and, of latent attention, the scores)
-    operations  a launch of more than `operations_max` would take the time of all the others
-    flex        its blocks are pages, so pages of 16 keys are left out (its kernels are made for 64 and more), and pools
-                of 2^31 elements and more (offsets of 32 bits); each batch that is left costs a compilation
+    memory      keys and values, queries, results of two sides, and `FIXED_BYTES` must fit. A side with dense keys needs
+                a second copy of the keys, and, in latent attention, the scores.
+    operations  A launch of more than `operations_max` would take the time of all others.
+    flex        Its blocks are pages. Left out are pages of 16 keys (its kernels are made for 64 and more) and pools of
+                2^31 elements and more (its offsets have 32 bits). Each remaining batch costs a compilation.
 
 Nothing here needs a GPU.
 """
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 ELEMENT_BYTES = 2  # bfloat16
-FIXED_BYTES = 6 << 30  # caches to clear, workspaces, temporaries of comparing
+FIXED_BYTES = 6 << 30  # buffers to clear the cache, workspaces, temporaries of comparisons
 FLEX_PAGE_SIZE = 64
 OPERATIONS_MAX = 3e14
 WORKS = ("decode", "prefill")
@@ -27,7 +27,7 @@ PAGE_SIZES = (16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Heads that share keys and values."""
+    """The shape of attention in which query heads share keys and values."""
 
     name: str
     query_heads: int
@@ -41,7 +41,7 @@ class Grouped:
 
     @property
     def query_elements(self) -> int:
-        """Counts the elements of one token's queries; its results are as many, or fewer."""
+        """Counts the elements of one token's queries. Its results have as many elements, or fewer."""
         return self.query_heads * self.head_dim
 
     @property
@@ -52,7 +52,7 @@ class Grouped:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Heads that share a latent vector and its positional part; queries are absorbed."""
+    """The shape of attention in which heads share a latent vector and its positional part. Queries are absorbed."""
 
     name: str
     query_heads: int
@@ -66,7 +66,7 @@ class Latent:
 
     @property
     def query_elements(self) -> int:
-        """Counts the elements of one token's queries; its results are as many, or fewer."""
+        """Counts the elements of one token's queries. Its results have as many elements, or fewer."""
         return self.query_heads * (self.latent + self.positional)
 
     @property
@@ -85,9 +85,9 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch, every sequence of one length: its newest token, or all of it as a prompt."""
+    """One batch of sequences of one length: decode of their newest tokens, or prefill of whole prompts."""
 
-    work: str  # of WORKS
+    work: str  # one of WORKS
     shape: Shape
     batch: int
     context: int
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Names the case for people."""
+        """Returns the name of the case in tables."""
         work = "MLA decode" if isinstance(self.shape, Latent) else self.work
         return f"{work}, {self.shape.name}, batch {self.batch}, context {self.context}, page {self.page_size}"
 
@@ -106,7 +106,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of the pairs that a causal mask leaves."""
+        """Counts the multiplications and additions for the pairs that a causal mask leaves."""
         seen = self.queries * (2 * self.context - self.queries + 1) // 2
         return self.batch * seen * self.shape.pair_operations
 
@@ -127,13 +127,13 @@ class Case:
 
     @property
     def memory_bytes(self) -> int:
-        """Returns the bytes that measuring takes, without dense keys."""
+        """Returns the bytes of memory that measuring needs, without dense keys."""
         return self.key_bytes + 4 * self.query_bytes + FIXED_BYTES
 
     @property
     def dense_bytes(self) -> int:
-        """Returns the bytes that a side with contiguous keys takes in addition."""
-        scores = 2 * 4 * self.batch * self.context * self.shape.query_heads  # and their exponentials, in float32
+        """Returns the additional bytes for a side with dense keys."""
+        scores = 2 * 4 * self.batch * self.context * self.shape.query_heads  # scores and exponentials, float32
         return self.key_bytes + (scores if isinstance(self.shape, Latent) else 0)
 
 
@@ -141,7 +141,7 @@ def cases(
     works: Collection[str], shapes: Collection[str], batches: Collection[int], contexts: Collection[int],
     page_sizes: Collection[int],
 ) -> Iterator[Case]:  # fmt: skip
-    """The cheapest first for each page size; latent attention is measured in decode only."""
+    """Yields the cases of each page size, the cheapest first. Latent attention is measured only in decode."""
     for page_size in page_sizes:
         found = [
             Case(work, SHAPES[shape], batch, context, page_size)
@@ -155,7 +155,7 @@ def cases(
 
 
 def left_out(case: Case, *, memory_bytes: float, operations_max: float) -> str:
-    """Why a case is not measured; empty if it is."""
+    """Returns why a case is not measured; empty if it is measured."""
     if case.memory_bytes > memory_bytes:
         return f"needs {_gigabytes(case.memory_bytes)}, has {_gigabytes(memory_bytes)}"
     if case.operations > operations_max:
@@ -164,7 +164,7 @@ def left_out(case: Case, *, memory_bytes: float, operations_max: float) -> str:
 
 
 def side_left_out(case: Case, side: str, *, memory_bytes: float) -> str:
-    """Why a side of a case is not measured; empty if it is."""
+    """Returns why a side of a case is not measured; empty if it is measured."""
     if side in {"sdpa", "torch"} and case.memory_bytes + case.dense_bytes > memory_bytes:
         return f"dense keys need {_gigabytes(case.memory_bytes + case.dense_bytes)}, has {_gigabytes(memory_bytes)}"
     if side == "flex" and case.page_size < FLEX_PAGE_SIZE:

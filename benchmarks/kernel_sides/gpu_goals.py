@@ -11,10 +11,10 @@ DECODE_SHARE, PREFILL_SHARE, AS_FAST = 0.9, 0.6, 1.0
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """The least value that each promise is about. None, and why, where no row has it, or one failed.
+    """Returns each goal with its worst value. Without a row, or if one failed, the value is None and the name says why.
 
     Args:
-        rows: as `gpu.measure_all` gives them.
+        rows: the rows of `gpu.measure_all`.
     """
 
     copy, product, vllm = "share of a copy", "share of a matrix product", "vLLM's time over Quire's"

@@ -1,13 +1,13 @@
-"""A case's tensors on scattered pages, and its sides: the work that a layer repeats, with everything else ready.
+"""A case's tensors on scattered pages, and its sides. A side is the work that a layer repeats; all else is prepared.
 
     quire    the Triton kernels under FlashInfer's names
     vllm     vLLM's Triton kernel on the same pages
-    sdpa     scaled_dot_product_attention on dense keys, gathered beforehand: what attention costs without pages
-    flex     compiled flex attention, which reads the pages where they lie
+    sdpa     scaled_dot_product_attention on dense keys gathered beforehand: the cost of attention without pages
+    flex     compiled flex attention, which reads the pages in place
     torch    latent attention as two matrix products around a softmax, on dense keys gathered beforehand
-    triton   the kernel that Quire takes on other chips, where it has one of its own for this one
+    triton   Quire's kernel for other chips, if it has a special one for this chip
 
-Every side gives `[tokens, heads, dim]`. `reference` is plain float32 for a few of the tokens.
+Every side returns `[tokens, heads, dim]`. `reference` computes a few of the tokens in plain float32.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from kernel_sides.flex import Side, flex_side
 from kernel_sides.gpu_cases import Case, Grouped, Latent
 
 WORKSPACE_BYTES = 1 << 28
-LATENT_SCALE = 192**-0.5  # of a head of 128 + 64, before absorption
-# Not the one that writes all scores to memory: where the others refuse, there is nothing to compare with.
+LATENT_SCALE = 192**-0.5  # softmax scale of a head of 128 + 64 elements, before absorption
+# The math backend is left out: it writes all scores to memory. A case that these three refuse has no peer.
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 Builder = Callable[[], Side]
 
 
 def _without_hopper(quire: Builder, device: torch.device) -> dict[str, Builder]:
-    """Returns the side "triton", where it is another one than Quire's."""
+    """Returns the side "triton" if it differs from Quire's side on this device."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return {}
 
@@ -56,13 +56,13 @@ def _without_hopper(quire: Builder, device: torch.device) -> dict[str, Builder]:
 
 
 class Pool:
-    """Sequences of one length on scattered pages `[pages, *rest]`; the index tensors of a plan are on the host."""
+    """Sequences of one length on scattered pages `[pages, *rest]`. A plan's index tensors are on the host."""
 
     def __init__(self, case: Case, rest: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
         count = -(-case.context // case.page_size)
         self.pages = torch.randn(case.batch * count, *rest, device=device, dtype=dtype)
         shuffled = torch.randperm(case.batch * count)
-        self.table = shuffled.view(case.batch, count).to(device)  # int64 [batch, pages of a sequence]
+        self.table = shuffled.view(case.batch, count).to(device)  # int64 [batch, pages per sequence]
         self.indices = shuffled.int()
         self.indptr = torch.arange(case.batch + 1, dtype=torch.int32) * count
         self.lengths = torch.full((case.batch,), case.context, dtype=torch.int32)
@@ -71,7 +71,7 @@ class Pool:
 
 
 class GroupedScene:
-    """Decode, or whole prompts, of heads that share keys."""
+    """Decode, or prefill of whole prompts, with query heads that share keys."""
 
     def __init__(self, case: Case, shape: Grouped, device: torch.device, dtype: torch.dtype) -> None:
         self.case, self.shape = case, shape
@@ -83,7 +83,7 @@ class GroupedScene:
         }  # fmt: skip
 
     def quire(self) -> Side:
-        """See the top of the file."""
+        """Returns the side "quire"."""
         pool, shape, query = self.pool, self.shape, self.query
         table = (pool.indptr, pool.indices, pool.last_page_len)
         sizes = (shape.query_heads, shape.kv_heads, shape.head_dim, self.case.page_size)
@@ -98,11 +98,11 @@ class GroupedScene:
         return lambda: wrapper.run(query, pool.pages)
 
     def vllm(self) -> Side:
-        """See the top of the file."""
+        """Returns the side "vllm"."""
         return vllm_peers.unified_side(self.query, self.pool.pages, self.pool.table, self.case.context)
 
     def sdpa(self) -> Side:
-        """See the top of the file."""
+        """Returns the side "sdpa"."""
         case, shape = self.case, self.shape
         dense = (case.batch, -1, shape.kv_heads, shape.head_dim)
         key, value = (
@@ -119,12 +119,12 @@ class GroupedScene:
         return run
 
     def flex(self) -> Side:
-        """See the top of the file; its tiles of keys must divide a page."""
+        """Returns the side "flex". Its tiles of keys must divide a page."""
         options = {"BLOCK_N": min(64, self.case.page_size)} if self.query.is_cuda else None
         return flex_side(self.pool.pages, self.pool.table, self.query, self.case.context, kernel_options=options)
 
     def reference(self) -> tuple[list[int], Tensor]:
-        """Numbers of a few tokens, and their results `[numbers, query_heads, head_dim]` in float32."""
+        """Returns the numbers of a few tokens, and their results `[numbers, query_heads, head_dim]` in float32."""
         shape, numbers, results = self.shape, [], []
         for sequence, query in _sample(self.case):
             numbers.append(sequence * self.case.queries + query)
@@ -153,7 +153,7 @@ class LatentScene:
         }  # fmt: skip
 
     def quire(self) -> Side:
-        """See the top of the file."""
+        """Returns the side "quire"."""
         pool, shape, dtype = self.pool, self.shape, self.query.dtype
         wrapper = BatchMLAPagedAttentionWrapper(
             torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.query.device)
@@ -167,11 +167,11 @@ class LatentScene:
         return lambda: wrapper.run(*parts)  # type: ignore[return-value]  # no lse is asked for
 
     def vllm(self) -> Side:
-        """See the top of the file."""
+        """Returns the side "vllm"."""
         return vllm_peers.latent_side(self.query, self.pool.pages, self.pool.table, self.case.context, LATENT_SCALE)
 
     def torch(self) -> Side:
-        """See the top of the file."""
+        """Returns the side "torch"."""
         dim = self.query.shape[2]
         dense = self.pool.pages[self.pool.table].view(self.case.batch, -1, dim)[:, : self.case.context]
         keys, values = dense.transpose(1, 2), dense[..., : self.shape.latent]
@@ -184,7 +184,7 @@ class LatentScene:
         return run
 
     def reference(self) -> tuple[list[int], Tensor]:
-        """Numbers of a few tokens, and their results `[numbers, heads, latent]` in float32."""
+        """Returns the numbers of a few tokens, and their results `[numbers, heads, latent]` in float32."""
         numbers, results = [], []
         for sequence, _ in _sample(self.case):
             numbers.append(sequence)
@@ -198,7 +198,7 @@ Scene = GroupedScene | LatentScene
 
 
 def scene_of(case: Case, device: torch.device, dtype: torch.dtype) -> Scene:
-    """Makes the scene of a case, with the same numbers every time."""
+    """Makes the scene of a case, with the same random numbers every time."""
     torch.manual_seed(0)
     if isinstance(case.shape, Latent):
         return LatentScene(case, case.shape, device, dtype)
@@ -206,7 +206,7 @@ def scene_of(case: Case, device: torch.device, dtype: torch.dtype) -> Scene:
 
 
 def _sample(case: Case) -> list[tuple[int, int]]:
-    """Sequence and query of it: of the first and of the last sequence, the first, a middle and the last one."""
+    """Returns pairs (sequence, query): the first, a middle and the last query of the first and the last sequence."""
     return [
         (sequence, query)
         for sequence in sorted({0, case.batch - 1})

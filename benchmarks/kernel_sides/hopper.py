@@ -1,5 +1,4 @@
-"""Leaves the kernels for Hopper chips out for a while, so that the kernels that they replaced can be timed beside
-them."""
+"""Turns off the kernels for Hopper chips for a while, so that the kernels that they replaced can be timed."""
 
 from __future__ import annotations
 
@@ -7,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-SWITCH = "QUIRE_HOPPER"  # read at each launch; "0" takes the kernels of other chips
+SWITCH = "QUIRE_HOPPER"  # Quire reads it at each launch; "0" selects the kernels for other chips.
 
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """Has every launcher take the kernel that it takes on other chips."""
+    """Makes every launcher choose its kernel for other chips."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "0"
     try:

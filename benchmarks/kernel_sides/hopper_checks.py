@@ -1,8 +1,8 @@
-"""Prefill on Hopper against float64: ragged batches on scattered pages that hold NaN wherever no key lies.
+"""Prefill on Hopper against float64: ragged batches on scattered pages, with NaN in all unused slots.
 
     python -m kernel_sides.hopper_checks          a row for each shape, as JSON; in the folder `benchmarks`
 
-Without a GPU the same shapes, a tenth as long, go through the Triton kernel in the interpreter.
+Without a GPU, the Triton kernel computes the same shapes in the interpreter, with shorter requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Must be set before Triton is imported.
 
 from quire_kernels.ops.prefill_hopper import SWITCH, runs_on_hopper
 from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
@@ -28,13 +28,13 @@ from quire_kernels.shared.paged_cache import unpack_paged_cache
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, prefill_tiling
 from quire_kernels.shared.reference import LSE_TOLERANCE, TOLERANCE
 
-SHRUNK = 20  # lengths are divided by it without a GPU
-CHECKED_COUNT = 6  # by `prefill_checks`; the tests do all
+SHRUNK = 20  # Without a GPU, lengths are divided by this.
+CHECKED_COUNT = 6  # shapes that `prefill_checks` checks; the tests check all
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A batch: (new tokens, all tokens) of each request, heads, pages and options."""
+    """A batch: each request's new tokens and all tokens, and heads, pages and options."""
 
     title: str
     lengths: tuple[tuple[int, int], ...]
@@ -76,7 +76,7 @@ SHAPES = (
 
 
 class Batch:
-    """The tensors of a shape on a device, from a seed, and their expected results."""
+    """The random tensors of a shape on a device, and their expected results."""
 
     def __init__(self, shape: Shape, device: torch.device, shrunk: int = 1) -> None:
         generator = torch.Generator().manual_seed(45)
@@ -123,11 +123,11 @@ class Batch:
 
     @property
     def on_hopper(self) -> bool:
-        """Returns whether the kernel for Hopper runs it."""
+        """Returns whether the Hopper kernel computes this batch."""
         return runs_on_hopper(self.q, self.cache, self.options, self.masking, self.division)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns out and lse of the kernel that the launcher chooses."""
+        """Returns out and lse from the kernel that the launcher chooses."""
         return prefill_paged(self.q, self.cache, self.qo_indptr, *self.table, self.options, self.masking, self.division)
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,9 +136,9 @@ class Batch:
 
 
 def error_of(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> tuple[float, bool]:
-    """Returns the largest error, and whether all are within tolerance, absolute and relative; NaN is never right."""
+    """Returns the largest error, and whether all are within tolerance, absolute plus relative. NaN always fails."""
     actual = actual.double()
-    same = actual == expected  # infinities
+    same = actual == expected  # True also for equal infinities, whose difference is NaN.
     difference = torch.where(same, 0.0, (actual - expected).abs())
     within = difference <= tolerance + tolerance * expected.abs()
     largest = float(difference.nan_to_num(torch.inf, torch.inf).max()) if difference.numel() else 0.0
@@ -146,7 +146,7 @@ def error_of(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> 
 
 
 def check(shape: Shape, device: torch.device, shrunk: int = 1, *, beside_triton: bool = False) -> dict[str, Any]:
-    """Returns a row: largest errors of the kernel that the launcher chooses, and of the Triton kernel if asked to."""
+    """Returns a row: the largest errors of the launcher's kernel and, with `beside_triton`, of the Triton kernel."""
     start = time.perf_counter()
     batch = Batch(shape, device, shrunk)
     expected = batch.expected()
@@ -171,7 +171,7 @@ def prefill_checks() -> Iterator[dict[str, Any]]:
     """Yields a row for each of six shapes: which kernel ran, its largest error, and whether it passed."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    for number, shape in enumerate(SHAPES[:CHECKED_COUNT]):  # each kernel takes seconds to compile
+    for number, shape in enumerate(SHAPES[:CHECKED_COUNT]):  # Each kernel compiles for seconds.
         yield check(shape, device, 1 if has_gpu else SHRUNK, beside_triton=number == 0)
 
 

@@ -1,8 +1,9 @@
-"""Decode against float64, and its time, on shapes that take a GPU a few seconds: a check of a new card.
+"""A check of a new GPU: errors of decode against float64, and times, on shapes that take a few seconds.
 
-Each check yields a row as soon as it has one: the shape, the largest error of a row of a head over that row's root mean
-square, that of lse, and on a GPU the median time of a launch. Latents are attended to twice, by the kernel for
-Hopper and by the one in Triton, under the same division. Without a GPU the interpreter runs them, on less.
+Each check yields a row as soon as it is known: the shape, the largest error of a head's row divided by the row's root
+mean square, the largest error of lse, and on a GPU the median time of a launch. Latent attention is checked twice, with
+the Hopper kernel and the Triton kernel, under the same division of work. Without a GPU the interpreter runs smaller
+shapes.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ GROUPED = (  # lengths of the requests, query heads, KV heads, page size
     ([0, 1, 63, 64, 65, 4000, 129, 16, 17], 28, 4, 64),
 )
 GROUPED_TINY = (([70, 3, 0], 6, 2, 16),)
-REFERENCE_KEYS = 1 << 15  # at most, of the first requests: float64 is slow
-KERNELS = {"triton": "0", "gluon": "1"}  # the switch of each
-ROW_TOLERANCE = 0.1  # of a row's root mean square, as in `gpu`: bfloat16 rounds elements of several times that
+REFERENCE_KEYS = 1 << 15  # The reference covers first requests up to this many keys: float64 is slow.
+KERNELS = {"triton": "0", "gluon": "1"}  # value of QUIRE_HOPPER that selects each
+ROW_TOLERANCE = 0.1  # times a row's root mean square, for the reason given in `gpu.py`
 ROUNDS, FLUSH_BYTES = 20, 256 << 20
 
 
 def latent_checks(kernels: tuple[str, ...] = ("gluon",)) -> Iterator[Row]:
-    """Yields a row for each shape of latents and each kernel."""
+    """Yields a row for each shape of latent attention and each kernel."""
     has_gpu = torch.cuda.is_available()
     for lengths, heads, page_size in LATENT if has_gpu else LATENT_TINY:
         batch = len(lengths)
@@ -87,7 +88,7 @@ def latent_checks(kernels: tuple[str, ...] = ("gluon",)) -> Iterator[Row]:
 
 
 def decode_checks() -> Iterator[Row]:
-    """Yields a row for each shape of ordinary decode."""
+    """Yields a row for each shape of decode with grouped heads."""
     has_gpu = torch.cuda.is_available()
     for lengths, heads, kv_heads, page_size in GROUPED if has_gpu else GROUPED_TINY:
         table, _ = _table(lengths, page_size)
@@ -150,7 +151,7 @@ def _compared(lengths: list[int]) -> int:
 
 
 def _measured(attend: Callable[[], Pair], expected: Pair, *, operations: int = 0, moved_bytes: int = 0) -> Row:
-    """Returns error, and on a GPU time and rate, of a launch."""
+    """Returns the errors of a launch, and on a GPU its time and rate."""
     out, lse = attend()
     wanted, wanted_lse = expected
     compared = wanted.shape[0]

@@ -1,7 +1,7 @@
-"""vLLM's Triton kernels on the same pages, with the buffers and the splits that its backends give them.
+"""vLLM's Triton kernels on the same pages, with the buffers and splits of vLLM's backends.
 
-Of vLLM only these files and their imports are needed (`pip install --no-deps vllm`): those of 0.33, or older ones,
-which have other places and fewer arguments.
+They need only vLLM's files and their imports (`pip install --no-deps vllm`). Version 0.33 works, and older ones, whose
+kernels lie elsewhere and take fewer arguments.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 FOLDERS = ("vllm.v1.attention.ops", "vllm.attention.ops")
-SEGMENTS = 16  # NUM_PAR_SOFTMAX_SEGMENTS of its backends/triton_attn.py
-GRID_MIN = 128  # MIN_LAUNCH_GRID_SIZE_2D there
-SPLIT_KEYS, SPLITS_PER_PROCESSOR = 512, 2  # _MIN_WORK_PER_SPLIT, _SPLIT_OCCUPANCY_MULTIPLIER of mla/triton_mla.py
+SEGMENTS = 16  # NUM_PAR_SOFTMAX_SEGMENTS in vLLM's backends/triton_attn.py
+GRID_MIN = 128  # MIN_LAUNCH_GRID_SIZE_2D in the same file
+SPLIT_KEYS, SPLITS_PER_PROCESSOR = 512, 2  # constants of its mla/triton_mla.py
 
 Side = Callable[[], torch.Tensor]
 
 
 def unified_side(query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, context: int) -> Side:
-    """`unified_attention`, decode and causal prompts.
+    """Returns a side that calls `unified_attention`, for decode and causal prompts.
 
     Args:
         query: `[batch * queries, query_heads, head_dim]`.
@@ -31,7 +31,7 @@ def unified_side(query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, 
         context: keys of every sequence.
 
     Raises:
-        ImportError: vLLM is not there, or cannot be imported; says why.
+        ImportError: vLLM is not installed or cannot be imported; the message says why.
     """
     attend = _find("triton_unified_attention", "unified_attention")
     key, value = pages.unbind(1)
@@ -59,17 +59,17 @@ def unified_side(query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, 
 
 
 def latent_side(query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, context: int, scale: float) -> Side:
-    """`decode_attention_fwd` as its MLA backend calls it.
+    """Returns a side that calls `decode_attention_fwd` as vLLM's MLA backend does.
 
     Args:
         query: `[batch, heads, latent + positional]`.
-        pages: `[pool, page_size, latent + positional]`; of both sizes, 512 and 64 or 256 and 32.
+        pages: `[pool, page_size, latent + positional]`; latent and positional are 512 and 64, or 256 and 32.
         table: int64 `[batch, pages of a sequence]`.
         context: keys of every sequence.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Raises:
-        ImportError: vLLM is not there, or cannot be imported; says why.
+        ImportError: vLLM is not installed or cannot be imported; the message says why.
     """
     attend = _find("triton_decode_attention", "decode_attention_fwd")
     (batch, heads, dim), device = query.shape, query.device

@@ -1,4 +1,4 @@
-"""Requests that come at random times, with the lengths of a trace. Nothing of Quire is imported here."""
+"""Requests that arrive at random times, with the lengths of a trace. This module imports nothing of Quire."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # a model of 3.5 M parameters has 4,096 positions, and the trace prompts of 126,000
-OUTPUT_TOKENS_MIN = 2  # there is a time per token
+PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # divisors: the model has 4,096 positions, the trace prompts of 126,000 tokens
+OUTPUT_TOKENS_MIN = 2  # The time per token needs two tokens.
 
 
 class Arrival(NamedTuple):
-    """One request: when it comes, in seconds after the first, its prompt, and how many tokens it gets."""
+    """One request: its arrival in seconds after the first, its prompt, and the number of its output tokens."""
 
     at_s: float
     prompt: list[int]
@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
 
 
 def lengths_of(trace: Path) -> list[tuple[int, int]]:
-    """The tokens of prompts and outputs in a trace, scaled down; at least 1 and 2."""
+    """Returns the lengths of prompts and outputs in a trace, scaled down to at least 1 and 2 tokens."""
     rows = map(json.loads, trace.read_text(encoding="utf-8").splitlines())
     return [
         (
@@ -41,7 +41,7 @@ def lengths_of(trace: Path) -> list[tuple[int, int]]:
 
 
 def draw(lengths: Sequence[tuple[int, int]], *, rate: float, count: int, vocabulary: int, seed: str) -> list[Arrival]:
-    """Poisson arrivals: gaps are exponential, lengths are drawn from the trace, and no prompt repeats another."""
+    """Draws Poisson arrivals: exponential gaps, lengths from the trace, and prompts that never repeat."""
     dice = random.Random(seed)
     arrivals, at_s = [], 0.0
     for _ in range(count):

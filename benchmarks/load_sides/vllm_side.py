@@ -1,7 +1,7 @@
-"""vLLM's AsyncLLM on a CPU: `python -m load_sides.vllm_side FOLDER CACHE_TOKENS`, with the Python that has it.
+"""vLLM's AsyncLLM on a CPU: `python -m load_sides.vllm_side FOLDER CACHE_TOKENS`, with the Python that has vLLM.
 
-It reads a JSON list of arrivals a line, serves each at its time, and answers with a list of outcomes. Its engine is a
-process of its own, as in vLLM's server and as Quire's worker; there is neither HTTP nor a detokenizer between.
+It reads a JSON list of arrivals a line, serves each at its time, and answers with a list of outcomes. Its engine runs
+in its own process, as in vLLM's server and like Quire's worker, without HTTP or a detokenizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from load_sides.arrivals import Arrival, Outcome
 
-BLOCK_TOKENS = 32  # the CPU's blocks are multiples of it
+BLOCK_TOKENS = 32  # vLLM's block size on a CPU is a multiple of this.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
@@ -25,7 +25,7 @@ ENVIRONMENT = {
 
 
 async def serve(engine: Any, arrivals: list[Arrival], params_of: Any, round_number: int) -> list[Outcome]:
-    """Sends every request at its time, and waits for all of them."""
+    """Sends every request at its arrival time, and waits for all of them."""
     started = time.perf_counter()
 
     async def one(number: int, arrival: Arrival) -> Outcome:
@@ -43,10 +43,10 @@ async def serve(engine: Any, arrivals: list[Arrival], params_of: Any, round_numb
 
 
 async def main() -> None:
-    """Loads the model, says that it is ready, and answers until its input ends."""
+    """Loads the model, reports that it is ready, and answers until its input ends."""
     os.environ.update(ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    os.dup2(2, 1)  # Libraries print to standard output; the answers must not mix with that.
     from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found,unused-ignore]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]

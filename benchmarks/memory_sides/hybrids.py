@@ -1,4 +1,4 @@
-"""Sequences of hybrid models that fit into the same bytes, and a check that the worker's tensors match the plan."""
+"""How many sequences of hybrid models fit into the same bytes, and a check of the worker's tensors against the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire_allocator.core.pool import Pool
 from quire_worker.cache import CacheSpec, KVCache
 from quire_worker.state_pages import StateKey, StateTensor
 
-PASS_TOKENS = 512  # computed at a time
+PASS_TOKENS = 512  # tokens computed at a time
 BLOCK_SIZE = 16
 KEY = StateKey("recurrent", 0)
 
@@ -22,9 +22,9 @@ class Fitting(NamedTuple):
     """The number of sequences of one length in a pool of this many bytes.
 
     Attributes:
-        paged: through the allocator's pool, as it grants and takes back.
-        planned: as the planner says.
-        full_attention: the number if every layer kept every token as full attention does, layers of states too, with
+        paged: the number that the allocator's pool admits.
+        planned: the planner's number.
+        full_attention: the number if every layer kept every token, as full attention does. Layers with states then have
             keys and values as large as the others'.
     """
 
@@ -51,7 +51,7 @@ def fitting(shape: Shape, layout: Layout, memory_bytes: int, token_count: int) -
 
 
 def _grown(pool: Pool, number: int, token_count: int) -> bool:
-    """Returns whether one more sequence reached its length; a refusal stops it where it is."""
+    """Grows one more sequence until it is refused; returns whether it reached its length."""
     for end in range(min(PASS_TOKENS, token_count), token_count + 1, PASS_TOKENS):
         if number not in pool.sequences:
             grown = [pool.allocate(number, end)]
@@ -64,13 +64,13 @@ def _grown(pool: Pool, number: int, token_count: int) -> bool:
 
 
 class Tensors(NamedTuple):
-    """Bytes of a pool, as planned and as the worker's tensors take them.
+    """Bytes of a pool, planned and as the worker's tensors need.
 
     Attributes:
         planned: blocks times bytes of a block.
-        buffers: of the buffers that the worker makes.
-        layers_differ: layers whose tensors do not have the planned bytes, have another place in the page, or whose
-            state is not read back as written.
+        buffers: bytes of the buffers that the worker makes.
+        layers_differ: layers with other than the planned bytes or another place in the page, or whose state is not read
+            back as written.
     """
 
     planned: int
@@ -79,7 +79,7 @@ class Tensors(NamedTuple):
 
 
 def tensors(shape: Shape, block_count: int) -> Tensors:
-    """Makes the worker's pages on no device, and for states, with one tensor per layer, some on the CPU."""
+    """Makes the worker's pages without memory (device "meta"); states also get one tensor per layer on the CPU."""
     states = tuple(
         (layer.layer, (StateTensor(KEY, (layer.state_bytes // 2,), torch.bfloat16),))
         for layer in shape.layers
@@ -102,7 +102,8 @@ def tensors(shape: Shape, block_count: int) -> Tensors:
 
 
 def _states_that_differ(cache_spec: CacheSpec) -> int:
-    """Writes another number into each layer's state of two sequences, and counts the layers that lack it afterwards."""
+    """Writes a different number to each layer's state of two sequences, and counts the layers that do not read it
+    back."""
     groups = cache_spec.plan.checkpoint_block_count
     cache = KVCache(cache_spec, 2 * groups)
     blocks = torch.arange(2 * groups).view(groups, 2)

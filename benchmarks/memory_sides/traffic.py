@@ -1,7 +1,7 @@
-"""A trace of requests through the worker's scheduler and the allocator's pool; nothing is computed.
+"""Runs a trace of requests through the worker's scheduler and the allocator's pool, without a model.
 
-Every turn is one of the engine's: plan, ask, schedule, advance, one token for each complete sample, and the requests
-for room ahead. After each turn, slots are counted: those of held blocks, and the unwritten ones among them.
+Every turn does what the engine does: plan, ask, schedule, advance, one token for each complete sample, and requests for
+room ahead. After each turn it counts the slots of held blocks, and the unwritten slots among them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 
 TRACE_BLOCK_TOKENS = 512
-FIRST_OUTPUT_TOKEN = 1 << 30  # above all of prompts
+FIRST_OUTPUT_TOKEN = 1 << 30  # above every prompt's tokens
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 
 
@@ -37,14 +37,14 @@ class TraceRequest(NamedTuple):
     hash_ids: list[int]
 
     def prompt(self) -> list[int]:
-        """Makes the tokens of a prompt; two prompts share as many as in the trace."""
+        """Makes the tokens of a prompt. Two prompts share as many tokens as in the trace."""
         first = (block * TRACE_BLOCK_TOKENS for block in self.hash_ids)
         tokens = [token for start in first for token in range(start, start + TRACE_BLOCK_TOKENS)]
         return tokens[: self.input_length]
 
 
 def read_trace(file: Path, count: int) -> list[TraceRequest]:
-    """The first requests of a file, a line of JSON each."""
+    """Reads the first requests of a file with a line of JSON each."""
     with file.open() as lines:
         read = (json.loads(line) for line in lines)
         return [
@@ -54,13 +54,13 @@ def read_trace(file: Path, count: int) -> list[TraceRequest]:
 
 
 class Slots(NamedTuple):
-    """Slots of tokens after one turn.
+    """Token slots after one turn.
 
     Attributes:
         running_count: samples that hold blocks.
-        token_count: tokens of these in the pages; shared ones count for each.
+        token_count: tokens of these samples in the pages; a shared token counts once for each sample.
         held: slots of blocks in any table.
-        unwritten: the unwritten ones among them.
+        unwritten: held slots that are unwritten.
     """
 
     running_count: int
@@ -70,7 +70,7 @@ class Slots(NamedTuple):
 
 
 class Traffic:
-    """Scheduler and pool, always with as many requests waiting as run."""
+    """Scheduler and pool. As many requests wait as run."""
 
     def __init__(
         self, requests: Sequence[TraceRequest], *, block_count: int, block_size: int, running_max: int
@@ -127,7 +127,7 @@ class Traffic:
             self.scheduler.extend(sample, token, is_stop=False)
 
     def _slots(self) -> Slots:
-        """Counts the current use of the pages; the pool counts what its owner has reported so far."""
+        """Counts the current slots. The pool counts only what its owner has reported."""
         holders = [sample for sample in self.scheduler.roster.running if sample.tables]
         room = sum(sample.table_length * self._block_size - sample.computed for sample in holders)
         held_blocks = {block for sample in holders for block in sample.tables[0]}

@@ -1,7 +1,7 @@
-"""The parts of `scripts/gpu_proof.py`, each `python -m proof_sides.NAME`, a process of its own.
+"""The parts of `scripts/gpu_proof.py`. Each is a process, `python -m proof_sides.NAME`.
 
-rows          how a part writes what it found
-goals         what was promised, read off the rows
+rows          writes a part's results
+goals         checks the rows against the goals
 machine correctness text tests kernels serving   the parts
-pytest_rows   a plugin: a row for each test
+pytest_rows   a pytest plugin that writes a row for each test
 """

@@ -1,4 +1,4 @@
-"""The kernels for Hopper chips against float64: all checks of `kernel_sides`."""
+"""Runs all checks of `kernel_sides`, which compare the kernels for Hopper chips with float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from proof_sides.rows import IS_DRY, note
 
-# Module and function of each check. A function yields a row for each shape, with "passed", as it is checked.
+# Module and function of each check. A function checks shapes one by one and yields a row with "passed" for each.
 CHECKS = (
     ("kernel_sides.hopper_checks", "prefill_checks"),
     ("kernel_sides.hopper_decode_checks", "latent_checks"),
@@ -22,7 +22,7 @@ Check = Callable[[], Iterable[Mapping[str, Any]]]
 
 
 def check_of(module: str, name: str) -> Check | None:
-    """Returns a function of a module; None where there is no such module, or no such function in it."""
+    """Returns a function of a module; None if the module or the function is missing."""
     try:
         found: Check | None = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
@@ -33,7 +33,7 @@ def check_of(module: str, name: str) -> Check | None:
 
 
 def main() -> None:
-    """Runs every check, also where one of them fails."""
+    """Runs every check, even if one of them fails."""
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     has_failed = False

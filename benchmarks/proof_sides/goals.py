@@ -1,4 +1,4 @@
-"""Goals for a GPU, checked against the rows of `scripts/gpu_proof.py`. Needs Python alone."""
+"""Goals for a GPU, checked against the rows of `scripts/gpu_proof.py`. Needs only Python."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Row = dict[str, Any]
 
 
 def goals_of(rows: Sequence[Row]) -> list[Row]:
-    """Returns every goal with the value that rows give it, None where none does."""
+    """Returns every goal with its value from the rows; None without a matching row."""
     goals = [*kernel_goals(rows), *gpu_goals.goals_of(rows)]
     return [{**asdict(goal), "is_met": goal.is_met} for goal in goals]
 
 
 def kernel_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Returns the least value of each promise about attention."""
+    """Returns the attention goals, each with its worst value."""
 
     def least(name: str, column: str, goal: float, wanted: Callable[[Row], bool]) -> Goal:
         values = [float(row[column]) for row in rows if "work" in row and wanted(row) and row[column] != ""]

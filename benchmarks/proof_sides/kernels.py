@@ -1,7 +1,7 @@
-"""Attention beside the chip's limits, for the cases with goals, the most important first.
+"""Speed of attention beside the chip's limits, for the cases with goals, the most important first.
 
-Each row has Quire's kernel and SDPA on dense keys. Where a kernel for Hopper chips replaced another one, the row has
-that one too ("triton"). Without a GPU tiny cases run in Triton's interpreter, and their times have no meaning.
+Each row has Quire's kernel and SDPA on dense keys. Where a kernel for Hopper chips replaced an older one, the row has
+the older one too ("triton"). Without a GPU, tiny cases run in Triton's interpreter, and their times mean nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Must be set before the first kernel is imported.
 
 from kernel_sides import gpu
 from kernel_sides.gpu_cases import SHAPES, Case, Grouped, Latent
@@ -47,7 +47,7 @@ TINY = (
 
 
 def main() -> None:
-    """Notes a row for each case."""
+    """Writes a row for each case."""
     if torch.cuda.is_available():
         bench, cases, without = gpu.cuda_bench(ROUNDS), CASES, ["flex", "torch", "vllm"]
     else:

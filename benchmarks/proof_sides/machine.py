@@ -22,7 +22,7 @@ ROUNDS = 20
 
 
 def main() -> None:
-    """Notes the machine's parts, then their speed."""
+    """Writes rows about the machine's parts, then about their speed."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     note(
@@ -68,7 +68,7 @@ def _version(package: str) -> str:
 
 
 def _note_imports() -> None:
-    """Notes whether all that the other parts need can be imported: what is missing is better known at once."""
+    """Writes whether the packages of all other parts can be imported, so that a missing one is known at once."""
     modules = ("quire_worker.process.server", "quire_allocator.server", "quire.cli.plan")
     started = [
         subprocess.Popen([sys.executable, "-c", f"import {each}"], stderr=subprocess.PIPE, text=True)

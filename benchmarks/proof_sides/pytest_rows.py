@@ -1,4 +1,4 @@
-"""A pytest plugin: a row for each test as soon as it has ended (`-p proof_sides.pytest_rows`)."""
+"""A pytest plugin that writes a row for each test when it ends (`-p proof_sides.pytest_rows`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ REASON_CHARS = 300
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Notes the call of a test, or the phase that kept it from being called. Under xdist, in the controller alone."""
+    """Writes a row for the call of a test, or for the phase that prevented it. Under xdist only the controller
+    writes."""
     if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == "passed"):
         return
     row = {"test": report.nodeid, "passed": report.outcome != "failed", "seconds": round(report.duration, 2)}

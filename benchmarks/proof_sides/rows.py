@@ -1,4 +1,4 @@
-"""Rows of a part of `scripts/gpu_proof.py`: a line of JSON for each, written as soon as it is known."""
+"""Writes the rows of a part of `scripts/gpu_proof.py`: a line of JSON each, as soon as it is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def note(row: Mapping[str, object]) -> None:
 
 
 def left_s() -> float:
-    """Returns the seconds that are left of this part's time."""
+    """Returns the seconds that this part has left."""
     return _SECONDS - (time.monotonic() - STARTED_S)
 
 

@@ -1,4 +1,4 @@
-"""A model with the shape of Llama 8B, served and measured: see `serving_sides/gpu_run.py`."""
+"""Serves a model with the shape of Llama 8B and measures it: see `serving_sides/gpu_run.py`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from serving_sides import gpu_goals, gpu_run
 
 from proof_sides.rows import IS_DRY, left_s, log_folder, note
 
-SPARE_S = 4.0  # of the part's time, to end servers
+SPARE_S = 4.0  # the part of the time that is kept for ending servers
 
 
 def main() -> None:
-    """Notes every row of serving on a GPU."""
+    """Writes every row of serving on a GPU."""
     has_gpu = torch.cuda.is_available()
     logs = Path(log_folder()) / "serving"
     logs.mkdir(parents=True, exist_ok=True)

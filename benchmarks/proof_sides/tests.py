@@ -1,4 +1,4 @@
-"""The tests of `make test-gpu`, a row each, until the time is over; the newest tests first."""
+"""Runs the tests of `make test-gpu`, the newest first, until the time is over. Each test gets a row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from proof_sides.rows import IS_DRY
 
 ROOT = Path(__file__).resolve().parents[2]
-JOBS = 12  # on 16 cores; each takes some hundred MiB of the GPU
+JOBS = 12  # parallel tests on 16 cores; each takes some hundred MiB of GPU memory
 KERNELS = "tests/worker/kernels"
 FIRST = (
     f"{KERNELS}/test_decode_graphs.py", f"{KERNELS}/test_gpu_rewrites.py", f"{KERNELS}/test_triton_path.py",
@@ -23,7 +23,7 @@ MARKS = "not compose and not peer and not soak"
 
 
 def run_tests(paths: Sequence[str], *, jobs: int, marks: str) -> int:
-    """Runs tests in this process, or several beside it, and returns pytest's exit code."""
+    """Runs tests in this process, or in several (`jobs`); returns pytest's exit code."""
     given = [*paths, "-p", "proof_sides.pytest_rows", "-p", "no:cacheprovider", "-m", marks, "--tb=short", "-q"]
     if jobs:
         given += ["-n", str(jobs), "--dist", "load"]

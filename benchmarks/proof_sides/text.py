@@ -1,7 +1,8 @@
-"""Greedy text of several families of models through the whole engine, beside transformers' own.
+"""Compares greedy text from the whole engine with transformers' own, for several families of models.
 
-On a GPU the tests of `tests/worker/test_on_gpu.py`: decode replayed from CUDA graphs where the model is captured, and
-launched by the host. Without one, the logits of one model, replayed and launched, in Triton's interpreter.
+On a GPU it runs `tests/worker/test_on_gpu.py`. Decode is launched by the host, and also replayed from CUDA graphs if
+the model supports them. Without a GPU it compares the logits of one model, replayed and launched, in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ REPLAYED = f"{GRAPHS}::test_a_replay_gives_the_logits_of_a_pass_of_its_own[write
 
 
 def main() -> None:
-    """Runs them, several at once."""
+    """Runs the tests, several at once."""
     if IS_DRY:
         sys.exit(run_tests([REPLAYED], jobs=0, marks="interpreted"))
     chosen = [f"{MIXED}[{name}-32]" for name in CAPTURED] + [f"{MIXED}[{name}-0]" for name in LAUNCHED]

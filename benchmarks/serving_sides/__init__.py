@@ -1,10 +1,10 @@
-"""The sides of `serving.py`, each a process of its own, their models, and their requests.
+"""The sides of `serving.py`, each in its own process, with their models and requests.
 
-models              checkpoints that the script writes
+models              the checkpoints
 workload            the prompts of a round
-process             a side as a process: JSON, one line a round
+process             a side as a process that exchanges a line of JSON per round
 transformers_side   `generate` and `generate_batch`
-vllm_side           vLLM's engine; runs in its own environment, with nothing of Quire
+vllm_side           vLLM's engine; runs in its own environment, without Quire
 quire_side          client, worker and allocator
-ceiling             what a GPU's memory allows
+ceiling             the least times that a GPU's speed allows
 """

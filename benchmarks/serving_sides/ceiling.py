@@ -1,4 +1,4 @@
-"""A GPU's limits: a decode pass reads all weights, keys and values once, and a prompt is multiplied through."""
+"""A GPU's limits. A decode pass must read all weights, keys and values once; a prompt needs all its multiplications."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Chip(NamedTuple):
     """The speed of a GPU.
 
     Attributes:
-        copied_bytes_per_s: of a large copy, bytes read and written.
-        multiplied_per_s: operations of a large matrix product in bfloat16.
+        copied_bytes_per_s: bytes read and written per second in a large copy.
+        multiplied_per_s: operations per second of a large matrix product in bfloat16.
     """
 
     copied_bytes_per_s: float
@@ -24,7 +24,7 @@ class Chip(NamedTuple):
 
 
 def chip() -> Chip:
-    """Measures this machine's first GPU: medians of 20."""
+    """Measures this machine's first GPU; returns medians of 20 runs."""
     import torch
 
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
@@ -51,11 +51,11 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 class Bounds:
-    """The least time that a Llama's passes take on a chip. The embedding's rows for new tokens count as nothing; the
-    head is read whole, and multiplied with a prompt's last token alone."""
+    """The least time that a Llama's passes take on a chip. The embedding's rows for new tokens are not counted. The
+    head is read whole, and multiplied only with a prompt's last token."""
 
     def __init__(self, folder: Path, speed: Chip, *, element_bytes: int) -> None:
-        """Reads a checkpoint's configuration; `element_bytes` are those of a weight, a key and a value."""
+        """Reads a checkpoint's configuration. `element_bytes` is the size of an element of weights, keys and values."""
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head_dim = config.get("head_dim") or hidden // heads
@@ -63,20 +63,21 @@ class Bounds:
         self._speed = speed
         self._element_bytes = element_bytes
         self._layers: int = config["num_hidden_layers"]
-        self._query = heads * head_dim  # elements of one token
-        self._kept = 2 * kv  # elements that one token leaves in one layer
-        self._layer = hidden * (2 * self._query + 2 * kv + 3 * config["intermediate_size"])  # parameters
+        self._query = heads * head_dim  # elements of one token's queries
+        self._kept = 2 * kv  # cached elements of one token in one layer
+        self._layer = hidden * (2 * self._query + 2 * kv + 3 * config["intermediate_size"])  # parameters of one layer
         self._head = config["vocab_size"] * hidden
 
     def decode_s(self, sequences: int, tokens: int) -> float:
-        """Returns the time in which one decode pass reads its bytes, for sequences of this average length."""
+        """Returns the least time of one decode pass: the time to read its bytes, for sequences of this average
+        length."""
         pages = sequences * tokens * self._layers * self._kept
         read = self._element_bytes * (self._layers * self._layer + self._head + pages)
         return read / self._speed.copied_bytes_per_s
 
     def prompt_s(self, tokens: int) -> float:
-        """Returns how long a prompt's operations take: two for each parameter and token, four for each pair of a
-        query's and a key's element that a causal mask leaves."""
+        """Returns the least time of a prompt. It has two operations for each parameter and token, and four for each
+        pair of a query's and a key's element that a causal mask leaves."""
         pairs = tokens * (tokens + 1) // 2
         products = 2 * (self._layers * self._layer * tokens + self._head)
         return (products + 4 * self._layers * self._query * pairs) / self._speed.multiplied_per_s

@@ -1,4 +1,4 @@
-"""Goals of serving on a GPU, checked against the rows of `gpu_run`. Needs Python alone."""
+"""Goals of serving on a GPU, checked against the rows of `gpu_run`. Needs only Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from report import Goal
 
 Row = dict[str, Any]
 TRANSFORMERS = ("generate", "generate_batch")
-SHARES = {1: 0.8, 32: 0.75, 128: 0.7}  # of the bound, by requests
+SHARES = {1: 0.8, 32: 0.75, 128: 0.7}  # number of requests -> least share of the bound
 FASTER, IDLE, FIRST_TOKEN = 1.5, 0.02, 0.6
 
 

@@ -1,11 +1,11 @@
-"""Serving measured on a GPU, from a checkpoint to rows: `serving.py --device cuda`, a part of `scripts/gpu_proof.py`.
+"""Measures serving on a GPU, for `serving.py --device cuda` and as a part of `scripts/gpu_proof.py`.
 
-    1. the chip        a copy and a matrix product
-    2. the model       a configuration; each side draws random weights on the GPU
-    3. Quire           allocator, worker and client, as `on_gpu` says
-    4. transformers    each side alone on the GPU, on the workloads of Quire's rows
+    1. the chip        measures a copy and a matrix product
+    2. the model       writes a configuration; each side draws random weights on the GPU
+    3. Quire           measures allocator, worker and client (`on_gpu`)
+    4. transformers    measures each side alone on the GPU, on the workloads of Quire's rows
 
-Without a GPU the demo model is served on the CPU instead: no figure of that means anything, but every step is taken.
+Without a GPU, the demo model runs on the CPU instead. Every step runs, but the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ ON_GPU = (
     "--block-size", str(BLOCK_TOKENS),
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
-TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # which workload each of their sides gets first, by requests
-SIDES_S = {"generate": 110.0, "generate_batch": 60.0}  # that each may take; `generate` compiles for most of it
-VOCABULARY = 256  # of their prompts
-# Environments of the worker that are tried in turn until it answers.
+TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # number of requests -> place of that workload
+SIDES_S = {"generate": 110.0, "generate_batch": 60.0}  # time limits; `generate` compiles for most of it
+VOCABULARY = 256  # tokens to draw their prompts from
+# Environments for the worker. They are tried in turn until it answers.
 SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "1"},
     {"QUIRE_LAUNCH_AHEAD": "0"},
     {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
 )
-# Further settings of `decode`, and the time that they may take: every pass is waited for before the next.
+# A second measurement of `decode`, and its time limit: each pass starts after the previous one has ended.
 WAITING: dict[str, str] = {"QUIRE_LAUNCH_AHEAD": "0"}
 WAITING_S = 60.0
-FIRST, FIRST_S = (64, 8), 15.0  # tokens of the first requests' prompts and outputs, and how long they may take
-PLAN_S = 8.0  # that `quire plan` may take
-START_S = 110.0  # that a side may take to serve
+FIRST, FIRST_S = (64, 8), 15.0  # prompt and output tokens of the first requests, and their time limit
+PLAN_S = 8.0  # time limit for `quire plan`
+START_S = 110.0  # time limit for a side's start
 
 
 def rows(
@@ -63,12 +63,12 @@ def rows(
     logs: Path,
     wanted: Measurement | None = None,
 ) -> Iterator[Row]:
-    """Yields rows as they are measured; a side that fails has a row that says so.
+    """Yields rows as they are measured. A side that fails has a row that says so.
 
     Args:
-        has_gpu: whether to use it; else the CPU, on tiny workloads.
-        sides: of "quire", "generate" and "generate_batch".
-        left_s: returns the seconds left; measurements without time are left out.
+        has_gpu: whether to use the GPU; else the CPU, on tiny workloads.
+        sides: any of "quire", "generate" and "generate_batch".
+        left_s: returns the seconds left. Measurements that would end too late are left out.
         logs: folder of the servers' logs; exists.
         wanted: the measurements, if not the device's defaults.
     """
@@ -86,7 +86,7 @@ def rows(
         if "quire" in sides:
             try:
                 yield from _quire_rows(model, wanted, speed, left_s, logs, has_gpu=has_gpu, sides=sides)
-            except Exception as error:  # the other sides' rows are worth having
+            except Exception as error:  # The other sides can still be measured.
                 yield {"measured": "quire", "passed": False, "why": f"{type(error).__name__}: {error}"[:2000]}
         for side in TRANSFORMERS:
             if side in sides and left_s() > 20:
@@ -103,8 +103,9 @@ def _quire_rows(
     has_gpu: bool,
     sides: Collection[str],
 ) -> Iterator[Row]:
-    """Yields the rows of the first of `SETTINGS` with which the worker answers, and its name. The first setting of all
-    has rows of `decode` in `WAITING` besides, with the side "quire, waiting" and its turn over the other's."""
+    """Yields a row that names the first of `SETTINGS` with which the worker answers, and that setting's rows. If it is
+    the first setting, adds rows of `decode` under `WAITING`: side "quire, waiting", with its turn divided by the
+    other's."""
     turns_ms: dict[tuple[int, int], float | None] = {}
     bounds = Bounds(model, speed, element_bytes=2)
     environment = {"QUIRE_PROBE_DUMMY": "1"} if has_gpu else {}
@@ -134,7 +135,7 @@ def _quire_rows(
                 continue
             total_bytes = _memory_bytes() if has_gpu else 2 << 30
             yield memory_row(stack, model, total_bytes, UTILIZATION, BLOCK_TOKENS)
-        if is_compared and left_s() > others_s:  # else transformers' sides come first
+        if is_compared and left_s() > others_s:  # The sides of transformers have priority.
             stack = ProbedStack(
                 model, logs, ON_GPU if has_gpu else ON_CPU, start_timeout_s=min(START_S, left_s()),
                 environment=environment | WAITING,
@@ -148,7 +149,7 @@ def _quire_rows(
 
 
 def _free() -> None:
-    """Gives back this process's memory of the GPU, so that the worker finds it free."""
+    """Frees this process's GPU memory for the worker."""
     import gc
 
     import torch
@@ -175,7 +176,7 @@ def _memory_bytes() -> int:
 def _transformers_rows(
     side: str, model: Path, wanted: Measurement, left_s: Callable[[], float], logs: Path, *, has_gpu: bool
 ) -> Iterator[Row]:
-    """Yields a row for each of the first workloads of `wanted.decode` that `side` ends in time."""
+    """Yields a row for each of the first workloads of `wanted.decode` that `side` finishes in time."""
     device, dtype = ("cuda", "bfloat16") if has_gpu else ("cpu", "float32")
     command = [sys.executable, "-m", "serving_sides.transformers_side", str(model), dtype, device, side]
     process: Side | None = None
@@ -191,7 +192,8 @@ def _transformers_rows(
             start_s = time.monotonic() - started
             for count, prompt, output in sorted(wanted.decode[:3], key=lambda each: TRANSFORMERS_ORDER.get(each[0], 3)):
                 workload = Workload(KINDS[0], count, prompt, output)
-                # Compilation and capture depend on lengths in one case. The other case is slower.
+                # `generate` compiles and captures for each length, so it warms up with the same lengths. The other side
+                # would only take longer.
                 warming = workload if side == "generate" else replace(workload, output_tokens=8)
                 process.generate(warming.draw(-1, VOCABULARY))
                 answer = process.generate(workload.draw(0, VOCABULARY))

@@ -1,8 +1,8 @@
 """Checkpoints of random weights, for measurements that do not depend on the text.
 
-llama-32m     large enough that matrices weigh more than Python: with 512 hidden dimensions and 8 layers a decode
-              step of 32 requests spends most of its time in matrix products; the 3.5 M demo model between them
-mistral-32m   the same shape, whose layers see windows of 64 tokens
+llama-32m     large enough that matrices cost more than Python: with 512 hidden dimensions and 8 layers, a decode
+              step of 32 requests spends most of its time in matrix products. The 3.5 M demo model does not.
+mistral-32m   the same shape, with windows of 64 tokens in its layers
 bamba-35m     recurrent states of Mamba 2 in six layers of eight
 llama-8b      the shape of Llama 3.1 8B, for a GPU
 """
@@ -53,11 +53,10 @@ MADE: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """Returns the folder of a model: of the demo model its own, of one of `MADE` the given one, where it is written
-    with the demo model's tokenizer. Any other name is a folder.
+    """Returns the folder of a model. The demo model has its own folder. A model of `MADE` is written to `folder`, with
+    the demo model's tokenizer. Any other name is a folder already.
 
-    The parameters of the models of 32 M are 8,192 x 512 for each of the two embeddings and 2,949,120 for each of the 8
-    layers.
+    A 32 M model has 8,192 x 512 parameters in each of its two embeddings, and 2,949,120 in each of its 8 layers.
     """
     if name not in MADE:
         return DEMO if name == "demo" else Path(name)
@@ -70,7 +69,7 @@ def make_model(name: str, folder: Path) -> Path:
     )
     torch.manual_seed(0)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))  # a model of 8 B parameters is not made in float32 first
+    torch.set_default_dtype(getattr(torch, dtype))  # Avoids making 8 B parameters in float32.
     try:
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     finally:
@@ -80,8 +79,8 @@ def make_model(name: str, folder: Path) -> Path:
 
 
 def describe_model(name: str, folder: Path) -> Path:
-    """Writes one of `MADE` without its weights, which `dummy` draws on a GPU: 16 GB take minutes on their way through
-    files, and a second there."""
+    """Writes a model of `MADE` without weights. `dummy` draws the weights on a GPU: that takes a second for 16 GB, and
+    reading them from files takes minutes."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -100,7 +99,7 @@ def describe_model(name: str, folder: Path) -> Path:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Counts the bytes of the weights of a model that was described."""
+    """Counts the bytes of the weights of a model that `describe_model` wrote."""
     import torch
     import transformers
 
@@ -111,7 +110,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def dummy(folder: Path, device: str, dtype: Any, implementation: str) -> Any:
-    """Returns the model of a folder with random weights, drawn on a device as transformers draws them."""
+    """Returns the model of a folder with random weights, which transformers' initialization draws on the device."""
     import torch
     import transformers
 

@@ -1,14 +1,14 @@
-"""The measurements of serving on a GPU, beside the chip's limits; `serving.py --device cuda` and the GPU proof use
+"""The measurements of serving on a GPU, beside the chip's limits. `serving.py --device cuda` and the GPU proof use
 them.
 
-    decode        tokens a second, beside bytes of weights and pages over the speed of a copy
-    first token   of a prompt that comes alone, beside operations over the speed of a matrix product
-    idle          share of the time between the starts of two passes in which none is computed
-    memory        blocks that fit, beside what `quire plan` says
+    decode        tokens a second, beside the bound: bytes of weights and pages divided by the speed of a copy
+    first token   its time for a single prompt, beside the bound: operations divided by the speed of a matrix product
+    idle          share of the time between the starts of two passes in which the device computes none
+    memory        blocks that fit, beside the number of `quire plan`
     profile       kernels of a turn, by their time
 
-`decode` is read from the passes in which all requests decode, whose time is measured on the device. Rows of `whole`
-rounds, prompts included, are the client's, and their bound is that of prompts and passes together.
+`decode` counts only passes in which all requests decode, timed on the device. Rows of `whole` rounds include prompts
+and are timed at the client; their bound is the sum for prompts and passes.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from serving_sides.workload import KINDS, Workload
 Row = dict[str, Any]
 TOP_LINES = 20
 PROFILED_S = 0.4
-PROFILED_OUTPUT = 400  # tokens of each output, so that decode lasts until it was traced
-PROFILE_S = 15.0  # that a profile may take in all
-LONGEST = 5  # times between passes that a row tells one by one
-MATTERS_MOST = 3  # workloads of `decode`, which come first
+PROFILED_OUTPUT = 400  # tokens of each output: decode must outlast the trace
+PROFILE_S = 15.0  # time limit for a profile
+LONGEST = 5  # how many of the longest gaps between passes a row lists
+MATTERS_MOST = 3  # number of `decode` workloads that are measured first
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A measurement; they run in this order, as long as there is time.
+    """The measurements of one run. They run in this order while there is time.
 
     Attributes:
-        decode: requests, tokens of each prompt, tokens of each output.
-        first_tokens: lengths of prompts that come alone.
-        profiled: requests that decode while the worker is traced, each with prompts as the first of `decode`.
-        rounds: of each at most, after one that is not counted.
+        decode: numbers of requests, tokens of each prompt, tokens of each output.
+        first_tokens: lengths of single prompts.
+        profiled: numbers of requests that decode during a trace, with prompts of the first `decode` workload's length.
+        rounds: most rounds of each workload, after a warm-up.
     """
 
     decode: tuple[tuple[int, int, int], ...]
@@ -68,14 +68,14 @@ TINY = Measurement(decode=((1, 24, 16), (4, 24, 16)), first_tokens=(64,), profil
 def measure(
     stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Callable[[], float], *, others_s: float
 ) -> Iterator[Row]:
-    """Yields rows as they are measured; measurements without time are left out.
+    """Yields rows as they are measured. Measurements that would end too late are left out.
 
     Args:
-        stack: serving.
+        stack: a stack that serves.
         wanted: the measurements.
         bounds: the limits to compare with.
-        left_s: tells how many seconds are left.
-        others_s: of them that are left to others before the last workloads are measured.
+        left_s: returns the seconds left.
+        others_s: seconds to keep for other sides. With fewer left, only the most important workloads are measured.
 
     Raises:
         TimeoutError: the worker did not answer in time.
@@ -89,16 +89,16 @@ def measure(
             return
         try:
             yield from step()
-        except TimeoutError:  # nothing that follows would come in time
+        except TimeoutError:  # Later parts would also be too late.
             raise
-        except Exception as error:  # one failed part must not lose the rows of the others
+        except Exception as error:  # A failed part must not lose the other parts' rows.
             yield {"measured": "nothing", "passed": False, "why": f"{type(error).__name__}: {error}"[:1000]}
 
 
 def decode_rows(
     stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Callable[[], float], *, side: str
 ) -> Iterator[Row]:
-    """Yields the rows of `decode` that matter most, named as those of `side`; arguments as of `measure`."""
+    """Yields the most important rows of `decode`, under the name `side`. The other arguments are those of `measure`."""
     for sizes in wanted.decode[:MATTERS_MOST]:
         for row in _decode(stack, sizes, wanted.rounds, bounds, left_s):
             yield row | {"side": side}
@@ -108,7 +108,7 @@ def _decode(
     stack: ProbedStack, sizes: tuple[int, int, int], rounds_max: int, bounds: Bounds, left_s: Callable[[], float]
 ) -> Iterator[Row]:
     workload = Workload(KINDS[0], *sizes)
-    # A turn takes about twice its bound at most, and a prompt likewise.
+    # Turns and prompts take at most about twice their bounds.
     needed_s = 2 * (sizes[0] * bounds.prompt_s(sizes[1]) + sizes[2] * bounds.decode_s(sizes[0], sizes[1]))
     rounds = _rounds(stack, workload, rounds_max, left_s, needed_s=needed_s)
     if rounds:
@@ -126,7 +126,7 @@ def _first_token(
 def _rounds(
     stack: ProbedStack, workload: Workload, count: int, left_s: Callable[[], float], *, needed_s: float
 ) -> list[Round]:
-    """Runs rounds after one that warms up, fewer where the time ends; none where not even two would fit."""
+    """Runs rounds after a warm-up, fewer if the time ends. Runs none if not even two would fit."""
     if left_s() < 3 * needed_s + 1:
         return []
     vocabulary = stack.status.vocabulary_size
@@ -141,7 +141,7 @@ def _rounds(
 
 
 def decode_row(rounds: list[Round], workload: Workload, bounds: Bounds) -> Row:
-    """Returns the times of the rounds of one workload, beside its bounds."""
+    """Returns the row of one workload: the times of its rounds, beside its bounds."""
     count, prompt, output = workload.request_count, workload.prompt_tokens, workload.output_tokens
     pairs = [pair for each in rounds for pair in decoding_pairs(each.passes, count)]
     turn_ms, gpu_ms, idle = turn_of(pairs)
@@ -170,13 +170,13 @@ def decode_row(rounds: list[Round], workload: Workload, bounds: Bounds) -> Row:
 
 
 def decoding_pairs(passes: list[Pass], count: int) -> list[tuple[Pass, Pass]]:
-    """Returns passes and those behind them, where in both all requests decode."""
+    """Returns pairs of successive passes in which all requests decode."""
     return [(one, two) for one, two in pairwise(passes) if one["sequences"] == one["tokens"] == two["tokens"] == count]
 
 
 def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None, float | None]:
-    """Returns the medians of a turn and of the device's time in it, in milliseconds, and the share of all these turns
-    in which the device is idle; None without turns."""
+    """Returns the median milliseconds of a turn and of the device's work in it, and the share of the turns' time in
+    which the device is idle; None without turns."""
     if not pairs:
         return None, None, None
     turns_ms = [two["begin_ms"] - one["begin_ms"] for one, two in pairs]
@@ -186,8 +186,8 @@ def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None,
 
 
 def longest_idle(rounds: list[list[tuple[Pass, Pass]]]) -> list[dict[str, float]]:
-    """Returns the five longest times between two passes, of all rounds: their round and turn, how long they are, and
-    what the worker did meanwhile that may hold up its model's thread (`probed_worker.grown`)."""
+    """Returns the five longest gaps between two passes of all rounds: round, turn, length, and events meanwhile that
+    may have held up the model's thread (`probed_worker.grown`)."""
     idle: list[dict[str, float]] = [
         {
             "round": number,
@@ -208,7 +208,7 @@ def _replayed_share(rounds: list[Round], count: int) -> float:
 
 
 def first_token_row(rounds: list[Round], length: int, bounds: Bounds) -> Row:
-    """Returns how long the first token of a prompt takes, beside its bound."""
+    """Returns the time of a prompt's first token, beside its bound."""
     seconds = statistics.median(each.first_token_s for each in rounds)
     computing = statistics.median(sum(one["end_ms"] - one["begin_ms"] for one in each.passes) for each in rounds)
     bound_s = bounds.prompt_s(length)
@@ -227,7 +227,7 @@ def first_token_row(rounds: list[Round], length: int, bounds: Bounds) -> Row:
 
 
 def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s: Callable[[], float]) -> Iterator[Row]:
-    """Yields the kernels of turns in which this many requests decode; without a number, of the chunk of a prompt."""
+    """Yields the kernels of turns in which `count` requests decode; with None, the kernels of a prompt's chunk."""
     if left_s() < PROFILE_S:
         return
     prompt = wanted.decode[0][1]
@@ -236,14 +236,14 @@ def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s
         after_s = -1.0
     else:
         title, workload = f"decode of {count}", Workload(KINDS[0], count, prompt, PROFILED_OUTPUT)
-        after_s = 0.2 + 0.03 * count * prompt / 512  # a prompt of 512 tokens takes 15 ms: twice that, and decode began
+        after_s = 0.2 + 0.03 * count * prompt / 512  # A prompt of 512 tokens takes 15 ms; after 30 ms it decodes.
     requests = workload.draw(-2, stack.status.vocabulary_size)
     trace, passes = stack.profile(requests, after_s=after_s, seconds=PROFILED_S)
     yield from profile_rows(title, trace, max(1, len(passes)))
 
 
 def profile_rows(title: str, trace: Trace, turns: int) -> Iterator[Row]:
-    """Yields a row for the whole trace and one for each of its longest kernels, of one turn on average."""
+    """Yields a row for the whole trace and one for each of its longest kernels. Times are averages per turn."""
     total_ms = sum(line.ms for line in trace.lines)
     idle = trace.idle_share
     yield {
@@ -268,7 +268,7 @@ def profile_rows(title: str, trace: Trace, turns: int) -> Iterator[Row]:
 
 
 def memory_row(stack: ProbedStack, model: Path, total_bytes: int, utilization: float, block_size: int) -> Row:
-    """Returns the number of blocks that fit, beside that of `quire plan`, which has read the configuration alone."""
+    """Returns the number of blocks that fit, beside the number of `quire plan`, which reads only the configuration."""
     command = [sys.executable, "-m", "quire.cli", "plan", str(model), "--memory", f"{total_bytes}B", "--json"]
     command += ["--worker", "--utilization", str(utilization), "--block-size", str(block_size)]
     command += ["--weights", f"{weight_bytes(model)}B"]

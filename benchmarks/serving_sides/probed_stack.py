@@ -1,4 +1,4 @@
-"""An allocator and a worker that notes its passes (`probed_worker`), and a client of it."""
+"""An allocator, a worker that notes its passes (`probed_worker`), and a client."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from quire.local import ServerProcess
 from serving_sides.process import Request
 from serving_sides.trace import Trace, read_trace
 
-STOP_S = 3.0  # that the servers have to end
-ROUND_S = 25.0  # that a round may take
-PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # time for the worker to write its notes, and between requests for them
+STOP_S = 3.0  # time limit for the servers to end
+ROUND_S = 25.0  # time limit for a round
+PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # time limit for the worker's notes; interval of asking
 Pass = dict[str, Any]  # see `probed_worker.write`
 
 
 class Round(NamedTuple):
-    """The times of a round: until all tokens were there, and until the first one was, and the passes meanwhile."""
+    """A round's seconds until all tokens and until the first token, and its passes."""
 
     seconds: float
     first_token_s: float
@@ -32,10 +32,10 @@ class Round(NamedTuple):
 
 
 class ProbedStack:
-    """1. made, and serving. 2. `round` and `profile`, in any order. 3. `close`.
+    """1. The constructor returns when the stack serves. 2. `round` and `profile`, in any order. 3. `close`.
 
     Raises:
-        ServerFailedError: it does not serve in time.
+        ServerFailedError: a server does not serve in time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProbedStack:
         pipe = self._probe.with_suffix(".ask")
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe)
-        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # whether or not the worker has opened it
+        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # This does not wait for the worker.
         self._asked_count = 0
         self._runner = asyncio.Runner()
         self._worker: ServerProcess | None = None
@@ -78,13 +78,13 @@ class ProbedStack:
 
     @staticmethod
     async def _connected(address: str) -> AsyncClient:
-        return await AsyncClient(address).__aenter__()  # it belongs to the loop that it is made on
+        return await AsyncClient(address).__aenter__()  # A client must be made on the loop that uses it.
 
     def round(self, requests: list[Request], *, limit_s: float = ROUND_S) -> Round:
-        """Sends all requests at once, and waits for all of their tokens.
+        """Sends all requests at once, and waits for all tokens.
 
         Raises:
-            TimeoutError: they are not there in time; the stacks of the worker are in its log.
+            TimeoutError: the tokens are not there in time; the worker's log has the stacks of its threads.
         """
         self.passes()
         return self._runner.run(self._limited(requests, limit_s))._replace(passes=self.passes())
@@ -98,12 +98,12 @@ class ProbedStack:
             raise TimeoutError(f"{len(requests)} requests were not done after {limit_s:.0f} s") from None
 
     def profile(self, requests: list[Request], *, after_s: float, seconds: float) -> tuple[Trace, list[Pass]]:
-        """Has the worker traced for so many seconds while it answers requests, and returns the passes of that time.
+        """Traces the worker while it answers requests; returns the trace and the passes of that time.
 
         Args:
-            requests: sent all at once.
-            after_s: seconds between them and the tracing; below 0: they are sent when it has begun.
-            seconds: of tracing.
+            requests: the requests, all sent at once.
+            after_s: seconds from sending to the start of the trace. Below 0, the requests are sent after the start.
+            seconds: length of the trace.
         """
 
         async def traced() -> None:
@@ -145,7 +145,7 @@ class ProbedStack:
         return Round(seconds, first[0] - started, [])
 
     def passes(self) -> list[Pass]:
-        """Returns the passes that the worker has noted since the last time."""
+        """Returns the passes since the last call."""
         self._probe.unlink(missing_ok=True)
         self._ask("n", self._probe)
         found: list[Pass] = json.loads(self._probe.read_text())
@@ -156,7 +156,7 @@ class ProbedStack:
         os.kill(self._worker.process.pid, signal.SIGQUIT)
 
     def _ask(self, letter: str, path: Path) -> None:
-        """Asks the worker for a file until it is there; see `probed_worker`."""
+        """Asks the worker for a file (see `probed_worker`) until the file is there."""
         self._asked_count += 1
         line = f"{letter}{self._asked_count}\n".encode()
         deadline, again = time.monotonic() + PROBE_S, 0.0

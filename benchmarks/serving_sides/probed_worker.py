@@ -1,19 +1,19 @@
-"""A worker that notes its passes on the device: `python -m quire._child serving_sides.probed_worker ...`.
+"""A worker that records its passes on the device: `python -m quire._child serving_sides.probed_worker ...`.
 
-It is the worker in all else. CUDA events are recorded before and after each replay of a graph and each pass that is
-launched by the host, which costs some microseconds; on a CPU the clock is read instead.
+Apart from that, it is the ordinary worker. It records CUDA events before and after each replay of a graph and each pass
+that the host launches, which costs some microseconds. On a CPU it reads the clock instead.
 
-A thread of its own reads lines from the pipe `.ask` beside the file that `QUIRE_PROBE` names: a letter, and a number
-that goes up. A line may be sent again until it is answered; one that is done is not done again.
+A thread reads lines from the pipe `.ask` beside the file that `QUIRE_PROBE` names. A line has a letter and a rising
+number. A line may be sent again until it is answered; it is executed only once.
 
     n    writes the passes since the last time to that file, as JSON
     s    starts torch's profiler, and writes `.started`
-    e    ends it, and writes the passes meanwhile as above, and its trace to `.trace.json`
+    e    ends the profiler, and writes the passes meanwhile like n, and the trace to `.trace.json`
 
-Signals do not do: LLVM, with which Triton compiles, takes SIGUSR1 for itself when a process compiles its first kernel.
-SIGQUIT writes the stacks of all threads to standard error, without Python's help.
+Signals would not work: LLVM, with which Triton compiles, takes SIGUSR1 when a process compiles its first kernel.
+SIGQUIT writes the stacks of all threads to standard error, even if Python hangs.
 
-With `QUIRE_PROBE_DUMMY` weights are drawn on the GPU, whatever the folder has: see `models.dummy`.
+With `QUIRE_PROBE_DUMMY`, weights are drawn on the GPU and not read from the folder: see `models.dummy`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HAS_GPU = torch.cuda.is_available()
 
 
 class Noted(NamedTuple):
-    """A pass: how it was launched, its sequences and tokens, `grown` before its launch, and when it began and ended."""
+    """A pass: how it was launched, its sequences and tokens, the counts of `grown` before it, and its begin and end."""
 
     kind: str  # "replayed" or "launched"
     sequences: int
@@ -55,12 +55,12 @@ class Noted(NamedTuple):
 
 
 NOTED: list[Noted] = []
-LENGTHS: list[int] = []  # sequences of the graph that is about to be replayed
+LENGTHS: list[int] = []  # number of sequences of the graph that is about to be replayed
 PROFILERS: list[Any] = []
 
 
 def moment() -> Any:
-    """Returns now, on the device's own time."""
+    """Returns the current moment on the device's clock."""
     if not HAS_GPU:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -69,8 +69,8 @@ def moment() -> Any:
 
 
 def grown() -> tuple[int, int]:
-    """Returns how many blocks of pinned memory were allocated so far, and how many garbage collections there were:
-    either can hold up the model's thread for milliseconds."""
+    """Returns the numbers of allocated blocks of pinned memory and of garbage collections so far. Either can hold up
+    the model's thread for milliseconds."""
     pinned = torch.cuda.host_memory_stats().get("num_host_alloc", 0) if HAS_GPU else 0
     return int(pinned), sum(int(each["collections"]) for each in gc.get_stats())
 
@@ -81,7 +81,7 @@ def between_ms(begin: Any, end: Any) -> float:
 
 
 def probe() -> None:
-    """Puts moments around replays and passes."""
+    """Patches the worker so that it records the moments around replays and passes."""
     forward, capture, logits_of = PagedModel.forward, decode_graphs.Capture.__call__, decode_graphs._Graph.logits_of
 
     def noted_forward(self: PagedModel, batch: Any, *rest: Any) -> Any:
@@ -111,10 +111,10 @@ def probe() -> None:
 
 
 def write() -> None:
-    """Writes the passes so far, in milliseconds since the first of them began, and forgets them."""
+    """Writes the finished passes, in milliseconds since the first of them began, and forgets them."""
     count = len(NOTED)
     while count and HAS_GPU and not NOTED[count - 1].end.query():
-        count -= 1  # it is under way
+        count -= 1  # This pass is still running.
     noted, NOTED[:count] = NOTED[:count], []
     found = [
         {
@@ -132,12 +132,12 @@ def write() -> None:
 
 
 def start_profiler() -> None:
-    """Starts the profiler, and says so in a file."""
+    """Starts the profiler, and writes the file `.started`."""
     activities = [torch.profiler.ProfilerActivity.CUDA if HAS_GPU else torch.profiler.ProfilerActivity.CPU]
     PROFILERS.append(torch.profiler.profile(activities=activities))
     PROFILERS[0].start()
     NOTED.clear()
-    Path(os.environ["QUIRE_PROBE"]).with_suffix(".started").touch()  # the first time, it takes seconds to start
+    Path(os.environ["QUIRE_PROBE"]).with_suffix(".started").touch()  # The first start takes seconds.
 
 
 def end_profiler() -> None:
@@ -150,8 +150,7 @@ def end_profiler() -> None:
 
 
 def answer(pipe: int) -> None:
-    """Answers the lines of requests as long as this process lives. A failure is printed, and the work is done when it
-    is requested again."""
+    """Executes the pipe's lines until the process ends. A failure is printed; the next request tries again."""
     answers, done = {"n": write, "s": start_profiler, "e": end_profiler}, 0
     with os.fdopen(pipe) as lines:
         for line in lines:
@@ -166,14 +165,14 @@ def answer(pipe: int) -> None:
 
 
 def replace(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Writes a file so that readers find all of it or nothing."""
+    """Writes a file so that readers see all of it or nothing."""
     new = path.with_name("new-" + path.name)
     write_to(new)
     new.replace(path)
 
 
 def draw_weights() -> None:
-    """Has the worker draw its weights instead of reading them."""
+    """Patches the worker so that it draws its weights instead of reading them."""
 
     def drawn(folder: Path, _loader: Any, dtype: Any) -> Any:
         return dummy(folder, "cuda", torch.bfloat16 if dtype == "auto" else dtype, ATTENTION_NAME)
@@ -186,6 +185,7 @@ if __name__ == "__main__":
     if "QUIRE_PROBE_DUMMY" in os.environ:
         draw_weights()
     faulthandler.register(signal.SIGQUIT, all_threads=True)
-    asked = os.open(Path(os.environ["QUIRE_PROBE"]).with_suffix(".ask"), os.O_RDWR)  # never at its end
+    # The pipe is also open for writing, so that reads never see its end.
+    asked = os.open(Path(os.environ["QUIRE_PROBE"]).with_suffix(".ask"), os.O_RDWR)
     threading.Thread(target=answer, args=(asked,), name="probe", daemon=True).start()
     main()

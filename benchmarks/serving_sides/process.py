@@ -1,7 +1,7 @@
-"""A side as a process: it reads a JSON list of requests a line, and answers with `Answer`'s fields as one object.
+"""A side as a process. It reads lines with a JSON list of requests, and answers with `Answer`'s fields as one object.
 
-The process is new for each side, so that its peak of resident memory is that side's alone. Nothing of Quire is imported
-here, because vLLM's side runs in an environment of its own.
+Each side has a new process, so that the peak of resident memory is that side's. This module imports nothing of Quire,
+because vLLM's side runs in its own environment.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Request = dict[str, Any]
-# Generates the tokens of all requests, calls the function once the first of them is there, and returns them all.
+# Generates tokens for all requests and returns them. It calls the function when the first token is there.
 Generate = Callable[[list[Request], Callable[[], None]], list[list[int]]]
 
 
 class Answer(NamedTuple):
-    """The times of a round, until all tokens were there and until the first one was; and the process's memory so
-    far."""
+    """A round's seconds until all tokens and until the first token, and the process's peak memory so far."""
 
     seconds: float
-    first_token_s: float | None  # None where a side does not report it
+    first_token_s: float | None  # None if a side does not report it
     peak_bytes: float
 
 
 class Side:
-    """A side in a process of its own.
+    """A side in its own process.
 
     Raises:
-        RuntimeError: it ended; the message has the last line that it wrote.
+        RuntimeError: the process ended; the message has its last line of output.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Side:
         environment: dict[str, str] | None = None,
         on_start: Callable[[Side], None] = lambda _side: None,
     ) -> None:
-        """Waits until it is ready; `on_start` is called before that."""
+        """Waits until the process is ready. Calls `on_start` with it before that."""
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -75,32 +74,32 @@ class Side:
         return answer
 
     def kill(self) -> None:
-        """Ends the process at once; a caller that waits for its answer gets a RuntimeError."""
+        """Ends the process at once. A caller that waits for its answer gets a RuntimeError."""
         self._process.kill()
 
     def close(self) -> None:
-        """Ends the process, which answers until its input does."""
+        """Closes the process's input, which ends it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def peak_bytes(pid: int | str = "self") -> int:
-    """The most resident memory that a process has had, in bytes (`VmHWM`)."""
+    """Returns the peak resident memory of a process in bytes (`VmHWM`)."""
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         line = next(line for line in file if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def serve(load: Callable[[], Generate]) -> None:
-    """The life of such a process: loads, says that it is ready, and answers until its input ends."""
+    """Runs a side's process: loads the model, reports that it is ready, and answers until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    os.dup2(2, 1)  # Libraries print to standard output; the answers must not mix with that.
     generate = load()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_timed(generate, json.loads(line))._asdict()), file=answers, flush=True)
-    os._exit(0)  # some libraries have threads that would keep the process
+    os._exit(0)  # Threads of some libraries would keep the process alive.
 
 
 def _timed(generate: Generate, requests: list[Request]) -> Answer:

@@ -1,4 +1,4 @@
-"""Quire: a client here, a worker and an allocator as processes, all over gRPC."""
+"""The Quire side: a client in this process, a worker and an allocator as other processes, connected by gRPC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CACHE_TOKENS, BLOCK_TOKENS = 16384, 16
 
 
 class QuireSide:
-    """A stack of its own, and a client on an event loop that is kept."""
+    """A local stack, and a client on an event loop that stays the same."""
 
     def __init__(self, folder: Path, dtype: str, device: str, worker_arguments: Sequence[str] = ()) -> None:
         sizes = ["--blocks", str(CACHE_TOKENS // BLOCK_TOKENS)] if device == "cpu" else []
@@ -34,15 +34,15 @@ class QuireSide:
 
     @property
     def vocabulary(self) -> int:
-        """Ids of tokens are below it."""
+        """Returns the size of the vocabulary. Token ids are below it."""
         return self._runner.run(self._client.status()).vocabulary_size
 
     def generate(self, requests: list[Request]) -> Answer:
-        """Runs one round; all requests are sent at once. The memory is the worker's."""
+        """Runs one round. All requests are sent at once. The memory in the answer is the worker's."""
         return self._runner.run(self._generate(requests))
 
     async def _generate(self, requests: list[Request]) -> Answer:
-        """Streams a request that comes alone. Of many, the whole texts are waited for, as on the other sides."""
+        """Streams a single request. With many requests, waits for whole texts, like the other sides."""
         interval_s = 1.0 if len(requests) > 1 else 0.0
         first: list[float] = []
 

@@ -1,4 +1,4 @@
-"""The time of a GPU by kernel, from torch's profiler."""
+"""A GPU's time by kernel, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of the device's work
-LAUNCHES = re.compile(r"Launch|Memcpy|Memset")  # calls of the host that give the device something to do
+ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of events on the device
+LAUNCHES = re.compile(r"Launch|Memcpy|Memset")  # host calls that give the device work
 NAME_CHARS = 80
 
 
 class Line(NamedTuple):
-    """One kernel, of all turns of a trace."""
+    """One kernel's launches in all turns of a trace."""
 
     kernel: str
     count: int  # type: ignore[assignment]  # as `tuple.count` is called
@@ -22,13 +22,13 @@ class Line(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The work of a device between its first and its last kernel.
+    """A device's work between its first and its last kernel.
 
     Attributes:
-        lines: by kernel, the longest first.
-        span_ms: from the first kernel to the last.
-        busy_ms: of it, that at least one kernel ran.
-        launch_count: calls of the host that gave it something to do; a graph is one.
+        lines: one for each kernel, the longest first.
+        span_ms: time from the first kernel to the last.
+        busy_ms: time in which at least one kernel ran.
+        launch_count: host calls that gave the device work; the replay of a graph is one call.
     """
 
     lines: list[Line]
@@ -43,7 +43,7 @@ class Trace(NamedTuple):
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a file of `torch.profiler.profile.export_chrome_trace`."""
+    """Reads a file that `torch.profiler.profile.export_chrome_trace` wrote."""
     events: list[dict[str, Any]] = json.loads(path.read_text(errors="replace"))["traceEvents"]
     kernels = sorted(
         (float(each["ts"]), float(each["ts"]) + float(each["dur"]), str(each["name"]))
@@ -66,6 +66,6 @@ def read_trace(path: Path) -> Trace:
 
 
 def short_name(kernel: str) -> str:
-    """Returns a kernel's name without its return type, and without the arguments of its templates if it is long."""
+    """Returns a kernel's name without its return type. A long name also loses its template arguments."""
     name = kernel.removeprefix("void ")
     return name if len(name) <= NAME_CHARS else re.sub(r"\s+", " ", name)[:NAME_CHARS]

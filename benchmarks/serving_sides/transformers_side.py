@@ -1,8 +1,8 @@
 """transformers: `python -m serving_sides.transformers_side FOLDER DTYPE DEVICE generate|generate_batch`.
 
-`generate` gets the longest output of a batch, since it takes one length for all. Tokens beyond a request's own length
-count neither as time saved nor as tokens. On a GPU its cache is a static one, so that transformers compiles the pass
-and captures it. Requests with `num_beams` are beam searches, answered with the best text.
+`generate` takes one output length for all requests, so it gets the longest one of a batch. Tokens beyond a request's
+own length do not count. On a GPU its cache is static, so that transformers compiles the pass and captures it. Requests
+with `num_beams` are beam searches, answered with the best text.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from serving_sides.process import Generate, Request, serve
 
 
 def padded(model: Any) -> Generate:
-    """`generate` on all prompts as one left-padded batch."""
+    """Returns a function that calls `generate` on all prompts as one left-padded batch."""
     import torch
     from transformers.generation.streamers import BaseStreamer
 
     class First(BaseStreamer):
-        """Calls back once the first token is there; the prompt comes first."""
+        """A streamer that calls back when the first token is there. transformers hands it the prompt first."""
 
         def __init__(self, on_first: Callable[[], None]) -> None:
             self.seen, self.on_first = 0, on_first
 
         def put(self, value: Any) -> None:
-            """Takes the prompt, then token by token."""
+            """Takes the prompt, then each token."""
             self.seen += 1
             if self.seen == 2:
                 self.on_first()
 
         def end(self) -> None:
-            """Ends without anything to hand on."""
+            """Does nothing at the end of a text."""
 
     def generate(requests: list[Request], on_first: Callable[[], None]) -> list[list[int]]:
         prompts = [request["prompt"] for request in requests]
@@ -47,7 +47,7 @@ def padded(model: Any) -> Generate:
             [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
         )
         beam_count = requests[0].get("num_beams", 1)
-        may_stream = len(requests) == beam_count == 1  # transformers streams one text alone
+        may_stream = len(requests) == beam_count == 1  # transformers streams only a single text.
         output = model.generate(
             ids,
             attention_mask=mask,
@@ -65,14 +65,14 @@ def padded(model: Any) -> Generate:
 
 
 def continuous(model: Any) -> Generate:
-    """`generate_batch`, transformers' own continuous batching over paged keys and values, with PyTorch's SDPA.
+    """Returns a function for `generate_batch`: transformers' continuous batching over paged keys and values, with SDPA.
 
-    Its parts are called here one by one, because `generate_batch` itself takes one output length for all.
+    It calls the parts of `generate_batch` one by one, because `generate_batch` itself takes one output length for all.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     known = {each.name for each in fields(ContinuousBatchingConfig)}
-    size = "page_size" if "page_size" in known else "block_size"  # as 5.17 calls it
+    size = "page_size" if "page_size" in known else "block_size"  # name in transformers 5.17
     sizes: dict[str, Any] = (
         {} if model.device.type == "cuda" else {size: 16, "num_blocks": 1024, "max_batch_tokens": 2048}
     )
@@ -80,7 +80,7 @@ def continuous(model: Any) -> Generate:
     wanted = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def generate(requests: list[Request], on_first: Callable[[], None]) -> list[list[int]]:
-        del on_first  # it does not stream here
+        del on_first  # Continuous batching does not stream here.
         with model.continuous_batching_context_manager(
             generation_config=wanted, continuous_batching_config=config, block=True, timeout=5, persistent_manager=True
         ) as manager:
@@ -98,7 +98,7 @@ def continuous(model: Any) -> Generate:
 
 
 def load() -> Generate:
-    """Loads the model, as the command line names it."""
+    """Loads the model that the command line names."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from transformers import AutoModelForCausalLM
@@ -107,7 +107,7 @@ def load() -> Generate:
     torch.set_num_threads(1)
     implementation = "sdpa" if kind == "generate" else "paged|sdpa"
     model: Any
-    if device == "cuda":  # of a model that was described
+    if device == "cuda":  # The folder describes a model and has no weights.
         model = dummy(Path(folder), device, getattr(torch, dtype), implementation)
     else:
         model = AutoModelForCausalLM.from_pretrained(

@@ -1,7 +1,7 @@
 """vLLM's engine in process: `python -m serving_sides.vllm_side FOLDER DTYPE DEVICE [TOKENS]`, with its own Python.
 
-Its engine is stepped here, with neither a network nor a detokenizer, so it does less than Quire. Its cache has room for
-as many tokens as the other sides' have.
+This process steps the engine, without a network or a detokenizer, so it does less than Quire. Its cache has room for as
+many tokens as the other sides' caches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from serving_sides.process import Generate, Request, serve
 
-CACHE_TOKENS, BLOCK_TOKENS = 16384, 32  # the CPU's blocks are multiples of 32
+CACHE_TOKENS, BLOCK_TOKENS = 16384, 32  # On a CPU, vLLM's blocks are multiples of 32.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
@@ -24,14 +24,14 @@ ENVIRONMENT = {
 
 
 def load() -> Generate:
-    """Loads the model, as the command line names it."""
+    """Loads the model that the command line names."""
     os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
     folder, dtype, device, *rest = sys.argv[1:]
     cache_tokens = int(rest[0]) if rest else CACHE_TOKENS
     sizes: dict[str, Any] = {"gpu_memory_utilization": 0.8}
-    if device == "cpu":  # compiled, it gains 2 % here after half a minute
+    if device == "cpu":  # Compiling would gain 2 % here, and takes half a minute.
         sizes = {"enforce_eager": True, "num_gpu_blocks_override": cache_tokens // BLOCK_TOKENS}
     engine = LLM(
         folder, dtype=dtype, max_model_len=4096 if rest else 2048, max_num_seqs=128, skip_tokenizer_init=True, **sizes

@@ -1,4 +1,4 @@
-"""The requests of every side: random prompts, new in every round, so that no cache has them."""
+"""The requests of every side: random prompts, new in every round, so that no cache hits."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-# Lengths of the prompts and outputs of a round.
+# How the lengths of prompts and outputs vary within a round.
 KINDS = ("one length", "varied prompts", "varied both")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The shape of a round."""
+    """The number and lengths of a round's requests."""
 
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     request_count: int
-    prompt_tokens: int  # of the longest
-    output_tokens: int  # of the longest
+    prompt_tokens: int  # length of the longest prompt
+    output_tokens: int  # length of the longest output
 
     def draw(self, round_number: int, vocabulary: int) -> list[dict[str, Any]]:
-        """Returns the requests of a round: `prompt`, and `output_tokens`, how many are to be generated.
+        """Returns the requests of a round: `prompt`, and `output_tokens`, the number of tokens to generate.
 
-        Varying lengths are between a quarter of the longest and the longest. The seed is text, because Python takes the
-        seeds 1 and -1 for the same, and a repeated prompt would be cached.
+        Varying lengths are between a quarter of the longest and the longest. The seed is text: Python treats the seeds
+        1 and -1 as the same, and a repeated prompt would be cached.
         """
         dice = random.Random(f"{self.kind} {self.request_count} {round_number}")
 

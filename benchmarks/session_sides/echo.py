@@ -1,8 +1,8 @@
-"""A server that answers every message on a stream with as many bytes as the message asks for, and does nothing else.
+"""An echo server: it answers every message on a stream with the number of bytes that the message asks for.
 
     python benchmarks/session_sides/echo.py --cpu 0
 
-The same flavour as the allocator: grpc.aio on uvloop, one process, the same engine and options. Its first line of
+Like the allocator, it uses grpc.aio on uvloop, in one process, with the same engine and options. Its first line of
 output is its address. The first four bytes of a message are the length of the answer, little-endian.
 """
 
@@ -28,7 +28,7 @@ _ANSWER = bytes(MESSAGE_BYTES_MAX)
 
 
 def request_of(size: int, answer_size: int) -> bytes:
-    """A message of so many bytes that asks for so many."""
+    """Returns a message of `size` bytes that asks for `answer_size` bytes."""
     return answer_size.to_bytes(4, "little") + bytes(size - 4)
 
 
@@ -46,7 +46,7 @@ async def _serve(listen: str) -> None:
     await server.start()
     gc.freeze()
     print(listen if listen.startswith("unix:") else f"127.0.0.1:{port}", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)  # until the parent process is gone
+    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)  # ends with the parent process
 
 
 def main() -> None:

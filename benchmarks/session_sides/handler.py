@@ -1,4 +1,4 @@
-"""The allocator's side of a stream without a stream: from message to reply, in the process that measures."""
+"""The allocator's handling of a stream's messages without the stream, in the measuring process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Nobody:
 
 
 class Handler:
-    """One owner's machine. An `Owner` may have it for a stream."""
+    """The allocator's state machine for one owner. An `Owner` may use it in place of a stream."""
 
     def __init__(self) -> None:
         directory = Directory(lease_s=3600.0, pools_max=1)
@@ -29,16 +29,16 @@ class Handler:
         self._machine = SessionMachine(sessions)
 
     async def ask(self, request: bytes) -> bytes:
-        """One message, and the last of its answers."""
+        """Handles one message as bytes; returns the last of its answers."""
         return self.receive(packed.SessionRequest.FromString(request)).SerializeToString()
 
     def receive(self, request: packed.SessionRequest) -> packed.SessionReply:
-        """One message and its only answer, neither as bytes."""
+        """Handles one parsed message; returns its only answer."""
         (reply,) = self._machine.receive(request, 0.0)
         return reply
 
     def cost_us(self, messages: Sequence[bytes]) -> float:
-        """CPU microseconds for each, without reading it from bytes and without writing the reply as such."""
+        """Returns the CPU microseconds per message, without parsing messages and serializing replies."""
         requests = [packed.SessionRequest.FromString(message) for message in messages]
         started = time.thread_time_ns()
         for request in requests:

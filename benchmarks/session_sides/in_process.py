@@ -1,4 +1,4 @@
-"""A pool's owner and its allocator in one process: the product's state machines, by plain function calls."""
+"""A pool's owner and its allocator in one process: the product's state machines, connected by function calls."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class _Nobody:
 
 
 class InProcess:
-    """An owner that has attached to an allocator of its own."""
+    """An owner that is attached to its own allocator."""
 
     def __init__(self, spec: pb.PoolSpec) -> None:
         self._owner = PoolOwner("in-process", spec, incarnation=os.urandom(16), window=4)
         self.replace_allocator()
 
     def replace_allocator(self) -> None:
-        """Replaces the allocator by an empty one, which gets a report."""
+        """Replaces the allocator by an empty one, which gets the owner's report."""
         directory = Directory(lease_s=3600, pools_max=1)
         self._machine = SessionMachine(SessionRegistry(directory, _Nobody(), new_session_id=lambda: os.urandom(16)))
         self._owner.lose_stream()
@@ -57,7 +57,7 @@ class InProcess:
         return outcome
 
     def _exchange(self) -> StepOutcome | None:
-        """Exchanges messages until neither side has any; returns the last step's result."""
+        """Exchanges messages until neither side has more; returns the last step's result."""
         outcome = None
         while self._owner.outbox:
             now = time.monotonic()

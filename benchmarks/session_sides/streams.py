@@ -1,4 +1,4 @@
-"""Streams of prepared bytes, which measure the way there, the server, and the way back."""
+"""Streams of prepared bytes. They measure the wire and the server, but no client work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _OPTIONS: Final = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grp
 
 
 class Stream:
-    """One stream of bytes, on a connection of its own; leave the `async with` block to close both."""
+    """One stream of bytes, on its own connection. Leave the `async with` block to close both."""
 
     def __init__(self, address: str, method: str) -> None:
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
-        open_stream: Any = self._channel.stream_stream  # its stubs know no defaults
+        open_stream: Any = self._channel.stream_stream  # The type stubs lack its defaults.
         self._call: Any = open_stream(method)()
 
     async def __aenter__(self) -> Stream:
@@ -44,7 +44,7 @@ class Stream:
         return answer
 
     async def round_trips(self, requests: Sequence[bytes]) -> list[float]:
-        """Seconds from each message to its answer, one outstanding."""
+        """Sends messages one by one; returns the seconds from each message to its answer."""
         call, times = self._call, []
         for request in requests:
             started = time.perf_counter()
@@ -78,8 +78,8 @@ class Asked(Protocol):
 
 
 class Owner:
-    """A pool, and the steps that are made for it: each acknowledges what must have been answered when at most `window`
-    of them are outstanding, as `AsyncSession` does."""
+    """A pool and its prepared steps. Like `AsyncSession`, each step acknowledges the answers that must have come if at
+    most `window` steps are unanswered."""
 
     def __init__(self, stream: Asked, name: str, block_count: int, incarnation: bytes, window: int = 1) -> None:
         self.stream = stream
@@ -99,7 +99,7 @@ class Owner:
         self._session_id = packed.SessionReply.FromString(answer).ready.session_id
 
     def message(self, step: StepBuilder) -> bytes:
-        """The next step, as it travels."""
+        """Returns the next step as the bytes to send."""
         self._number += 1
         request = packed.SessionRequest()
         step.fill(request.step)
@@ -108,11 +108,11 @@ class Owner:
         return request.SerializeToString()
 
     def decoding(self, sequence_count: int) -> Decoding:
-        """Makes this many sequences, out of step: in every step as many of them take a block."""
+        """Makes sequences that are out of step, so that equally many take a block in every step."""
         return Decoding(self, {next(self._ids): 1 + number % BLOCK_TOKENS for number in range(sequence_count)})
 
     def admissions(self, prompts: Sequence[bytes]) -> list[bytes]:
-        """Steps that free one prompt and admit the next."""
+        """Returns steps that each free one prompt and admit the next."""
         messages, before = [], 0
         for digests in prompts:
             step = StepBuilder()
@@ -135,7 +135,8 @@ class Decoding:
         self._begun = False
 
     def steps(self, count: int) -> list[bytes]:
-        """Makes this many steps of one append for each sequence; the first call makes the sequences before."""
+        """Makes `count` steps with one append for each sequence. The first call also makes the steps that create
+        them."""
         messages = []
         if not self._begun:
             self._begun, step = True, StepBuilder()
@@ -152,7 +153,7 @@ class Decoding:
 
 
 def check(step: bytes, answer: bytes) -> None:
-    """Everything that was asked for was done."""
+    """Raises AssertionError if an operation of the step failed."""
     reply = packed.SessionReply.FromString(answer).step_reply
     outcome = read_reply(packed.SessionRequest.FromString(step).step, reply, 1)
     results = [*outcome.commits, *outcome.frees, *outcome.forks, *(grow.result for grow in outcome.grows)]

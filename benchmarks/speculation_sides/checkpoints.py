@@ -1,8 +1,8 @@
-"""Checkpoints with the texts of the demo model, or nearly so, at other costs.
+"""Checkpoints with the same or nearly the same texts as the demo model, at other costs.
 
-deep      the demo model, and behind it layers that add nothing: the same text at a multiple of the cost, as a large
-          model has over a small one that agrees with it
-shallow   the first layers of the demo model alone, under the same head: what they find likeliest is right at times
+deep      the demo model with more layers that add nothing: the same text at a multiple of the cost, like a large model
+          beside a small one that agrees with it
+shallow   only the first layers of the demo model, under the same head: their likeliest token is sometimes right
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from serving_sides.models import DEMO
 
 
 def make_deep(folder: Path, layer_count: int) -> Path:
-    """Writes the demo model with this many layers, where those beyond its own add zeros, and returns its folder."""
+    """Writes the demo model with `layer_count` layers and returns its folder. The additional layers add zeros."""
     import torch
 
     model = _demo()
@@ -32,7 +32,7 @@ def make_deep(folder: Path, layer_count: int) -> Path:
 
 
 def make_shallow(folder: Path, layer_count: int) -> Path:
-    """Writes the first layers of the demo model as a model of their own, and returns its folder."""
+    """Writes the first layers of the demo model as a separate model, and returns its folder."""
     model = _demo()
     del model.model.layers[layer_count:]
     return _write(model, layer_count, folder)

@@ -1,4 +1,4 @@
-"""A worker with one way of drafting, and the times of its rounds of texts."""
+"""A worker with one way of drafting, and the times of its rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNTED = re.compile(r'^quire_worker_speculation_tokens_total\{.*kind="(\w+)".*
 
 
 class Ask(NamedTuple):
-    """A prompt, and how it is continued: options of `generate`."""
+    """A prompt, and the options of `generate` for its continuation."""
 
     prompt: Sequence[int]
     options: dict[str, Any]
@@ -34,7 +34,7 @@ class Round(NamedTuple):
 
 
 class SpeculatingWorker:
-    """A stack of its own, and a client on an event loop that is kept."""
+    """A local stack, and a client on an event loop that stays the same."""
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
         sizes = ["--blocks", str(CACHE_TOKENS // BLOCK_TOKENS)]

@@ -1,4 +1,4 @@
-"""Quire: branches, and the same texts as requests of their own, over gRPC."""
+"""The Quire sides: branches, and the same texts as separate requests, over gRPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WATCH_S = 0.001
 
 
 class Found(NamedTuple):
-    """The result of a round; `blocks_least` is the minimum for its texts, where only these tell."""
+    """The result of a round. `blocks_least` is the minimum of blocks, if only the texts themselves tell it."""
 
     seconds: float
     tokens_computed: int
@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 class QuireTrees:
-    """A stack of its own, and a client on an event loop that is kept."""
+    """A local stack, and a client on an event loop that stays the same."""
 
     block_tokens = BLOCK_TOKENS
 
@@ -86,7 +86,7 @@ class QuireTrees:
             await asyncio.gather(*(self._step(fork, workload, seed) for fork, seed in zip(level, seeds, strict=True)))
             every += level
         seconds = time.perf_counter() - started
-        await asyncio.sleep(0.3)  # room ahead is given back with the next step, within 0.1 s
+        await asyncio.sleep(0.3)  # The worker frees room ahead with its next step, within 0.1 s.
         held = await asyncio.to_thread(self._held)
         await asyncio.gather(*(branch.release() for branch in every))
         return seconds, held
@@ -96,8 +96,8 @@ class QuireTrees:
         await branch.generate(max_tokens=workload.step_tokens, ignore_eos=True, temperature=1.0, seed=seed)
 
     async def _beams(self, workload: Workload, number: int) -> tuple[int, int]:
-        """Returns the blocks that the allocator says are held last before a search ends, and the least that hold the
-        beams that are alive then: those that a search finds that is a token shorter."""
+        """Returns the blocks held just before a search ends, and the minimum for the beams alive at that time. A second
+        search that is one token shorter returns these beams."""
         done, held = threading.Event(), [0]
 
         def watch() -> None:
@@ -111,7 +111,7 @@ class QuireTrees:
         await watching
         prompt = workload.prompt(number)
         alive = await self._search(workload, number, workload.step_tokens - 1, "alive")
-        texts = [[*prompt, *tokens, -1] for tokens in alive]  # in the last pass all of their tokens are in pages
+        texts = [[*prompt, *tokens, -1] for tokens in alive]  # During the last pass all these tokens are in pages.
         return held[0], distinct_blocks(texts, BLOCK_TOKENS)
 
     async def _search(self, workload: Workload, number: int, token_count: int, name: str) -> list[tuple[int, ...]]:

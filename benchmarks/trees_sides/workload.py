@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-VOCABULARY = 2_000  # of any model here, less some
+VOCABULARY = 2_000  # a little less than every model here has
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A tree of texts behind one prompt.
+    """A tree of texts that continue one prompt.
 
     Attributes:
-        name: of the workload.
-        prompt_tokens: of the prompt.
-        width: texts behind each of the level above.
-        depth: levels.
-        step_tokens: of each text.
+        name: the name of the workload.
+        prompt_tokens: tokens of the prompt.
+        width: texts that continue each text of the level above.
+        depth: number of levels.
+        step_tokens: tokens of each text.
         is_scored: whether the texts are given and scored, instead of generated.
         is_searched: whether the texts are the beams of one search.
     """
@@ -44,15 +44,15 @@ class Workload:
         return self.text_count * self.step_tokens
 
     def prompt(self, round_number: int) -> list[int]:
-        """Returns the prompt of a round, which no other round has."""
+        """Returns the prompt of a round; every round has another one."""
         return _tokens(f"prompt {self.name} {round_number}", self.prompt_tokens)
 
     def candidates(self, round_number: int) -> list[list[int]]:
-        """Returns the texts of a round that are scored."""
+        """Returns the texts to score in a round."""
         return [_tokens(f"{self.name} {round_number} {number}", self.step_tokens) for number in range(self.width)]
 
     def levels(self, round_number: int) -> Iterator[list[dict[str, Any]]]:
-        """Goes through the levels as requests that know nothing of each other: `prompt` and `output_tokens`."""
+        """Yields each level as independent requests: `prompt` and `output_tokens`."""
         prompt = self.prompt(round_number)
         if self.is_scored:
             yield [{"prompt": prompt + text, "output_tokens": 1} for text in self.candidates(round_number)]
@@ -71,18 +71,18 @@ class Workload:
 
 
 def minimum_blocks(workload: Workload, block_tokens: int) -> int:
-    """Counts the least blocks that hold the prompt and all texts, when all branches are there.
+    """Returns the minimum of blocks for the prompt and all texts, when all branches exist.
 
-    All tokens of a branch but its last are in pages; its continuations have that one, too. A block is shared by all
-    texts with the same tokens up to its end. A half-filled one is not shared once both have written to it: where a
-    branch ends with a block, its own is a token short of the one that its forks share.
+    All tokens of a branch but its last are in pages; the pages of its continuations have that token, too. All texts
+    with the same tokens up to a block's end share it. A partly filled block is not shared after both have written to
+    it: if a branch ends at a block's end, its own last block is a token short of the block that its forks share.
     """
     held = -(-(workload.prompt_tokens - 1) // block_tokens)
-    if workload.is_scored:  # the forks are freed with the answer
+    if workload.is_scored:  # Forks are freed with the answer.
         return held
     length = workload.prompt_tokens
     for level in range(workload.depth):
-        full = length // block_tokens  # blocks of the parent's tokens that its forks share
+        full = length // block_tokens  # full blocks of the parent, which its forks share
         held += workload.width**level * (full - (length - 1) // block_tokens)
         length += workload.step_tokens
         held += workload.width ** (level + 1) * (-(-(length - 1) // block_tokens) - full)
@@ -90,8 +90,8 @@ def minimum_blocks(workload: Workload, block_tokens: int) -> int:
 
 
 def distinct_blocks(texts: Sequence[Sequence[int]], block_tokens: int) -> int:
-    """Counts the least blocks that hold texts, of each all tokens but its last: one for all that are the same up to its
-    end."""
+    """Returns the minimum of blocks that hold all texts without their last tokens. Texts that are equal up to a block's
+    end share it."""
     return len(
         {
             (first, *text[: min(first + block_tokens, len(text) - 1)])

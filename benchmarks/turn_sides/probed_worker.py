@@ -1,7 +1,7 @@
 """A worker that notes when its passes begin and end: `python -m quire._child turn_sides.probed_worker ...`.
 
-It is the worker in all else. The clock is read around `Runner.compute` and around the forward pass inside. Each SIGUSR1
-writes the notes as JSON to the file that `QUIRE_TURNS` names.
+Apart from that, it is the ordinary worker. It reads the clock around `Runner.compute` and around the forward pass
+inside. SIGUSR1 writes the notes as JSON to the file that `QUIRE_TURNS` names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTED: list[dict[str, Any]] = []
 
 
 def probe() -> None:
-    """Puts the clock around passes and forwards."""
+    """Patches the worker so that it notes the times of passes and forward passes."""
     compute, forward = Runner.compute, PagedModel.forward
 
     def timed_forward(self: PagedModel, *arguments: Any) -> Any:
@@ -42,7 +42,7 @@ def probe() -> None:
 
 
 def write(*_: Any) -> None:
-    """Writes the passes that are whole, and forgets them."""
+    """Writes the finished passes, and forgets them."""
     whole = [each for each in NOTED if "end_s" in each and "forward_s" in each]
     del NOTED[: len(NOTED)]
     path = Path(os.environ["QUIRE_TURNS"])

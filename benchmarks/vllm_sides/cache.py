@@ -1,8 +1,8 @@
-"""vLLM's scheduler without a model, on requests of a trace scaled down: how many tokens of prompts each manager hits.
+"""Counts the prompt tokens that each manager hits in vLLM's scheduler, without a model, on a scaled-down trace.
 
     python benchmarks/vllm_sides/cache.py '{"model": ..., "trace": ..., "requests": 3000, "sizes": [1000], ...}'
 
-prints one line of JSON: for the layers of each model, each size and side, tokens asked and hit.
+prints one line of JSON: for the layers of each model, each size and side, the requested and the hit tokens.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found,u
 from vllm.v1.request import Request  # type: ignore[import-not-found,unused-ignore]
 from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found,unused-ignore]
 
-BLOCK = 4  # tokens that stand for the 512 of a block of the trace
-WINDOW = 32  # tokens, which stand for 4,096
+BLOCK = 4  # tokens; each of these blocks stands for 512 tokens of the trace
+WINDOW = 32  # tokens; they stand for 4,096
 SIDES = {"stock": Scheduler, "embedded": QuireScheduler, "remote": QuireScheduler}
 
 
 def groups_of(layers: str, dtype: Any) -> list[Any]:
-    """The groups of a model: full attention, alone or with two groups of windows or of chunks."""
+    """Returns the groups of a model: full attention, alone or with two groups of windows or chunks."""
     common = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
     full, windows = FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW)
     chunks = ChunkedLocalAttentionSpec(**common, attention_chunk_size=WINDOW)
@@ -49,7 +49,7 @@ def groups_of(layers: str, dtype: Any) -> list[Any]:
 
 
 def scheduler_of(side: str, job: dict[str, Any], blocks: int) -> Any:
-    """Makes a scheduler of so many blocks."""
+    """Makes a scheduler with `blocks` blocks."""
     config = EngineArgs(
         job["model"],
         max_model_len=2048,
@@ -77,7 +77,7 @@ def scheduler_of(side: str, job: dict[str, Any], blocks: int) -> Any:
 
 
 def read(job: dict[str, Any]) -> list[tuple[list[int], int]]:
-    """The requests: tokens that are equal where their blocks are, and how many are to follow."""
+    """Returns the requests: prompt tokens, equal where the trace's blocks are equal, and numbers of output tokens."""
     requests = []
     with open(job["trace"], encoding="utf-8") as lines:
         for line in lines:
@@ -90,7 +90,7 @@ def read(job: dict[str, Any]) -> list[tuple[list[int], int]]:
 
 
 def run(side: str, job: dict[str, Any], blocks: int, requests: list[tuple[list[int], int]]) -> dict[str, Any]:
-    """All requests in order, so many at once."""
+    """Runs all requests in order, several at once."""
     scheduler, hasher = scheduler_of(side, job, blocks), get_request_block_hasher(BLOCK, sha256)
     living: dict[str, Request] = {}
     asked = hits = number = 0
@@ -112,7 +112,7 @@ def run(side: str, job: dict[str, Any], blocks: int, requests: list[tuple[list[i
         index = {name: place for place, name in enumerate(names)}
         scheduler.update_from_output(output, ModelRunnerOutput(names, index, sampled))
         living = {name: request for name, request in living.items() if not request.is_finished()}
-        if side == "remote":  # a pass would take longer than an answer
+        if side == "remote":  # Waits for answers: a real pass takes longer than one.
             for sent in scheduler.kv_cache_manager.pool._under_way:
                 sent.answer.result(10.0)
     scheduler.shutdown()
@@ -120,7 +120,7 @@ def run(side: str, job: dict[str, Any], blocks: int, requests: list[tuple[list[i
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Runs the job of the command line and prints its result."""
     job = json.loads(sys.argv[1])
     init_none_hash(sha256)
     requests = read(job)

@@ -1,8 +1,8 @@
-"""Three engines of vLLM in this process, in turn: its own manager, Quire's core here, an allocator in another process.
+"""Runs three vLLM engines in turn: with its own manager, with Quire's core in process, and with a separate allocator.
 
     python benchmarks/vllm_sides/engines.py '{"model": ..., "allocator": "127.0.0.1:7070", "rounds": 5, ...}'
 
-prints one line of JSON: each side's time of each round, and its hits on chats in turn.
+prints one line of JSON: each side's time in each round, and its hits for chats that take turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
-BLOCK_TOKENS = 32  # the least that the CPU backend takes
+BLOCK_TOKENS = 32  # the smallest that vLLM's CPU backend allows
 VOCABULARY = 2048
 
 
@@ -63,7 +63,7 @@ class Side:
         return timed
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """All prompts at once; seconds, first tokens, hits and texts."""
+        """Runs all prompts at once; returns seconds, times of first tokens, hits and texts."""
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         names = [str(self._number + index) for index in range(len(prompts))]
         self._number += len(prompts)
@@ -102,12 +102,12 @@ def sides(job: dict[str, Any], blocks: int, name: str) -> dict[str, Side]:
 
 
 def some_prompts(rng: random.Random, count: int, length: int) -> list[list[int]]:
-    """Random prompts of one length."""
+    """Returns random prompts of one length."""
     return [[rng.randrange(1, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
 def speed(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs rounds of new prompts, each by all sides in turn; the first side changes."""
+    """Runs rounds of new prompts on all sides in turn. Each round begins with another side."""
     engines, rng = sides(job, 1024, "speed"), random.Random(job["seed"])
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for number in range(job["rounds"] + 1):
@@ -117,7 +117,7 @@ def speed(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         told = {name: engines[name].run(prompts, job["new_tokens"]) for name in names}
         texts = {name: each.pop("texts") for name, each in told.items()}
         assert texts["embedded"] == texts["remote"] == texts["stock"], "the sides wrote different texts"
-        if number:  # the first one warms up
+        if number:  # Round 0 is a warm-up.
             for name in names:
                 rounds[name].append(told[name])
     for side in engines.values():
@@ -126,7 +126,7 @@ def speed(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def chats(job: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """Chats in turn over a cache of so many blocks: hit tokens of prompt tokens."""
+    """Runs chats in turn with a cache of `blocks` blocks; returns the hit tokens and the prompt tokens."""
     engines = sides(job, blocks, f"chats-{blocks}")
     hits = dict.fromkeys(engines, 0)
     asked = 0

@@ -6,13 +6,13 @@
         for chunk in client.stream("The for statement", max_tokens=32):
             print(chunk.text, end="")
 
-`Client` and `AsyncClient` get text from a worker; `Allocator` and `AsyncAllocator` look into pools, watch and own them.
-Calls that fail raise `QuireError`. What is needed less often is in modules of its own:
+`Client` and `AsyncClient` get text from a worker. `Allocator` and `AsyncAllocator` inspect, watch and own pools.
+Calls that fail raise `QuireError`. Further modules:
 
-    quire.engine    an engine of one's own on a pool (docs/engine.md)
-    quire.session   the steps below it, and what they answer (docs/session.md)
-    quire.views     what an allocator shows of its pools; quire.types: what a worker says of itself
-    quire.events    what a watch tells; quire.mirror: what a router keeps of it; quire.streams: watches and texts
+    quire.engine    runs your own engine on a pool (docs/engine.md)
+    quire.session   the steps below an engine, and their answers (docs/session.md)
+    quire.views     an allocator's reports about its pools; quire.types: a worker's report about itself
+    quire.events    events of a watch; quire.mirror: a router's copy of them; quire.streams: streams of events and text
     quire.hashing   digests of prefixes
     quire.errors    all errors
     quire.local     both servers on this machine

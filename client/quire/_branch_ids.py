@@ -1,4 +1,4 @@
-"""Ids of the branches that are still wanted: their handles are alive and not released."""
+"""Ids of the branches to renew: their handles are alive and not released."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import threading
 import weakref
 from typing import Any, Final
 
-BRANCH_TTL_S: Final = 60.0  # that a branch is held after it was last named, unless its caller says otherwise
+BRANCH_TTL_S: Final = 60.0  # default time for which a worker holds a branch after the last call that named it
 
 
 class OpenBranches:
-    """Handles of branches with one length of time, looked at but not kept alive. Any thread may call it: who renews
-    them looks at all, while others fork and release."""
+    """Weak references to the open handles of branches with one time to live.
+
+    Thread-safe: one thread renews all branches while others fork and release.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._handles: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
 
     def add(self, handle: Any) -> None:
-        """Takes a handle whose branch is to be renewed."""
+        """Adds a handle, so that its branch is renewed."""
         with self._lock:
             self._handles[handle.id] = handle
 
     def discard(self, branch_id: bytes) -> None:
-        """Forgets a branch that is released, or unknown to the worker."""
+        """Removes a branch that is released, or unknown to the worker."""
         with self._lock:
             self._handles.pop(branch_id, None)
 
     def ids(self) -> list[bytes]:
-        """Returns the ids of all branches that are wanted."""
+        """Returns the ids of all branches to renew."""
         with self._lock:
             return list(self._handles)

@@ -24,9 +24,9 @@ from quire._secret_files import require_private
 from quire.errors import UsageError
 
 AUTHORITY: Final = "ca"
-RENEWED_BELOW: Final = 1 / 3  # of its life that is left: time to notice a renewal that fails
+RENEWED_BELOW: Final = 1 / 3  # share of a certificate's life: enough time to notice a failed renewal
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between this machine and those that check
+CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between this machine's clock and a verifier's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -37,7 +37,7 @@ class Authority:
     Attributes:
         cert: its certificate.
         key: its private key.
-        earlier: certificates of authorities that it replaced; they are trusted until they expire.
+        earlier: certificates of the authorities that this one replaced. They are trusted until they expire.
     """
 
     cert: x509.Certificate
@@ -45,19 +45,19 @@ class Authority:
     earlier: tuple[x509.Certificate, ...] = ()
 
     def bundle(self) -> bytes:
-        """Returns the certificates to trust, in PEM, its own first."""
+        """Returns the certificates to trust, in PEM, with this authority's first."""
         trusted = (self.cert, *(cert for cert in self.earlier if cert.not_valid_after_utc > _now()))
         return b"".join(cert.public_bytes(serialization.Encoding.PEM) for cert in trusted)
 
 
 def make_authority(folder: Path, *, days: int, replaced: Authority | None = None) -> Authority:
-    """Makes a new authority, in `ca.pem` and `ca.key`, in the place of `replaced`, which stays trusted until it ends.
+    """Writes a new authority to `ca.pem` and `ca.key`. An authority in `replaced` stays trusted until it expires.
 
     Raises:
-        UsageError: one of the files is there already, and is not to be replaced, or cannot be written.
+        UsageError: a file cannot be written, or exists although nothing is to be replaced.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    # A name of its own: of two authorities of one name in a bundle, some look at the first alone.
+    # Each authority gets its own name: some libraries use only the first of two authorities with the same name.
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     name = _name(f"quire development CA {identifier.digest.hex()[:16]}")
     builder = _builder(name, name, key, days).add_extension(
@@ -71,10 +71,10 @@ def make_authority(folder: Path, *, days: int, replaced: Authority | None = None
 
 
 def read_authority(folder: Path) -> Authority | None:
-    """Returns the authority in a folder; None where there is none.
+    """Returns the authority in a folder, or None if the folder has none.
 
     Raises:
-        UsageError: its files are unusable, or everybody can read its key.
+        UsageError: its files are unusable, or every user can read its key.
     """
     cert_path, key_path = folder / f"{AUTHORITY}.pem", folder / f"{AUTHORITY}.key"
     if not cert_path.exists() and not key_path.exists():
@@ -83,7 +83,7 @@ def read_authority(folder: Path) -> Authority | None:
     try:
         cert, *earlier = x509.load_pem_x509_certificates(cert_path.read_bytes())
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError):  # whose text may be of any length, and says nothing to a user
+    except (OSError, ValueError, TypeError):  # The error's text may be long and does not help a user.
         raise UsageError(f"{cert_path} and {key_path} are no certificate and key of an authority") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
         raise UsageError(f"{cert_path} and {key_path} are no pair")
@@ -91,7 +91,7 @@ def read_authority(folder: Path) -> Authority | None:
 
 
 def copy_bundle(folder: Path, authority: Authority) -> None:
-    """Writes the certificates to trust into `ca.pem` of a folder that is not the authority's own.
+    """Writes the certificates to trust into `ca.pem` of a folder outside the authority's.
 
     Raises:
         UsageError: the file cannot be written.
@@ -104,14 +104,14 @@ def copy_bundle(folder: Path, authority: Authority) -> None:
 def make_server(
     folder: Path, authority: Authority, name: str, hosts: Sequence[str], *, days: int, renew: bool = False
 ) -> bool:
-    """Makes a server's certificate and key, in `NAME.pem` and `NAME.key`; this machine's own names are always in it.
+    """Writes a server's certificate and key to `NAME.pem` and `NAME.key`. The certificate always names localhost, too.
 
-    With `renew`, a pair that is there stays while it is good, and is replaced where less than a third of its life is
-    left, another authority signed it, or it says something else. Returns whether it was made.
+    With `renew`, an existing pair is replaced only if less than a third of its life is left, another authority signed
+    it, or its names differ. Returns whether a pair was written.
 
     Raises:
-        UsageError: a host or the name is none, a file cannot be written or is there already and `renew` is not given,
-            the authority has expired.
+        UsageError: a host or the name is invalid, a file cannot be written or exists without `renew`, or the authority
+            has expired.
     """
     names = host_names((*LOCAL_HOSTS, *hosts))
     return _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.SERVER_AUTH, days=days, renew=renew)
@@ -120,31 +120,31 @@ def make_server(
 def make_client(
     folder: Path, authority: Authority, name: str, uris: Sequence[str], *, days: int, renew: bool = False
 ) -> bool:
-    """Makes a caller's certificate and key, in `NAME.pem` and `NAME.key`, that permits what `uris` say.
+    """Writes a caller's certificate and key to `NAME.pem` and `NAME.key`, with the permissions in `uris`.
 
-    `renew` and what is returned are as of `make_server`.
+    `renew` and the result are those of `make_server`.
 
     Raises:
-        UsageError: as `make_server`.
+        UsageError: as in `make_server`.
     """
     names = [x509.UniformResourceIdentifier(uri) for uri in uris]
     return _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.CLIENT_AUTH, days=days, renew=renew)
 
 
 def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    """Names and addresses as a certificate has them, each once.
+    """Returns the hosts as a certificate's names and addresses, without duplicates.
 
     Raises:
-        UsageError: one is neither.
+        UsageError: a host is neither a name nor an address.
     """
     return [_host(host) for host in dict.fromkeys(hosts)]
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that is none of a file, or the authority's.
+    """Refuses a name that is not valid for a file, or is the authority's.
 
     Raises:
-        UsageError: saying which.
+        UsageError: the name is refused.
     """
     if name == AUTHORITY:
         raise UsageError(f"{name!r} is the authority; give the certificate another name")
@@ -153,10 +153,10 @@ def check_name(name: str) -> None:
 
 
 def check_new(folder: Path, name: str) -> None:
-    """Refuses a name that is none, or whose files are there.
+    """Refuses an invalid name, and a name whose files exist.
 
     Raises:
-        UsageError: saying which.
+        UsageError: the name is refused.
     """
     check_name(name)
     _check_absent(folder, name)
@@ -213,7 +213,7 @@ def _is_good(
     names: Sequence[x509.GeneralName],
     purpose: x509.ObjectIdentifier,
 ) -> bool:
-    """Returns whether certificate and key are a pair that says what is asked for, and will for a while."""
+    """Returns whether certificate and key are a matching pair with the requested names that does not expire soon."""
     try:
         cert = x509.load_pem_x509_certificate((folder / f"{name}.pem").read_bytes())
         key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), password=None)
@@ -242,7 +242,11 @@ def _builder(
     ends: datetime.datetime | None = None,
     issuer_key: ec.EllipticCurvePublicKey | None = None,
 ) -> x509.CertificateBuilder:
-    """Returns what all certificates have; none outlives its authority, whose key is `issuer_key` (its own: None)."""
+    """Returns a builder with the fields that all certificates have.
+
+    `issuer_key` is the authority's key, or None if the certificate signs itself. `ends` is the authority's end: no
+    certificate outlives its authority.
+    """
     now = _now()
     end = now + datetime.timedelta(days=days)
     authority = key.public_key() if issuer_key is None else issuer_key
@@ -254,7 +258,7 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(end if ends is None else min(end, ends))
-        # RFC 5280 asks for both; Python refuses certificates without, from 3.13 on.
+        # RFC 5280 requires both extensions. Python 3.13 and later refuse certificates without them.
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False)
     )
@@ -293,13 +297,13 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey, *, replaces: bool) -> None:
-    """Writes both files, for their owner alone as far as the key goes; what is there is replaced only if asked for."""
+    """Writes both files. Only their owner can read the key. Existing files are replaced only if `replaces` is set."""
     if not replaces:
         _check_absent(folder, name)
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    # A server that looks in between finds no pair, keeps what it has, and looks again.
+    # A server that looks between the two writes finds a mismatched pair. It keeps its previous one and looks again.
     for suffix, mode, data in (("key", 0o600, secret), ("pem", 0o644, cert)):
         path = folder / f"{name}.{suffix}"
         if replaces:
@@ -309,10 +313,10 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
 
 
 def _replace_file(path: Path, mode: int, data: bytes) -> None:
-    """Writes a file beside the one that it then replaces, so that nobody reads half of it."""
+    """Writes a temporary file and renames it over `path`, so that no process reads a partial file."""
     new = path.with_name(f"{path.name}.new")
     try:
-        new.unlink(missing_ok=True)  # of a run that was cut off
+        new.unlink(missing_ok=True)  # An interrupted run may have left this file.
         _write_file(new, mode, data)
         new.replace(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Open files of a process: standard streams that its parent has closed or filled up, and how many there may be."""
+"""Open files of a process: it replaces closed standard streams and raises the limit of open files."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import resource
 import sys
 from typing import Final
 
-OPEN_FILES_MIN: Final = 64  # a server without callers has 24 to 32 open
+OPEN_FILES_MIN: Final = 64  # A server without callers has 24 to 32 open files.
 USAGE: Final = 2
 
 
 class _Complaints(io.TextIOWrapper):
-    """Standard error, which drops text that the system refuses: the exit code still says what went wrong."""
+    """Standard error that drops text if writing fails: the exit code still reports the error."""
 
     def write(self, text: str) -> int:
-        """Writes a text, or drops it."""
+        """Writes a text, or drops it if that fails."""
         with contextlib.suppress(OSError):
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Writes all of it, or drops it."""
+        """Writes all buffered text, or drops it if that fails."""
         with contextlib.suppress(OSError):
             super().flush()
 
 
 def open_missing() -> None:
-    """Puts /dev/null in the place of standard streams that are closed, and makes standard error never fail.
+    """Opens /dev/null for each closed standard stream, and makes writes to standard error never fail.
 
-    Otherwise the first socket or file that is opened gets their numbers, and then libraries that write to "standard
-    error" write into it. Call this before anything else is opened.
+    Otherwise the next socket or file gets a closed stream's number, and libraries that write to standard error write
+    into it. Call this before anything else is opened.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    if sys.stdout is None:  # as Python has it where the stream is closed
+            os.open(os.devnull, os.O_RDWR)  # os.open returns the lowest free number, which is the missing stream's.
+    if sys.stdout is None:  # Python sets None if the stream was closed at startup.
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         encoding = None if sys.stderr is None else sys.stderr.encoding
@@ -48,16 +48,16 @@ def open_missing() -> None:
 
 
 def require_open_files(program: str) -> None:
-    """Lets a server have as many open files as it may, before its modules are opened.
+    """Raises the limit of open files as far as the system allows, before a server's modules are loaded.
 
     Args:
-        program: named in the message.
+        program: the program's name, for the message.
 
     Raises:
-        SystemExit: with 2, as it may have too few.
+        SystemExit: with 2, the system allows too few.
     """
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= allowed < OPEN_FILES_MIN:  # below 0 it is unlimited
+    if 0 <= allowed < OPEN_FILES_MIN:  # A negative value means unlimited.
         what = f"{allowed} files may be open, and a server needs {OPEN_FILES_MIN} or more"
         sys.stderr.write(f"{program}: {what}: raise the limit (ulimit -n)\n")
         sys.exit(USAGE)

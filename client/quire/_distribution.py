@@ -1,7 +1,7 @@
-"""The name under which Quire is installed, its version, and the commands that install an extra.
+"""The name of the installed package, its version, and the commands that install an extra.
 
-The name is not published on the package index. Until it is, a package of that name there is not ours, so messages name
-a clone and a wheel.
+Quire is not published on the package index. A package of that name there is a different one, so messages show how to
+install from a clone or a wheel.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the commands that install an extra, such as "worker": in a clone, and with a wheel."""
+    """Returns the commands that install an extra, such as "worker", from a clone and from a wheel."""
     return f"in a clone, pip install '.[{extra}]'; with a wheel, pip install './FILE.whl[{extra}]'"

@@ -1,4 +1,4 @@
-"""Packages that each server needs beside the client. They are looked for before any of them is imported."""
+"""Packages that each server needs beyond the client's. A check finds missing ones before any is imported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PACKAGES: Final = {
 
 
 def require_extra(server: str) -> None:
-    """Looks for the packages of a server, and loads none.
+    """Checks that a server's packages are installed, without loading them.
 
     Raises:
         UsageError: some are not installed.
@@ -50,9 +50,9 @@ def require_extra(server: str) -> None:
 
 
 def require_extra_or_exit(server: str) -> None:
-    """Looks for the packages of a server; if some are missing, ends the command line with one sentence and status 2."""
+    """Checks that a server's packages are installed. If some are missing, prints one sentence and exits with 2."""
     try:
         require_extra(server)
     except UsageError as error:
-        print(f"quire-{server}: {error}", file=sys.stderr)  # noqa: T201 - as argparse prints its own
+        print(f"quire-{server}: {error}", file=sys.stderr)  # noqa: T201 - same as argparse's own errors
         sys.exit(2)

@@ -1,7 +1,7 @@
-"""Leases of unary sessions, renewed in the background three times in each, until the session is closed or forgotten.
+"""Renews leases of unary sessions in the background, three times per lease, until the session is closed or collected.
 
-The session itself is only looked at now and then: one that its owner has dropped is collected, says so by a
-ResourceWarning, and its lease ends.
+The renewing thread or task holds only a weak reference to the session. A session that its owner drops is therefore
+collected: it emits a ResourceWarning, and its lease ends.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Final
 from quire.errors import QuireError, Reason
 
 RENEWALS_PER_LEASE: Final = 3
-# The session is gone: there is nothing to renew.
+# With these reasons the session no longer exists, so renewing ends.
 GONE: Final = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN})
 
 log = logging.getLogger(__name__)
 
 
 def warn_unclosed(what: object) -> None:
-    """Says that something was dropped without being closed; called by its `__del__`."""
+    """Emits a ResourceWarning that an object was dropped without being closed. Its `__del__` calls this."""
     warnings.warn(f"unclosed {what!r}", ResourceWarning, source=what, stacklevel=3)
 
 
@@ -32,7 +32,7 @@ class KeptByThread:
     """Renews a lease from a thread of its own.
 
     Args:
-        session: its `keep_alive` is called.
+        session: the session. Its `keep_alive` renews the lease.
         lease_ms: length of the lease.
     """
 
@@ -42,18 +42,18 @@ class KeptByThread:
         threading.Thread(target=_renew, args=arguments, name="quire-keep-alive", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends it; a renewal that is under way does no harm."""
+        """Ends renewing. A running renewal does no harm."""
         self._ended.set()
 
 
 class KeptByTask:
-    """Renews a lease from a task of the event loop that runs; arguments as of `KeptByThread`."""
+    """Renews a lease from a task of the running event loop. Arguments are those of `KeptByThread`."""
 
     def __init__(self, session: Any, lease_ms: int) -> None:
         self._task = asyncio.create_task(_renew_async(weakref.ref(session), lease_ms / 1000 / RENEWALS_PER_LEASE))
 
     def stop(self) -> None:
-        """Ends it; the loop may be closed already."""
+        """Ends renewing. The loop may be closed already."""
         if not self._task.get_loop().is_closed():
             self._task.cancel()
 
@@ -68,7 +68,7 @@ def _renew(session: Callable[[], Any], interval_s: float, ended: threading.Event
         except QuireError as error:
             if ended.is_set() or _is_gone(owner, error):
                 return
-        del owner  # else it could not be collected while this thread waits
+        del owner  # A reference here would keep the session alive while this thread waits.
 
 
 async def _renew_async(session: Callable[[], Any], interval_s: float) -> None:

@@ -1,19 +1,19 @@
-"""Checks of numbers that callers give to what knows no wire: digests, planner, engine."""
+"""Checks numbers that callers pass to code without a wire format: digests, planner, engine."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any, Final
 
-LARGEST: Final = 2**62  # of tokens, blocks and bytes: sums of several still fit 64 bits
+LARGEST: Final = 2**62  # limit for counts of tokens, blocks and bytes: a sum of several still fits 64 bits
 
 
 def require_integer(name: str, value: Any, low: int = 0, high: int = LARGEST) -> None:
-    """Checks that a value is an integer from `low` to `high`, of Python's own or of numpy's.
+    """Checks that a value is an integer from `low` to `high`, of Python or numpy.
 
     Raises:
-        TypeError: it is no integer. True and False are none.
-        ValueError: it is out of the range.
+        TypeError: the value is not an integer. True and False are not integers here.
+        ValueError: the value is out of range.
     """
     if type(value) is int and low <= value <= high:
         return
@@ -32,8 +32,8 @@ def require_share(name: str, value: Any) -> None:
     """Checks that a value is a number from 0 to 1.
 
     Raises:
-        TypeError: it is no number. True and False are none.
-        ValueError: it is out of the range, or no finite number.
+        TypeError: the value is not a number. True and False are not numbers here.
+        ValueError: the value is out of range, or not finite.
     """
     what = f"{name} must be from 0 to 1, not {shown(value)}"
     if isinstance(value, (bool, str, bytes, bytearray)) or not hasattr(value, "__float__"):
@@ -43,8 +43,8 @@ def require_share(name: str, value: Any) -> None:
 
 
 def shown(value: object) -> str:
-    """Returns a value as its caller wrote it, cut after 80 characters."""
+    """Returns the repr of a caller's value, cut after 80 characters."""
     try:
         return f"{value!r:.80}"
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to format an integer of more than 4,300 digits.
         return "a number of thousands of digits"

@@ -1,7 +1,7 @@
-"""Sessions and engines, with which a client owns pools; each has a connection of its own.
+"""Makes the sessions and engines with which a client owns pools. Each has its own connection.
 
-Written by hand for both flavors: an owner sends heartbeats while its caller computes. A blocking client therefore runs
-each owner on an event loop in a thread of its own.
+Both flavors are written by hand: an owner sends heartbeats while its caller computes. A blocking client therefore runs
+each owner on an event loop in its own thread.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OnWait: TypeAlias = Callable[[QuireError], None]
 def async_session(
     link: AsyncLink, pool: str, spec: PoolSpec, transport: Transport, **options: Any
 ) -> AsyncSession | AsyncCallSession:
-    """Returns a session for asyncio; options as of the classes.
+    """Returns a session for asyncio. `options` are arguments of its class.
 
     Raises:
-        ValueError: there is no such transport.
-        TypeError: sessions over this transport have no such option.
+        ValueError: the transport is unknown.
+        TypeError: sessions over this transport do not have the option.
     """
     if _is_stream(transport):
         return _stream(link, pool, spec, **options)
@@ -38,7 +38,7 @@ def async_session(
 
 
 def session(link: SyncLink, pool: str, spec: PoolSpec, transport: Transport, **options: Any) -> Session | CallSession:
-    """Returns a session for threads; options and errors as of `async_session`, but for `ahead_tokens`."""
+    """Returns a session for threads. Options and errors are those of `async_session`, except `ahead_tokens`."""
     if not _is_stream(transport):
         return CallSession(link, pool, spec, **options)
     if "ahead_tokens" in options:
@@ -63,8 +63,8 @@ def async_engine(
     """Returns an engine for asyncio.
 
     Raises:
-        ValueError: there is no such transport, or room ahead is wanted of one that has none.
-        InvalidArgumentError, TypeError: room ahead is no number of tokens.
+        ValueError: the transport is unknown, or does not support `ahead_tokens`.
+        InvalidArgumentError, TypeError: `ahead_tokens` is not a number of tokens.
     """
     if _is_stream(transport):
         room = AHEAD_TOKENS if ahead_tokens is None else ahead_tokens
@@ -79,7 +79,7 @@ def async_engine(
 
 
 def engine(link: SyncLink, pool: str, spec: PoolSpec, transport: Transport, **options: Any) -> Engine:
-    """Returns an engine for threads; options and errors as of `async_engine`."""
+    """Returns an engine for threads. Options and errors are those of `async_engine`."""
 
     def connected() -> tuple[AsyncEngine, Callable[[], Awaitable[None]]]:
         own = link.for_asyncio()
@@ -91,7 +91,7 @@ def engine(link: SyncLink, pool: str, spec: PoolSpec, transport: Transport, **op
 def _stream(
     link: AsyncLink, pool: str, spec: PoolSpec, *, on_wait: OnWait | None = None, **options: int
 ) -> AsyncSession:
-    """Makes a session on a connection of its own: a silent one is replaced, and calls on other connections go on."""
+    """Makes a session on its own connection. A silent connection can then be replaced without ending other calls."""
     if "ahead_tokens" in options:
         ranges.check("ahead_tokens", options["ahead_tokens"], ranges.UINT32)
     own = link.another()

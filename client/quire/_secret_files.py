@@ -1,4 +1,4 @@
-"""Files with a secret in them, a key or a token: refused where every user of the machine can read them."""
+"""Checks files that contain a key or a token. A file that every user of the machine can read is refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TOKEN_CHARACTERS_MIN: Final = 16
 
 
 def require_private(path: str | Path, what: str) -> None:
-    """Refuses a secret that every user of this machine can read. Its group may: that is how containers share one.
+    """Refuses a file that every user of this machine can read. Its group may read it, so that containers can share it.
 
     Raises:
-        UsageError: it can be read or written by others, or is not there.
+        UsageError: other users can read or write the file, or it does not exist.
     """
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
@@ -28,17 +28,17 @@ def require_private(path: str | Path, what: str) -> None:
 
 
 def read_token(path: str | None) -> str | None:
-    """Returns the bearer token in a file, without surrounding white space; None without a path.
+    """Returns the bearer token in a file, without surrounding white space. Returns None if `path` is None.
 
     Raises:
-        UsageError: the file cannot be read, or everybody can read it; its token is too short or not printable ASCII.
+        UsageError: the file cannot be read, or every user can read it. The token is too short or not printable ASCII.
     """
     if path is None:
         return None
     require_private(path, "token file")
     try:
         token = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).decode("ascii").strip()
-    except UnicodeDecodeError:  # whose text would show what is in the file
+    except UnicodeDecodeError:  # The error's text would reveal the file's content.
         token = ""
     except OSError as error:
         raise UsageError(f"token file {path}: {error.strerror}") from None

@@ -1,8 +1,8 @@
 """Errors: one table for servers and clients.
 
 Every error has a canonical gRPC code and a `Reason` (errors.proto). On the wire it is a status with one
-`google.rpc.ErrorInfo` in `grpc-status-details-bin`, and one `google.rpc.RetryInfo` where waiting helps; here it is an
-exception whose class follows from the code:
+`google.rpc.ErrorInfo` in `grpc-status-details-bin`, and one `google.rpc.RetryInfo` if waiting helps. In Python it is an
+exception. The code determines its class:
 
     QuireError
       InvalidArgumentError   NotFoundError          AlreadyExistsError     FailedPreconditionError
@@ -10,10 +10,10 @@ exception whose class follows from the code:
       UnavailableError       DeadlineExceededError  RequestCancelledError  UnauthenticatedError
       PermissionDeniedError  InternalError
 
-and, of what is wrong on this side, UsageError, SessionLostError (an AbortedError) and AnswersMissedError (a
+The client itself raises three more: UsageError, SessionLostError (an AbortedError) and AnswersMissedError (a
 FailedPreconditionError). DeadlineExceededError is also Python's TimeoutError.
 
-Servers raise these too: `QuireError.of(Reason.POOL_UNKNOWN, "no pool named x")`.
+Servers raise the same errors: `QuireError.of(Reason.POOL_UNKNOWN, "no pool named x")`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN: Final = "quire.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
-FIELD_KEY: Final = "field"  # of an ErrorInfo's metadata
+FIELD_KEY: Final = "field"  # key in an ErrorInfo's metadata
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
-RETRY_AFTER_S_MAX: Final = 60.0  # a server that asks for more is asked again after this
+RETRY_AFTER_S_MAX: Final = 60.0  # limit for a server's requested delay
 _NANOSECONDS: Final = 1_000_000_000
 
 
 class Reason(enum.StrEnum):
-    """The reason that a call failed; the names of `quire.v1.Reason` without their prefix."""
+    """The reason why a call failed. Names are those of `quire.v1.Reason` without their prefix."""
 
     MALFORMED = "MALFORMED"
     BAD_PARAMETER = "BAD_PARAMETER"
@@ -80,14 +80,14 @@ class QuireError(Exception):
 
     Attributes:
         code: canonical gRPC status code.
-        reason: machine-readable cause, or None where the error did not come from Quire (gRPC's own, a proxy's).
-        message: for people; never parsed.
-        request_id: of the call that failed, where it has one.
-        retry_after_s: seconds after which the same call may go through; None where waiting does not help, or the
-            server does not say.
-        field: of the request that is to blame, by its name on the wire; None where it is no single one, or the server
+        reason: machine-readable cause. None if the error did not come from Quire but from gRPC or a proxy.
+        message: text for people. It is never parsed.
+        request_id: the failed call's request id, if it has one.
+        retry_after_s: seconds after which the same call may succeed. None if waiting does not help, or the server does
+            not say.
+        field: the request's invalid field, by its name on the wire. None if it is not a single field, or the server
             does not say.
-        is_grpcs_own: whether gRPC made it of a call that failed, and no server of Quire.
+        is_grpcs_own: whether gRPC made the error, and not a server of Quire.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
@@ -110,8 +110,8 @@ class QuireError(Exception):
 
     @property
     def is_retryable(self) -> bool:
-        """Tells whether the same call may go through later: nobody answered, the server is shutting down, or it says
-        after how many seconds to come back (`retry_after_s`)."""
+        """Tells whether the same call may succeed later: no server answered, the server is shutting down, or it has set
+        `retry_after_s`."""
         return self.code is grpc.StatusCode.UNAVAILABLE or self.retry_after_s is not None
 
     def __str__(self) -> str:
@@ -120,14 +120,14 @@ class QuireError(Exception):
 
     @staticmethod
     def of(reason: Reason, message: str, retry_after_s: float | None = None, *, field: str | None = None) -> QuireError:
-        """Returns the exception that the tables have for `reason`; `retry_after_s` where more is known than they say,
-        and the field that is to blame."""
+        """Returns the exception for a reason, with code and delay from the tables. `retry_after_s` overrides the delay.
+        `field` is the invalid field."""
         wait_s = _RETRY_AFTER_S.get(reason) if retry_after_s is None else retry_after_s
         return _CLASS_OF[_CODE_OF[reason]](message, reason, retry_after_s=wait_s, field=field)
 
 
 class InvalidArgumentError(QuireError):
-    """The request is wrong in itself; repeating it cannot help."""
+    """The request itself is invalid. Repeating it cannot help."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -139,79 +139,79 @@ class NotFoundError(QuireError):
 
 
 class AlreadyExistsError(QuireError):
-    """The named thing belongs to somebody else."""
+    """The named thing exists already, or belongs to another owner."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class FailedPreconditionError(QuireError):
-    """The state does not allow it; something else has to happen first."""
+    """The current state does not allow the call. Something else has to happen first."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class AbortedError(QuireError):
-    """Somebody newer has taken over."""
+    """A newer owner or request has taken over."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class OutOfRangeError(QuireError):
-    """A number beyond what has been reached."""
+    """A number is beyond the range reached so far."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
 
 
 class ResourceExhaustedError(QuireError):
-    """A limit; later or smaller it may go through."""
+    """The call exceeds a limit. A later or smaller call may succeed."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class UnimplementedError(QuireError):
-    """The server does not offer this."""
+    """The server does not implement the call."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class UnavailableError(QuireError):
-    """The server cannot be reached or is shutting down; the only code that clients repeat by themselves."""
+    """The server cannot be reached or is shutting down. Clients retry only this code by themselves."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
 class DeadlineExceededError(QuireError, TimeoutError):
-    """The call's time was up."""
+    """The call's deadline has passed."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class RequestCancelledError(QuireError):
-    """The caller cancelled the request."""
+    """The request was canceled."""
 
     code = grpc.StatusCode.CANCELLED
 
 
 class UnauthenticatedError(QuireError):
-    """No token, or a wrong one."""
+    """The call has no token, or a wrong one."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDeniedError(QuireError):
-    """Known, but not allowed to."""
+    """The caller is known, but lacks the permission."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class InternalError(QuireError):
-    """A defect on the server's side."""
+    """The server has a defect."""
 
     code = grpc.StatusCode.INTERNAL
 
 
 class UsageError(QuireError):
-    """The command line, a file that it names or the environment is wrong; a process says so and exits with 2."""
+    """The command line, one of its files or the environment is invalid. A process prints the error and exits with 2."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -220,7 +220,7 @@ class UsageError(QuireError):
 
 
 class SessionLostError(AbortedError):
-    """The allocator would not have this pool as it was; a new session is open and the pool is empty."""
+    """The allocator refused the pool's report. A new session is open, and the pool is empty."""
 
     def __init__(
         self, message: str = "the pool could not be restored: it is empty, and its sequences are gone"
@@ -229,8 +229,8 @@ class SessionLostError(AbortedError):
 
 
 class AnswersMissedError(FailedPreconditionError):
-    """An earlier step's answer comes first: its caller was cancelled (`AsyncSession.missed`), or it was lost
-    (`AsyncCallSession.step`)."""
+    """An earlier step's answer must be handled first. Either its caller was canceled (`AsyncSession.missed`), or the
+    answer was lost (`AsyncCallSession.step`)."""
 
 
 _CLASS_OF: Final[dict[grpc.StatusCode, type[QuireError]]] = {
@@ -291,35 +291,35 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.TOKENIZER_FAILED: grpc.StatusCode.INTERNAL,
 }
 
-# Errors that go away by waiting alone. Callers add jitter, so that they do not all come back at once.
+# Errors that waiting alone resolves. Callers add jitter, so that they do not all return at once.
 _RETRY_AFTER_S: Final[dict[Reason, float]] = {
-    Reason.LIMIT: 1.0,  # somebody has to leave
-    Reason.REPORT_ADMISSION: 0.25,  # a report of 100,000 blocks takes about as long
-    Reason.QUEUE_FULL: 1.0,  # a request has to end
-    Reason.DRAINING: 0.25,  # another server may be there already
-    Reason.ALLOCATOR_LOST: 0.5,  # the worker's own attempts are at most this far apart
+    Reason.LIMIT: 1.0,  # Another caller must end first.
+    Reason.REPORT_ADMISSION: 0.25,  # about the time of a report of 100,000 blocks
+    Reason.QUEUE_FULL: 1.0,  # A request must end first.
+    Reason.DRAINING: 0.25,  # Another server may have started already.
+    Reason.ALLOCATOR_LOST: 0.5,  # the longest pause between the worker's own attempts
 }
 
 
 def code_of(reason: Reason) -> grpc.StatusCode:
-    """Returns canonical code of a reason."""
+    """Returns the canonical code of a reason."""
     return _CODE_OF[reason]
 
 
 def retry_after_s_of(reason: Reason) -> float | None:
-    """Seconds after which a call refused for that reason may go through; None where waiting does not help."""
+    """Returns the seconds after which a call refused for this reason may succeed; None if waiting does not help."""
     return _RETRY_AFTER_S.get(reason)
 
 
 def jittered_s(retry_after_s: float | None) -> float:
-    """Seconds to wait where a server asked for so many: never fewer, and up to a quarter more, so that callers who were
-    refused together do not come back together."""
+    """Returns the server's delay plus up to a quarter of it at random, so that callers refused together do not retry
+    together."""
     return 0.0 if retry_after_s is None else retry_after_s * random.uniform(1.0, 1.25)
 
 
 def to_details(error: QuireError) -> bytes:
-    """Returns value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status` with one ErrorInfo,
-    which names the field that is to blame, and one RetryInfo where waiting helps."""
+    """Returns the value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status`. It has one
+    ErrorInfo, with the invalid field, and one RetryInfo if waiting helps."""
     # grpc.StatusCode.X.value is (number, text); grpc-stubs types it as that pair.
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     if error.reason is not None:
@@ -335,8 +335,8 @@ def to_details(error: QuireError) -> bytes:
 
 
 def to_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
-    """Returns trailing metadata of a call that ends with this error: its details, and the delay once more as the header
-    that gRPC itself obeys where it repeats a call."""
+    """Returns the trailing metadata of a call that ends with this error: its details, and the delay as the header that
+    gRPC's own retries obey."""
     metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_details(error))]
     if error.retry_after_s is not None:
         metadata.append((PUSHBACK_KEY, str(int(jittered_s(error.retry_after_s) * 1000))))
@@ -344,7 +344,7 @@ def to_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> QuireError:
-    """Returns the exception for what a gRPC call raised (sync or asyncio)."""
+    """Returns the QuireError for the error of a blocking or asyncio gRPC call."""
     code = error.code()
     message = error.details() or code.name
     kind = _CLASS_OF.get(code, QuireError)
@@ -357,7 +357,7 @@ def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> Quire
 
 
 class _Told(NamedTuple):
-    """Details of an error. A value that this client cannot read (of a newer, other or broken server) is None."""
+    """Details of an error. A value that this client cannot read (from a newer or broken server, say) is None."""
 
     reason: Reason | None = None
     retry_after_s: float | None = None

@@ -1,13 +1,13 @@
-"""Events that a watcher of a pool gets, in order: changes of the blocks that the pool can hit.
+"""Events that a watcher of a pool gets, in order: changes of the pool's cached prefixes.
 
-Unless it resumes an earlier one, every watch begins with a snapshot: `IndexCleared`, then `BlocksStored` for all blocks
+Every watch begins with a snapshot unless it resumes an earlier one: `IndexCleared`, then `BlocksStored` for all blocks
 that can be hit, then `SnapshotEnd`. The snapshot may name a block twice. It may also name a block that is gone already:
 then its `BlocksRemoved` follows. A watcher that applies each event when it arrives is exact from `SnapshotEnd` on
-(`quire.mirror.PrefixMirror` does this). A new session of the pool leads to another snapshot.
+(`quire.mirror.PrefixMirror` does this). A new session of the pool causes another snapshot.
 
-All events have `pool` and `session_id`, `step` (what made the change: 0 in a snapshot and for unary sessions) and
-`cursor`. To resume later, take `session_id` and `cursor` of the stream instead. Do not resume from an event inside a
-snapshot: the rest of the snapshot would be missing.
+All events have `pool`, `session_id`, `step` and `cursor`. `step` is the number of the step that made the change; it is
+0 in a snapshot and for unary sessions. To resume later, use `session_id` and `cursor` of the stream, not of an event.
+Resuming from an event inside a snapshot would lose the rest of the snapshot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """The fields that all events have."""
+    """The fields that all events share."""
 
     pool: str
     session_id: bytes
@@ -28,7 +28,7 @@ class _Event:
 
 @dataclass(frozen=True, slots=True)
 class IndexCleared(_Event):
-    """Nothing hits any more: a new session, or the start of a snapshot."""
+    """No block can be hit any more: a new session, or the start of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,14 @@ class BlocksStored(_Event):
     """Consecutive blocks of one prefix became hittable.
 
     Attributes:
-        groups: numbers of the groups that they are of: all of one specification.
-        namespace: of the prefix.
-        parent_digest: of the block before the first one; empty at the root, and in groups other than full attention.
-        digests: of 32 bytes each.
+        groups: numbers of the blocks' groups, which all have the same specification.
+        namespace: the prefix's namespace.
+        parent_digest: digest of the block before the first one. Empty at the root, and in groups other than full
+            attention.
+        digests: one digest of 32 bytes per block.
         block_size: tokens per block.
-        first_position: blocks before the first one in its prefix; of STATE, digest blocks up to and with its
-            checkpoint.
+        first_position: number of blocks before the first one in its prefix. For STATE, number of digest blocks up to
+            and including its checkpoint.
     """
 
     groups: tuple[int, ...]
@@ -55,7 +56,7 @@ class BlocksStored(_Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved(_Event):
-    """Digests no longer hit: no other block carries them. Attributes as in `BlocksStored`."""
+    """Digests can no longer be hit, because no block carries them. Attributes are those of `BlocksStored`."""
 
     groups: tuple[int, ...]
     namespace: str
@@ -65,7 +66,7 @@ class BlocksRemoved(_Event):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd(_Event):
-    """The snapshot is complete: all that was there when the watch began, and all changes since."""
+    """The snapshot is complete: all blocks at the beginning of the watch, and all changes since."""
 
 
 CacheEvent: TypeAlias = IndexCleared | BlocksStored | BlocksRemoved | SnapshotEnd

@@ -3,19 +3,19 @@
     root     = SHA256("quire/2" | field(fingerprint) | field(layout) | field(adapter) | field(namespace))
     digest_i = SHA256(root | uint32 block size | int32 tokens of the blocks 0 to i)
 
-where field(x) is the length of x as uint32 followed by x; all numbers are little-endian. One running hash gives all
-digests of a prompt, which is a third of the cost of hashing each digest into the next. A block `k` with extra keys
-begins anew, from a root that names what came before, `digest_(k-1)`, or the old root where there is no such block:
+where field(x) is the length of x as uint32 followed by x. All numbers are little-endian. One running hash gives all
+digests of a prompt, at a third of the cost of hashing each digest into the next. A block `k` with extra keys restarts
+the hash from a new root. That root contains `digest_(k-1)`, or the old root if `k` is the first block:
 
     root'    = SHA256("quire/2/keys" | digest_(k-1) | field(extra key) ...)
     digest_i = SHA256(root' | uint32 block size | int32 tokens of the blocks k to i)
 
-A digest names the content of its block *and* of everything before it, for one model, cache layout, adapter and
-namespace. Tokens do not tell one image from another: `multimodal_keys` makes the extra keys that do. The same numbers
-come out in every process and language: `docs/hash.md` has test vectors. Truncated or non-cryptographic hashes are not
-offered, because a collision would hand one user the keys and values of another (CVE-2025-25183).
+A digest identifies the content of its block *and* of everything before it, for one model, cache layout, adapter and
+namespace. Placeholder tokens of two images are equal, so `multimodal_keys` makes extra keys that differ. Every process
+and language computes the same digests: `docs/hash.md` has test vectors. Truncated or non-cryptographic hashes are not
+offered, because a collision would give one user the keys and values of another (CVE-2025-25183).
 
-Computed by clients and workers. The allocator sees digests and counts, never tokens.
+Clients and workers compute digests. The allocator sees digests and counts, never tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import Final
 from quire._numbers import require_integer
 
 DIGEST_BYTES: Final = 32
-FOREIGN_DIGEST_BYTES: Final = 16  # of other engines' hashes; they travel filled up with zeros
+FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' hashes. On the wire they are padded with zeros.
 CONTENT_ID_BYTES_MAX: Final = 128
-_TOKENS_MAX: Final = 2**31 - 1  # an offset is an int32
+_TOKENS_MAX: Final = 2**31 - 1  # Offsets are int32.
 _BLOCK_SIZE_MAX: Final = 2**32 - 1
-_PACKED_TOKENS: Final = 2_048  # at a time: a whole prompt as arguments of one call does not stay in the cache
+_PACKED_TOKENS: Final = 2_048  # tokens per struct call. The arguments of a whole prompt would not fit the CPU cache.
 _VERSION: Final = b"quire/2"
 _KEYS: Final = b"quire/2/keys"
 _MULTIMODAL: Final = b"mm/1"
@@ -46,16 +46,15 @@ _SALT: Final = b"salt/1"
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image, a sound or the like, and the placeholder tokens `[first_token, first_token + token_count)` it fills.
+    """An image, a sound or the like. It fills the placeholder tokens `[first_token, first_token + token_count)`.
 
     Attributes:
-        content_id: names what the model computes from, after resizing or resampling: a SHA-256 of it, say. 1 to 128
-            bytes.
-        first_token: index in the prompt.
-        token_count: at least 1.
+        content_id: 1 to 128 bytes that identify the model's input, after resizing or resampling, such as its SHA-256.
+        first_token: index of its first token in the prompt.
+        token_count: number of its tokens, at least 1.
 
     Raises:
-        ValueError: one of them is out of its range.
+        ValueError: an attribute is out of range.
     """
 
     content_id: bytes
@@ -70,20 +69,20 @@ class MultimodalItem:
 
     @property
     def end(self) -> int:
-        """Returns index of the first token behind the item."""
+        """Returns the index of the first token behind the item."""
         return self.first_token + self.token_count
 
 
 def root_digest(*, fingerprint: bytes, layout: str, adapter: bytes = b"", namespace: str = "") -> bytes:
-    """Returns the digest that every chain of one model, cache layout, adapter and namespace starts from.
+    """Returns the root of all digests of one model, cache layout, adapter and namespace.
 
     Args:
-        fingerprint: what identifies the weights, as the worker reports it (`GetStatus.model_fingerprint`).
-        layout: what identifies the bytes in a page, block size included (`GetStatus.cache_layout`).
-        adapter: SHA-256 of the adapter's weights; empty without one. A name will not do: an adapter that is loaded
-            again under its old name would hit the old one's blocks.
-        namespace: prefixes are shared only inside one namespace. It is the salt: who does not know it can form none of
-            these digests.
+        fingerprint: identifies the weights, as the worker reports it (`GetStatus.model_fingerprint`).
+        layout: identifies the layout of a page, including the block size (`GetStatus.cache_layout`).
+        adapter: SHA-256 of the adapter's weights; empty without one. A name would not suffice: a changed adapter under
+            the same name would hit the old one's blocks.
+        namespace: prefixes are shared only inside one namespace. It acts as a salt: a caller that does not know it
+            cannot compute these digests.
 
     Returns:
         32 bytes.
@@ -102,15 +101,15 @@ def root_digest(*, fingerprint: bytes, layout: str, adapter: bytes = b"", namesp
 
 
 def salted_root(root: bytes, salt: str) -> bytes:
-    """Returns the root of the requests of a namespace that have a salt of their own; without one, the root itself.
+    """Returns the root of digests for requests with a cache salt. Without a salt it is `root` itself.
 
-    It is the root that an extra key of the first block makes: chains of different salts have no digest in common.
+    The salt acts as an extra key of the first block, so chains of different salts have no digest in common.
     """
     return root if not salt else hashlib.sha256(_KEYS + root + _field(_SALT + salt.encode())).digest()
 
 
 class DigestChain:
-    """Digests of tokens that become known little by little, as while decoding; a fork goes on from a copy.
+    """Computes digests of tokens that become known gradually, as in decoding. A fork continues with a copy.
 
     Args:
         root: 32 bytes from `root_digest`.
@@ -134,8 +133,8 @@ class DigestChain:
         """Returns the digests of the next blocks.
 
         Args:
-            tokens: of whole blocks, each fits a signed 32-bit integer. Fastest as an array of int32 (`array("i")`,
-                numpy).
+            tokens: tokens of whole blocks. Each fits a signed 32-bit integer. An array of int32 (`array("i")`, numpy)
+                is fastest.
             extra_keys: per block, further bytes that its content depends on, such as those of `multimodal_keys`.
 
         Returns:
@@ -143,7 +142,7 @@ class DigestChain:
 
         Raises:
             ValueError: the tokens end inside a block, or `extra_keys` has fewer entries than there are blocks.
-            OverflowError: a token does not fit 32 bits. Nothing has been added then.
+            OverflowError: a token does not fit 32 bits. The chain is then unchanged.
         """
         count, rest = divmod(len(tokens), self._block_size)
         if rest:
@@ -170,7 +169,7 @@ class DigestChain:
         return digests
 
     def copy(self) -> DigestChain:
-        """Returns another chain that goes on from here."""
+        """Returns another chain that continues from the same point."""
         other = object.__new__(DigestChain)
         other._block_size, other._last, other._state = self._block_size, self._last, self._state.copy()
         return other
@@ -186,13 +185,13 @@ def block_digests(
 
     Args:
         root: 32 bytes from `root_digest`.
-        tokens: all tokens from the first one on, each fits a signed 32-bit integer. Fastest as an array of int32
-            (`array("i")`, numpy).
+        tokens: all tokens from the first one on. Each fits a signed 32-bit integer. An array of int32 (`array("i")`,
+            numpy) is fastest.
         block_size: tokens per block, at least 1.
         extra_keys: per block, further bytes that its content depends on, such as those of `multimodal_keys`.
 
     Returns:
-        `len(tokens) // block_size` digests of 32 bytes. A `DigestChain` goes on from where it stopped.
+        `len(tokens) // block_size` digests of 32 bytes. Use a `DigestChain` to continue later.
 
     Raises:
         ValueError: the root is not 32 bytes, `block_size` is below 1, or `extra_keys` has fewer entries than there are
@@ -207,29 +206,29 @@ def block_digests(
 def block_digests_bytes(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> bytes:
-    """Returns what `block_digests` returns, concatenated, as digests travel."""
+    """Returns the digests of `block_digests` concatenated, as on the wire."""
     return b"".join(block_digests(root, tokens, block_size, extra_keys=extra_keys))
 
 
 def prompt_digests(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> list[bytes]:
-    """Returns the digests of the blocks of a prompt that may be shared: all full ones except a last that leaves nothing
-    to compute, since at least one token must go through the model to get the first logits."""
+    """Returns the digests of a prompt's blocks that may be shared: all full blocks that leave at least one token. The
+    model must compute at least one token to get the first logits."""
     require_integer("block_size", block_size, 1, _BLOCK_SIZE_MAX)
     shareable = max(0, len(tokens) - 1) // block_size * block_size
     return block_digests(root, tokens[:shareable], block_size, extra_keys=extra_keys)
 
 
 def multimodal_keys(items: Iterable[MultimodalItem], token_count: int, block_size: int) -> list[tuple[bytes, ...]]:
-    """Returns extra keys of the full blocks of a prompt with images, sounds and the like.
+    """Returns the extra keys of the full blocks of a prompt with images, sounds and the like.
 
-    Every block that an item's span overlaps gets a key of the item's content, its length, and where it starts relative
-    to the block, so that the same image at another place gives another digest. To go on with a chain from block `n`,
-    pass `multimodal_keys(...)[n:]`.
+    Every block that an item overlaps gets a key: the item's content, its length, and its start relative to the block.
+    The same image at another place therefore gives another digest. To continue a chain from block `n`, pass
+    `multimodal_keys(...)[n:]`.
 
     Args:
-        items: in any order.
+        items: the items, in any order.
         token_count: length of the prompt with all its placeholders.
         block_size: tokens per block, at least 1.
 
@@ -259,10 +258,10 @@ def multimodal_keys(items: Iterable[MultimodalItem], token_count: int, block_siz
 
 
 def split_digests(data: bytes) -> list[bytes]:
-    """Takes concatenated digests apart again.
+    """Splits concatenated digests.
 
     Raises:
-        ValueError: the length is no multiple of 32.
+        ValueError: the length is not a multiple of 32.
     """
     if len(data) % DIGEST_BYTES:
         raise ValueError(f"digests must be a multiple of {DIGEST_BYTES} bytes, not {len(data)}")
@@ -274,17 +273,17 @@ def _field(data: bytes) -> bytes:
 
 
 def _int32_bytes(tokens: Sequence[int]) -> bytes:
-    """Returns the tokens as little-endian int32: a copy of their memory where that is what they are already."""
+    """Returns the tokens as little-endian int32. An array of this format is copied without conversion."""
     if not isinstance(tokens, list | tuple):
-        with contextlib.suppress(TypeError, NotImplementedError):  # no array, or of a format that Python does not read
+        with contextlib.suppress(TypeError, NotImplementedError):  # not an array, or of a format unknown to Python
             view = memoryview(tokens)  # type: ignore[arg-type]
             if view.format in ("i", "l") and view.itemsize == 4 and sys.byteorder == "little":
                 return view.tobytes()
             tokens = view.tolist()
     if sys.byteorder == "little":
-        with contextlib.suppress(OverflowError, TypeError):  # a negative one, or none that an array takes
+        with contextlib.suppress(OverflowError, TypeError):  # A token is negative, or not an integer.
             packed = array("I", tokens).tobytes()
-            if packed[3::4].isascii():  # nobody's highest bit is set; structs take twice as long
+            if packed[3::4].isascii():  # Every token is below 2**31. This path takes half the time of structs.
                 return packed
     parts = (tokens[first : first + _PACKED_TOKENS] for first in range(0, len(tokens), _PACKED_TOKENS))
     try:

@@ -1,18 +1,18 @@
-"""An allocator and a worker on this machine, and perhaps a gateway, as processes of their own.
+"""Runs an allocator, a worker and optionally a gateway on this machine, each as its own process.
 
     with LocalStack("models/demo") as stack, Client(stack.worker_address) as client:
         print(client.generate("The for statement").text)
 
 Lifecycle:
 
-    1. start    the processes are started; each says in a file of its own where it listens, once it serves
-    2. serving  `poll` tells whether one of them has ended, `wait` starts a dead allocator again: texts go on meanwhile
-    3. stop     the gateway first, then the worker, so that it can give its pool back, then the allocator: SIGTERM,
-                and SIGKILL where a server takes longer than its drain's time and a margin. Who interrupts the wait
-                (a second Ctrl-C) has the server killed at once
+    1. start    the processes start. Once it serves, each writes its addresses to its ready file
+    2. serving  `poll` tells whether one of them has ended. `wait` restarts a dead allocator, and requests continue
+    3. stop     first the gateway, then the worker, so that it can give its pool back, then the allocator. Each gets
+                SIGTERM, and SIGKILL if it takes longer than its drain and a margin. Interrupting the wait (a second
+                Ctrl-C) kills the server at once
 
-No process outlives this one, even if it is killed (`quire._child`). They form process groups of their own, so that
-Ctrl-C on a terminal reaches this process alone, which then stops them in order.
+No server outlives this process, even if this one is killed (`quire._child`). Each has its own process group, so
+Ctrl-C on a terminal reaches only this process, which then stops them in order.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from quire._transport.timeouts import checked_timeout
 from quire.errors import InternalError, UsageError
 
 POLL_S: Final = 0.05
-DRAIN_S: Final = 30.0  # for calls under way when a server is told to stop, as servers have it by themselves
-DRAIN_S_MAX: Final = 86_400.0  # likewise
-LAST_S: Final = 2.0  # what a server may need after that
-RESTARTS_MAX: Final = 5  # of an allocator, within RESTARTS_S: more often it is no accident
+DRAIN_S: Final = 30.0  # time for running calls to end after SIGTERM, same as the servers' default
+DRAIN_S_MAX: Final = 86_400.0  # same as the servers' limit
+LAST_S: Final = 2.0  # time for a server to exit after the drain
+RESTARTS_MAX: Final = 5  # restarts of an allocator within RESTARTS_S. More indicate a permanent fault.
 RESTARTS_S: Final = 60.0
 LOG_LINES: Final = 20
 
 
 def _checked_drain(drain_timeout_s: float) -> float:
-    """Returns a time that servers take; raises as `checked_timeout` does."""
+    """Returns a drain timeout within the servers' limit. Raises the same errors as `checked_timeout`."""
     return min(checked_timeout(drain_timeout_s, "drain_timeout_s"), DRAIN_S_MAX)
 
 
 def grace_s(drain_timeout_s: float) -> float:
-    """Seconds after which a server that drains for so many is killed: twice what it may take."""
+    """Returns the seconds after which a draining server is killed: twice the time that it should take."""
     return 2 * (drain_timeout_s + LAST_S)
 
 
 class ServerFailedError(InternalError):
-    """A server ended, or did not serve in time. The message ends with the last lines of its log, if that is a file."""
+    """A server ended, or did not serve in time. If its log is a file, the message ends with the log's last lines."""
 
     def __str__(self) -> str:
         return self.message
@@ -73,15 +73,15 @@ def _opened(log: Path) -> BinaryIO:
 
 
 class ServerProcess:
-    """One server of Quire as a child process.
+    """Runs one server of Quire as a child process.
 
     Args:
-        module: what `python -m` runs.
+        module: the module that `python -m` runs.
         arguments: its command line, without --ready-file and --drain-timeout.
-        folder: where its ready file goes; exists.
-        log: file for its output; None lets it write to our standard error.
-        environment: set in addition to our own.
-        drain_timeout_s: for calls under way when it is told to stop.
+        folder: existing folder for its ready file.
+        log: file for its output. None lets it write to this process's standard error.
+        environment: variables in addition to this process's.
+        drain_timeout_s: time for running calls to end after SIGTERM.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class ServerProcess:
         self._grace_s = grace_s(drain_timeout_s)
         self._log = log
         self._ready_file = folder / f"{module}.json"
-        self._ready_file.unlink(missing_ok=True)  # of a server that was there before
+        self._ready_file.unlink(missing_ok=True)  # An earlier server may have left its file.
         self._ready: dict[str, Any] = {}
-        # -P: `-m` would put the current folder first on the path, and its select.py in the place of Python's own.
+        # Without -P, `-m` puts the current folder first on the path. A select.py there would replace Python's own.
         command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]
         command += [*arguments, "--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:
             output = files.enter_context(_opened(log)) if log is not None else sys.stderr.fileno()
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # the lifeline; nothing is ever written
+                stdin=subprocess.PIPE,  # the lifeline. Nothing is ever written to it.
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **(environment or {})},
@@ -118,22 +118,22 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Returns where it serves; known once it is ready."""
+        """Returns the server's address, which is known once the server is ready."""
         return str(self._ready["address"])
 
     @property
     def metrics_address(self) -> str:
-        """Returns where it serves /metrics; known once it is ready."""
+        """Returns the address of its /metrics, which is known once the server is ready."""
         return str(self._ready["metrics_address"])
 
     def wait_ready(self, *, deadline: float) -> None:
-        """Waits until it serves.
+        """Waits until the server is ready.
 
         Args:
-            deadline: on the scale of `time.monotonic`.
+            deadline: a time of `time.monotonic`.
 
         Raises:
-            ServerFailedError: it ended, or the deadline has passed.
+            ServerFailedError: the server ended, or the deadline has passed.
         """
         while not self._ready_file.exists():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -144,14 +144,16 @@ class ServerProcess:
         self._ready = json.loads(self._ready_file.read_text())
 
     def failure(self) -> ServerFailedError:
-        """Returns what to raise where it has ended."""
+        """Returns the error for a server that has ended."""
         code = self.process.returncode
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return ServerFailedError(f"{self.module} {how}{self._log_tail()}")
 
     def stop(self, *, grace_s: float | None = None) -> None:
-        """Sends SIGTERM, and SIGKILL if it has not ended after `grace_s` seconds, by default more than its drain may
-        take, or if the wait is interrupted. Stopping twice is no error; a forked child stops nothing."""
+        """Sends SIGTERM, and SIGKILL if the server has not ended after `grace_s` seconds or the wait is interrupted.
+
+        By default `grace_s` is longer than the drain. Stopping twice is not an error. A forked child stops nothing.
+        """
         if os.getpid() != self._pid:
             return
         self.process.terminate()
@@ -178,17 +180,17 @@ class ServerProcess:
 
 
 def _remove(folder: Path, pid: int) -> None:
-    """Removes a folder of the process `pid`; a forked child, at whose end a TemporaryDirectory would go, leaves it."""
+    """Removes a folder of the process `pid`. A forked child leaves it, unlike with a TemporaryDirectory."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class LocalStack:
-    """An allocator, a worker that uses it, and a gateway in front of that where one is wanted.
+    """Runs an allocator, a worker that uses it, and optionally a gateway in front of the worker.
 
     Args:
         model: folder of the worker's model.
-        allocator_listen: host:port or unix:///path; port 0 takes any free one, here and below.
+        allocator_listen: host:port or unix:///path. Here and below, port 0 takes any free port.
         allocator_metrics: host:port.
         worker_listen: host:port or unix:///path.
         worker_metrics: host:port.
@@ -196,14 +198,14 @@ class LocalStack:
         allocator_arguments: further command line of the allocator.
         worker_arguments: further command line of the worker.
         gateway_arguments: further command line of the gateway.
-        log_folder: where their logs are kept; by default they are thrown away at the end.
-        inherit_logs: lets them write to our standard error instead.
-        start_timeout_s: for all together; loading a large model takes its time.
-        drain_timeout_s: for calls under way when they are told to stop, of each.
-        on_progress: told what is being waited for, and what was started again.
+        log_folder: folder that keeps the logs. By default logs are deleted at the end.
+        inherit_logs: lets the servers write to this process's standard error instead.
+        start_timeout_s: time for all servers together to start. Loading a large model is slow.
+        drain_timeout_s: time for each server's running calls to end after SIGTERM.
+        on_progress: called with a text about each wait and each restart.
 
     Raises:
-        InvalidArgumentError: a time is less than 0, or no number.
+        InvalidArgumentError: a time is below 0, or not a number.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class LocalStack:
         self._drain_timeout_s = _checked_drain(drain_timeout_s)
         self._on_progress = on_progress
         self._cleanup = contextlib.ExitStack()
-        self._folder = Path()  # of ready files
+        self._folder = Path()  # folder for ready files
         self._restarts_s: list[float] = []
         self.allocator: ServerProcess | None = None
         self.worker: ServerProcess | None = None
@@ -242,27 +244,27 @@ class LocalStack:
 
     @property
     def allocator_address(self) -> str:
-        """Returns where the allocator serves."""
+        """Returns the allocator's address."""
         assert self.allocator is not None, "the stack is not started"
         return self.allocator.address
 
     @property
     def worker_address(self) -> str:
-        """Returns where the worker serves."""
+        """Returns the worker's address."""
         assert self.worker is not None, "the stack is not started"
         return self.worker.address
 
     @property
     def gateway_address(self) -> str:
-        """Returns where the gateway serves."""
+        """Returns the gateway's address."""
         assert self.gateway is not None, "the stack has no gateway, or is not started"
         return self.gateway.address
 
     def start(self) -> None:
-        """Starts all servers and waits until they serve; after a failure, nothing is left behind.
+        """Starts all servers and waits until they are ready. After a failure, no server is left running.
 
         Raises:
-            ServerFailedError: one of them ended or did not serve in time.
+            ServerFailedError: a server ended, or was not ready in time.
         """
         deadline = time.monotonic() + self._start_timeout_s
         with contextlib.ExitStack() as undo:
@@ -274,9 +276,9 @@ class LocalStack:
             self.allocator.wait_ready(deadline=deadline)
             self._on_progress(f"allocator serves on {self.allocator.address}; starting the worker")
             command = ["--allocator", self.allocator.address, *self._worker_command]
-            # PASSIVE: torch's threads sleep between two forward passes instead of spinning on the servers' cores.
+            # With PASSIVE, torch's threads sleep between two forward passes instead of spinning on the servers' cores.
             self.worker = self._spawn("quire_worker", command, folder, OMP_WAIT_POLICY="PASSIVE")
-            undo.callback(self.worker.stop)  # undone in reverse order: the worker stops first
+            undo.callback(self.worker.stop)  # Callbacks run in reverse order, so the worker stops before the allocator.
             self.worker.wait_ready(deadline=deadline)
             self._on_progress(f"worker serves on {self.worker.address}")
             if self._gateway_command is not None:
@@ -289,18 +291,19 @@ class LocalStack:
             self._cleanup = undo.pop_all()
 
     def poll(self) -> ServerFailedError | None:
-        """Returns what to raise if one of them has ended; None while all run."""
+        """Returns the error of a server that has ended; None while all run."""
         for server in (self.allocator, self.worker, self.gateway):
             if server is not None and server.process.poll() is not None:
                 return server.failure()
         return None
 
     def wait(self) -> None:
-        """Blocks while all run. An allocator that has ended is started again where it was, and tells `on_progress`: the
-        worker goes on meanwhile, and reports to the next one what its pages hold.
+        """Blocks while all servers run. If the allocator ends, it is restarted at the same address.
+
+        A restart calls `on_progress`. The worker continues meanwhile, and reports its pages to the new allocator.
 
         Raises:
-            ServerFailedError: worker or gateway have ended, or the allocator does again and again.
+            ServerFailedError: the worker or the gateway has ended, or the allocator ends repeatedly.
         """
         assert self.worker is not None, "the stack is not started"
         while True:
@@ -318,10 +321,10 @@ class LocalStack:
         return server is None or server.process.poll() is None
 
     def _replace_allocator(self, failure: ServerFailedError) -> None:
-        """Starts another allocator in the place of one that has ended.
+        """Restarts an allocator that has ended.
 
         Raises:
-            ServerFailedError: it cannot be started, or has ended too often of late.
+            ServerFailedError: the allocator cannot be started, or has ended too often recently.
         """
         assert self.allocator is not None, "the stack is not started"
         now_s = time.monotonic()
@@ -336,12 +339,12 @@ class LocalStack:
         self._on_progress(f"allocator serves on {self.allocator.address}")
 
     def _stop_allocator(self) -> None:
-        """Stops the allocator that there is by then."""
+        """Stops the current allocator, which may be a restarted one."""
         assert self.allocator is not None, "the stack is not started"
         self.allocator.stop()
 
     def stop(self) -> None:
-        """Stops all; stopping twice is no error."""
+        """Stops all servers. Stopping twice is not an error."""
         self._cleanup.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A mirror of the blocks that one pool can hit, for routers that ask more often than a call allows.
+"""A mirror of one pool's cached prefixes, for routers that look up prefixes too often for a call each.
 
     mirror = PrefixMirror(client.get_pool("default").spec)
     for event in client.watch_events("default"):
@@ -6,8 +6,8 @@
         ...
         mirror.matched_token_count(digests, namespace)
 
-Pure: no call, clock or lock. It answers as `match_prefix` would have when the last event was made. `age_s` of the
-stream of events is the time since the last message of the allocator: some seconds while the connection works.
+Pure: no call, clock or lock. Its answers are those of `match_prefix` at the time of the last event. The mirror is as
+old as `age_s` of the event stream: the time since the allocator's last message, some seconds on a working connection.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ NO_DIGESTS: Final[Set[bytes]] = frozenset()
 
 
 class PrefixMirror:
-    """Digests that are stored, by group and namespace.
+    """The stored digests of one pool, by group and namespace.
 
-    A session of other groups needs another mirror: where `session_id` changes, compare the pool's specification.
+    A session with different groups needs a new mirror: when `session_id` changes, compare the pool's specification.
 
     Args:
-        spec: of the pool.
+        spec: the pool's specification.
 
     Raises:
-        FailedPreconditionError: VERSION, this version cannot tell what a group of the pool can hit.
+        FailedPreconditionError: VERSION, this version does not know the hit rules of one of the pool's groups.
 
     Attributes:
-        session_id: of the last event; empty before the first.
-        is_exact: whether a snapshot is complete; before that, something may be missing.
+        session_id: the last event's session; empty before the first event.
+        is_exact: whether a snapshot is complete. Before that, digests may be missing.
     """
 
     def __init__(self, spec: PoolSpec) -> None:
@@ -48,14 +48,14 @@ class PrefixMirror:
                 )
         self.session_id = b""
         self.is_exact = False
-        # Groups of one specification change together: the first one stands for all of them.
+        # Groups with equal specifications change together, so the first one represents them all.
         self._groups = {group: spec.groups.index(group) for group in spec.groups}
         self._first = [self._groups[group] for group in spec.groups]
         self._digest_tokens = spec.block_size
         self._stored: defaultdict[tuple[int, str], set[bytes]] = defaultdict(set)
 
     def apply(self, event: CacheEvent) -> None:
-        """Takes in the next event. One that is told twice, or for the second time after a resumption, does no harm."""
+        """Applies the next event. Applying an event twice, for example after a resumption, does no harm."""
         self.session_id = event.session_id
         match event:
             case IndexCleared():
@@ -72,11 +72,11 @@ class PrefixMirror:
                     del self._stored[event.groups[0], event.namespace]
 
     def stored(self, group: int, namespace: str = "") -> Set[bytes]:
-        """Returns the digests that are stored in one group; changes with the next event."""
+        """Returns the digests stored in one group. The set changes with the next event."""
         return self._stored.get((self._first[group], namespace), NO_DIGESTS)
 
     def matched_token_count(self, digests: Sequence[bytes], namespace: str = "") -> int:
-        """Counts the leading tokens of a prompt, given as its digests, that every group can serve."""
+        """Returns how many leading tokens of a prompt, given as its digests, every group can serve."""
         count = len(digests)
         for group, number in self._groups.items():
             if group.kind is GroupKind.FULL_ATTENTION:
@@ -89,7 +89,7 @@ class PrefixMirror:
         return count * self._digest_tokens
 
     def _leading(self, group: GroupSpec, stored: Set[bytes], digests: Sequence[bytes]) -> int:
-        """Counts the leading digests whose blocks are all stored."""
+        """Returns the number of leading digests that are all stored."""
         stride = group.block_size // self._digest_tokens
         for end in range(stride, len(digests) + 1, stride):
             if digests[end - 1] not in stored:
@@ -97,7 +97,7 @@ class PrefixMirror:
         return len(digests) // stride * stride
 
     def _serves(self, group: GroupSpec, stored: Set[bytes], digests: Sequence[bytes], count: int) -> bool:
-        """Tells whether a group can serve so many leading digests; of full attention, no more than `_leading`."""
+        """Tells whether a group can serve `count` leading digests. With full attention, `_leading` is the limit."""
         if group.kind is GroupKind.STATE:
             return digests[count - 1] in stored
         token_count = count * self._digest_tokens

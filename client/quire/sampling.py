@@ -1,4 +1,4 @@
-"""Parameters and results of generation: frozen values that name the same things as the messages on the wire."""
+"""Parameters and results of generation: frozen values with the field names of the messages on the wire."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal, TypedDict
 
 
 class FinishReason(enum.IntEnum):
-    """The reason that a sample ended."""
+    """The reason why a sample ended."""
 
-    STOP = 1  # the model's end-of-text, a stop token or a stop text; none is part of the text
-    LENGTH = 2  # `max_tokens`, or the longest sequence that the model or the pool can hold
+    STOP = 1  # the model's end-of-text, a stop token or a stop text
+    LENGTH = 2  # `max_tokens`, or the model's or the pool's longest sequence
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -53,44 +53,44 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters for choosing the next token. Clients check the ranges before they send, and the worker again.
+    """Parameters for choosing the next token. Clients check the ranges before they send, and the worker checks again.
 
-    Where a field may be None, None means its default.
+    If a field may be None, None means its default.
 
     Attributes:
-        max_tokens: tokens to generate at most, per sample; at least 1.
-        temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
-        top_k: only the k likeliest tokens; 0 is all, and so is vLLM's -1.
-        top_p: only the likeliest tokens that together reach this probability, in (0, 1].
-        seed: of the random choice; with None, each request differs.
-        n: samples of this prompt, 1 to 64; they share its blocks.
+        max_tokens: limit for generated tokens per sample, at least 1.
+        temperature: divides the logits, up to 100. 0 is greedy.
+        top_k: samples only from the k likeliest tokens. 0 means all tokens, and so does vLLM's -1.
+        top_p: samples only from the likeliest tokens that together reach this probability, in (0, 1].
+        seed: seed of the random choices. With None each request differs.
+        n: number of samples, 1 to 64. They share the prompt's blocks.
         stop_token_ids: further tokens that end a sample, at most 64.
         ignore_eos: do not end at the model's end-of-text token.
-        min_p: only tokens with this share of the likeliest one's probability, 0 to 1.
-        repetition_penalty: divides logits above 0, and multiplies others, of tokens in the prompt or the text so far;
+        min_p: samples only from tokens with at least this share of the likeliest one's probability, 0 to 1.
+        repetition_penalty: divides positive logits, and multiplies others, of tokens in the prompt or the text so far;
             0.01 to 100.
-        presence_penalty: taken from the logits of tokens in the text so far, -2 to 2.
-        frequency_penalty: taken once for each time that the token is in the text so far, -2 to 2.
-        logit_bias: added to logits, -100 to 100, by token; at most 1,024.
-        allowed_token_ids: the only tokens to choose from, one at least; None is all.
+        presence_penalty: subtracted from the logits of tokens in the text so far, -2 to 2.
+        frequency_penalty: subtracted once for each occurrence of the token in the text so far, -2 to 2.
+        logit_bias: added to logits, -100 to 100, by token; at most 1,024 tokens.
+        allowed_token_ids: the only tokens to choose from, at least one. None allows all.
         banned_token_ids: tokens that are never chosen.
-        stop: a text, or up to 16 texts, that end a sample. No part of it is in the text, but its tokens are returned.
-        min_tokens: tokens before which only `max_tokens` ends a sample.
-        logprobs: likeliest tokens whose logprobs come beside that of each token; 0 to 20, None for none at all.
-        prompt_logprobs: as `logprobs`, for the prompt's tokens. The whole prompt is computed then, without the cache.
-        best_of: samples that are computed; the `n` likeliest per token are returned. None is `n`.
-        echo: each text begins with the prompt's.
-        json_schema: the text is a value that it describes; JSON, or what `json.dumps` takes.
-        regex: the text matches it as a whole.
-        grammar: the text is derived from it; in llguidance's Lark syntax.
+        stop: one text, or up to 16 texts, that end a sample. The text excludes it, but its tokens are returned.
+        min_tokens: before this number of tokens only `max_tokens` ends a sample.
+        logprobs: number of likeliest tokens, 0 to 20, to return with logprobs beside each token. None returns none.
+        prompt_logprobs: like `logprobs`, for the prompt's tokens. The whole prompt is then computed, without the cache.
+        best_of: samples to compute. The `n` likeliest per token are returned. None means `n`.
+        echo: each text begins with the prompt's text.
+        json_schema: the text is a JSON value that matches this schema, which is JSON or an object for `json.dumps`.
+        regex: the whole text matches this expression.
+        grammar: the text matches this grammar, in llguidance's Lark syntax.
         choice: the text is one of these. At most one of these four fields may be set.
-        num_beams: beams of a beam search, up to 64; the `n` best texts are returned. 1 is no beam search.
-        length_penalty: power of the length that the sum of a text's logprobs is divided by, -5 to 5.
-        early_stopping: when a search with as many finished texts as beams ends: with True at once, with False when the
-            best beam is no better at its length, with "never" when none can become better.
-        skip_special_tokens: special tokens are no part of a text; with False their names are in it.
-        include_stop_in_output: a text ends with the stop text that ended it, and its tokens with the stop token.
-        bad_words: texts that no sample has, up to 256.
+        num_beams: beams of a beam search, up to 64. The `n` best texts are returned. 1 means no beam search.
+        length_penalty: exponent of the length that divides the sum of a text's logprobs, -5 to 5.
+        early_stopping: ends a search that has as many finished texts as beams: with True at once, with False when the
+            best beam is no better at its length, with "never" when no beam can become better.
+        skip_special_tokens: removes special tokens from the text. With False their names are in it.
+        include_stop_in_output: a text includes the stop text that ended it, and its tokens the stop token.
+        bad_words: up to 256 texts that no sample contains.
     """
 
     max_tokens: int = 16
@@ -131,18 +131,18 @@ class Usage:
     """Tokens and blocks that a request used."""
 
     prompt_token_count: int
-    cached_token_count: int  # of the prompt's, found in the cache at its first admission, or held by its branch
-    output_token_count: int  # all samples together
-    granted_block_count: int  # newly granted and used; copies and recomputation after a preemption included
-    unshared_block_count: int  # that its samples would have taken in caches of their own
+    cached_token_count: int  # prompt tokens found in the cache at the first admission, or held by the branch
+    output_token_count: int  # sum over all samples
+    granted_block_count: int  # new blocks used, including copies and recomputation after a preemption
+    unshared_block_count: int  # blocks that the samples would have needed without sharing
     preemption_count: int
-    sample_token_count_max: int = 0  # `max_tokens`, or what the prompt left of the longest sequence; 0: not said
+    sample_token_count_max: int = 0  # `max_tokens`, or the room that the prompt left. 0 if the worker does not say.
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural logarithm of a token's probability, by the model's own logits, and those of the likeliest tokens in
-    its place, the likeliest first."""
+    """The natural logarithm of a token's probability, by the model's own logits. The same for the likeliest tokens at
+    its position, likeliest first."""
 
     token_id: int
     logprob: float
@@ -153,8 +153,8 @@ class TokenLogprobs:
 class Chunk:
     """Some new tokens of one sample.
 
-    `text` holds complete characters only: the pieces of a sample concatenated are its text. `finish_reason` comes with
-    the last chunk of a sample, `usage` with the last one of the request, `prompt_logprobs` with the first one.
+    `text` contains only complete characters: a sample's text is the concatenation of its chunks. `finish_reason` is in
+    the last chunk of a sample, `usage` in the last chunk of the request, `prompt_logprobs` in the first chunk.
     """
 
     sample: int
@@ -162,10 +162,10 @@ class Chunk:
     text: str
     finish_reason: FinishReason | None
     usage: Usage | None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on
-    score: float | None = None  # of a text that a beam search has found
-    stop_reason: str | int | None = None  # the stop text or the stop token that ended the sample
+    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, if the caller asked for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # per prompt token, from the second on
+    score: float | None = None  # score from a beam search, else None
+    stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,9 @@ class Sample:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
-    score: float | None = None  # of a text that a beam search has found
-    stop_reason: str | int | None = None  # the stop text or the stop token that ended it
+    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, if the caller asked for them
+    score: float | None = None  # score from a beam search, else None
+    stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +187,9 @@ class Generation:
     samples: tuple[Sample, ...]
     usage: Usage
     request_id: str
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of its tokens from the second on
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # per prompt token, from the second on
 
     @property
     def text(self) -> str:
-        """Returns text of the first sample."""
+        """Returns the text of the first sample."""
         return self.samples[0].text

@@ -1,4 +1,4 @@
-"""TLS on the client's side: which servers are trusted, and what is shown to them."""
+"""A client's TLS: the authorities that it trusts, and the certificate that it sends to servers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quire.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files, in PEM, of an encrypted connection. They are read when it is made, and not again.
+    """PEM files for an encrypted connection. They are read only when the connection is made.
 
     Attributes:
-        ca: certificates of the authorities whose servers are trusted.
-        cert: the client's own certificate, with its chain, for servers that ask for one.
-        key: its private key.
+        ca: certificates of the trusted authorities.
+        cert: the client's certificate, with its chain, for servers that require one.
+        key: the client's private key.
     """
 
     ca: str | Path
@@ -28,10 +28,10 @@ class Tls:
     key: str | Path | None = None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns what a secure channel needs.
+        """Returns the credentials of a secure gRPC channel.
 
         Raises:
-            UsageError: a file cannot be read or everybody can read the key; certificate or key comes alone.
+            UsageError: a file cannot be read, every user can read the key, or certificate or key is given alone.
         """
         if (self.cert is None) != (self.key is None):
             raise UsageError("a client's certificate and its key are given together, or neither")
@@ -41,12 +41,12 @@ class Tls:
         return grpc.ssl_channel_credentials(read_pem(self.ca), read_pem(self.key), read_pem(self.cert))
 
     def http_context(self) -> ssl.SSLContext:
-        """Returns the same for HTTPS.
+        """Returns the TLS context for HTTPS.
 
         Raises:
-            UsageError: what `channel_credentials` says, or a file holds no certificate.
+            UsageError: as in `channel_credentials`, or a file contains no certificate.
         """
-        self.channel_credentials()  # which looks at the files
+        self.channel_credentials()  # checks the files
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
@@ -57,10 +57,10 @@ class Tls:
 
 
 def read_pem(path: str | Path) -> bytes:
-    """Returns what is in a file.
+    """Returns the content of a PEM file.
 
     Raises:
-        UsageError: it cannot be read, or is no PEM.
+        UsageError: the file cannot be read, or is not PEM.
     """
     try:
         data = Path(path).read_bytes()
@@ -72,16 +72,16 @@ def read_pem(path: str | Path) -> bytes:
 
 
 def tls_of(ca: str | None, cert: str | None, key: str | None, ca_name: str) -> Tls | None:
-    """Returns what three options say; None if they say nothing.
+    """Returns the TLS settings from three options, or None without any.
 
     Args:
         ca: file of the authorities to trust.
-        cert: file of the own certificate.
+        cert: file of the client's certificate.
         key: file of its private key.
-        ca_name: what the reader of an error calls `ca`.
+        ca_name: name of the option or variable with `ca`, for error messages.
 
     Raises:
-        UsageError: a certificate or a key without an authority.
+        UsageError: a certificate or a key is given without an authority.
     """
     if ca:
         return Tls(ca, cert or None, key or None)
@@ -91,7 +91,7 @@ def tls_of(ca: str | None, cert: str | None, key: str | None, ca_name: str) -> T
 
 
 def resolve_tls(tls: Tls | None) -> Tls | None:
-    """Returns the given files, or those that QUIRE_TLS_CA, QUIRE_TLS_CERT and QUIRE_TLS_KEY name, or None.
+    """Returns `tls` if given, else the files in QUIRE_TLS_CA, QUIRE_TLS_CERT and QUIRE_TLS_KEY, else None.
 
     Raises:
         UsageError: the environment names a certificate or a key without an authority.

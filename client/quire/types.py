@@ -1,10 +1,10 @@
-"""Arguments and results of calls: frozen values that name the same things as the messages on the wire.
+"""Arguments and results of calls: frozen values with the field names of the messages on the wire.
 
 `quire.sampling` has the parameters of generation, `quire.views` the views of a pool, `quire.events` the events of
 watchers.
 
-Counts are in tokens or blocks as their names say. A block table is a tuple of block ids in order of position, one table
-per group; an entry is None if the group has no block there: it fell out of a window.
+Names of counts say whether they are in tokens or blocks. There is one block table per group: a tuple of block ids in
+order of position. An entry is None if its block fell out of a window.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 from quire.protocol.open_enum import OpenEnum
 
 BlockTable: TypeAlias = tuple[int | None, ...]
-NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat template, beyond messages and tools
+NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # variables of a chat template, beyond messages and tools
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Servers
@@ -25,16 +25,16 @@ NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat templ
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a server, and the periods of a session. Of a worker all but the first are 0."""
+    """Limits of a server, and the periods of a session. A worker has only the first limit; its others are 0."""
 
     message_bytes_max: int
     step_bytes_max: int
-    operations_per_step_max: int  # of all phases together
-    sequences_max: int  # live ones of one pool
-    window_max: int  # steps that may be unanswered at a time
+    operations_per_step_max: int  # sum over all phases
+    sequences_max: int  # live sequences per pool
+    window_max: int  # unanswered steps at a time
     heartbeat_ms: int
-    silence_ms: int  # after which an owner leaves its stream for a new one
-    stops_max: int  # of one sequence
+    silence_ms: int  # An owner replaces a stream that is silent for this long.
+    stops_max: int  # per sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class ServerInfo:
     """Version, protocol and features of a server.
 
     Attributes:
-        version: Quire's.
-        protocol_version: of the session protocol.
-        features: names that it knows, as in `quire.protocol.features`.
-        limits: what it accepts.
-        core: how an allocator's core runs, "compiled" or "python"; empty of a worker.
+        version: version of Quire.
+        protocol_version: version of the session protocol.
+        features: names of the features that it knows; see `quire.protocol.features`.
+        limits: the server's limits.
+        core: how an allocator's core runs, "compiled" or "python"; empty for a worker.
     """
 
     version: str
@@ -69,7 +69,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Returns the logarithm of the probability of all of them in a row."""
+        """Returns the logarithm of the whole continuation's probability."""
         return sum(self.logprobs)
 
     @property
@@ -80,10 +80,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory that a profiling pass found on a GPU; pages may take `total * utilization - used - peak + current`."""
+    """A GPU's memory in a profiling pass. Pages may take `total * utilization - used - peak + current`."""
 
     total_bytes: int
-    used_bytes: int  # by all processes
+    used_bytes: int  # memory used by all processes
     peak_bytes: int  # allocated by torch while the largest batch was computed
     current_bytes: int  # allocated by torch afterwards
     utilization: float
@@ -91,23 +91,23 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Numbers that a worker's pool was sized from."""
+    """The numbers that determined the size of a worker's pool."""
 
     pool_bytes: int
     budget_bytes: int
     kv_cache_dtype: str
-    kv_head_count: int  # of the layers that take most bytes per token
+    kv_head_count: int  # heads of the layers with the most bytes per token
     head_dim: int
-    device: DeviceMemory | None  # where the budget was measured
-    group_count: int  # of layers
-    state_group_count: int  # of them those of recurrent states
-    slot_bytes: int  # of one layer's part of a page
-    state_bytes: int  # of all states of a sequence
+    device: DeviceMemory | None  # None unless the budget was measured
+    group_count: int  # groups of layers
+    state_group_count: int  # groups of recurrent states among these
+    slot_bytes: int  # bytes of one layer's part of a page
+    state_bytes: int  # sum of a sequence's states
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters that a checkpoint's generation_config.json proposes; None where it says nothing."""
+    """Sampling parameters in a checkpoint's generation_config.json; None for those that it lacks."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -119,7 +119,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker in a few numbers. Totals count since its start."""
+    """A worker's configuration and load. Totals count since its start."""
 
     version: str
     pool: str
@@ -143,15 +143,15 @@ class WorkerStatus:
     preemption_count: int
     held_block_count_max: int
     table_entry_count_max: int
-    state_digest: bytes  # of the block tables as the worker knows them
-    report_count: int  # block reports, the first and empty one included
-    disagreement_count: int  # times that the allocator's state was another
+    state_digest: bytes  # digest of the worker's block tables
+    report_count: int  # block reports, including the first, empty one
+    disagreement_count: int  # how often the allocator's state differed from the worker's
     rank_count: int  # processes that compute the model together
     branch_count: int
-    held_branch_count: int  # of these, those that hold blocks at present
+    held_branch_count: int  # branches that hold blocks at present
     memory: PoolMemory
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # the worker itself never applies them
-    model_aliases: tuple[str, ...] = ()  # further names of the model
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # The worker itself never applies them.
+    model_aliases: tuple[str, ...] = ()  # additional names of the model
 
     def __repr__(self) -> str:
         at_work = f"{self.running_count} running, {self.waiting_count} waiting"
@@ -163,11 +163,11 @@ class AdapterInfo:
     """A LoRA adapter that a worker has loaded."""
 
     name: str
-    digest: bytes  # of its configuration and weights, in the root of all its requests' digests
+    digest: bytes  # hash of its configuration and weights. It is part of the root of its requests' digests.
     rank: int
     layer_count: int
     byte_count: int
-    request_count: int  # that are computed or wait with it
+    request_count: int  # running and waiting requests that use it
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -175,22 +175,22 @@ class AdapterInfo:
 
 
 class GroupKind(OpenEnum):
-    """The way in which the layers of a group use their blocks."""
+    """How the layers of a group use their blocks."""
 
     FULL_ATTENTION = 1
-    SLIDING_WINDOW = 2  # tokens attend to the last `window` tokens, themselves included
-    CHUNKED_LOCAL = 3  # tokens attend inside their own chunk of `window` tokens
-    STATE = 4  # recurrent: a block holds a state instead of tokens, and a table has one entry
+    SLIDING_WINDOW = 2  # Tokens attend to the last `window` tokens, including themselves.
+    CHUNKED_LOCAL = 3  # Tokens attend only inside their own chunk of `window` tokens.
+    STATE = 4  # recurrent layers: a block holds a state instead of tokens, and a table has one entry
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One KV cache group. Every `block_size` of a pool is a multiple of the smallest.
+    """One KV cache group. Every `block_size` of a pool is a multiple of the smallest one.
 
     Attributes:
-        kind: attention type of all its layers.
-        block_size: tokens per block; of STATE, tokens between two checkpoints.
-        window: tokens, of SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
+        kind: kind of all its layers.
+        block_size: tokens per block; for STATE, tokens between two checkpoints.
+        window: tokens, for SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
     """
 
     kind: GroupKind
@@ -198,10 +198,10 @@ class GroupSpec:
     window: int = 0
 
     def first_read(self, token_count: int) -> int:
-        """Returns first token whose keys the token after `token_count` others reads, and so any later one; not of
-        STATE.
+        """Returns the first position that the token after `token_count` others reads. Later tokens read no earlier
+        position. Not for STATE.
 
-        In a window of 4, the token after 10 others (at position 10) reads the positions 7 to 10.
+        In a window of 4, the token after 10 others (at position 10) reads the positions 7 to 10, so the result is 7.
         """
         if self.kind is GroupKind.SLIDING_WINDOW:
             return max(0, token_count - self.window + 1)
@@ -212,12 +212,13 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of one namespace in a pool, in blocks of all groups; None is no limit.
+    """Limits of one namespace in a pool, in blocks of all groups; None means no limit.
 
     Attributes:
-        namespace: its name; "*" stands for every namespace without a quota of its own.
-        held_blocks_max: blocks that its sequences may hold, shared ones counted once; beyond it: Result.QUOTA.
-        cached_blocks_max: blocks that it may leave in the cache; beyond it, its own blocks are evicted first.
+        namespace: the namespace's name. "*" means every namespace without its own quota.
+        held_blocks_max: blocks that its sequences may hold, with shared ones counted once. Beyond it, operations get
+            Result.QUOTA.
+        cached_blocks_max: blocks that it may leave in the cache. Beyond it, its own blocks are evicted first.
     """
 
     namespace: str
@@ -230,17 +231,18 @@ class PoolSpec:
     """A pool's specification, which its owner declares once. Layout and fingerprint are part of each digest's root.
 
     Attributes:
-        block_count: physical blocks, of one size in bytes, which all groups draw from.
-        watermark_block_count: free blocks that a new sequence must leave for those that run.
+        block_count: physical blocks. They have one size in bytes, and all groups share them.
+        watermark_block_count: free blocks that a new sequence must leave for running sequences.
         quotas: at most one per namespace.
         eviction_policy: name of the policy that chooses the cached blocks to evict first; empty for the default.
-        retention: the windows and states that stay cached: `dense` or `auto`; empty for the default, auto.
+        retention: windows and states that stay cached: `dense` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 if unknown.
-        append_only: tables change at their end alone: a commit swaps nothing, and a sequence keeps its own blocks. No
-            group is of states. Blocks that fell out of a window are given back; an engine may keep their entries.
-        first_block_id: the lowest block id, for engines that use lower ones themselves; at most 65,536.
-        tells_removed: whether the outcome of each step names the digests that left the index.
-        block_bytes: bytes of a block, for the allocator's metrics alone; 0 if unknown.
+        append_only: tables change only at their end. A commit swaps nothing: a sequence keeps its own blocks. Such a
+            pool has no groups of states. Blocks that fell out of a window are given back; an engine may keep their
+            entries.
+        first_block_id: the lowest block id, for engines that use lower ids themselves; at most 65,536.
+        tells_removed: whether each step's outcome names the digests that were removed from the index.
+        block_bytes: bytes of a block, only for the allocator's metrics; 0 if unknown.
     """
 
     block_count: int
@@ -269,12 +271,12 @@ class PoolSpec:
         quotas: tuple[Quota, ...] = (),
         eviction_policy: str = "",
     ) -> PoolSpec:
-        """Returns a pool whose layers all attend to every earlier token."""
+        """Returns the specification of a pool in which every layer has full attention."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
         identity = (cache_layout, model_fingerprint)
         return cls(block_count, groups, *identity, watermark_block_count, quotas, eviction_policy)
 
     @property
     def block_size(self) -> int:
-        """Returns how many tokens one digest covers: the smallest block size of all groups."""
+        """Returns the tokens per digest: the smallest block size of all groups."""
         return min(group.block_size for group in self.groups)

@@ -1,4 +1,4 @@
-"""Views of a pool for readers: its summary, holders of its blocks, usage of its memory, and matches of a prompt."""
+"""Views of pools and requests: summary, holders of blocks, usage of memory, matches of a prompt, requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SessionKind(OpenEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupUsage:
-    """Blocks of one group: in at least one table, and published ones in none."""
+    """Blocks of one group: those in at least one table, and published ones in no table."""
 
     group: int
     held_block_count: int
@@ -27,28 +27,28 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class PoolSummary:
-    """A pool in a few numbers; its empty, cached and held blocks add up to `spec.block_count`."""
+    """A pool's summary. Its empty, cached and held blocks add up to `spec.block_count`."""
 
     pool: str
     spec: PoolSpec
     session_kind: SessionKind
-    connected: bool  # if not, the lease is running out
+    connected: bool  # False while the lease is running out
     lease_remaining_ms: int
     empty_block_count: int
     cached_block_count: int
     held_block_count: int
     sequence_count: int
-    table_entry_count: int  # what separate caches would hold; above held_block_count by what is shared
+    table_entry_count: int  # blocks without sharing. The excess over held_block_count is shared.
     last_step: int
-    groups: tuple[GroupUsage, ...]  # those of one specification are handled alike and have equal numbers
-    unwritten_slot_count: int  # tokens of room in held blocks of the first group that nothing is committed to
-    promised_block_count: int  # to prompts that are still growing
-    evicted_block_count: int  # cached blocks that were granted anew since the session began
+    groups: tuple[GroupUsage, ...]  # Groups with equal specifications have equal numbers.
+    unwritten_slot_count: int  # token slots without committed tokens in held blocks of the first group
+    promised_block_count: int  # blocks reserved for prompts that are still growing
+    evicted_block_count: int  # cached blocks that were granted again since the session began
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """One live sequence: tokens that it can hold, tokens computed, one table per group."""
+    """One live sequence: its room in tokens, its computed tokens, and one table per group."""
 
     sequence_id: int
     namespace: str
@@ -65,13 +65,13 @@ class PoolBlocks:
     """
 
     summary: PoolSummary
-    block_states: bytes = field(repr=False)  # a byte for each block would be a megabyte of text
+    block_states: bytes = field(repr=False)  # One byte per block would print a megabyte of text.
     sequences: tuple[SequenceInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceUsage:
-    """Blocks of one namespace in all groups, held ones counted once however many tables hold them."""
+    """Blocks of one namespace in all groups. A held block counts once, even if several tables hold it."""
 
     namespace: str
     held_block_count: int
@@ -84,11 +84,11 @@ class PrefixUsage:
     """A stretch of consecutive published blocks.
 
     Attributes:
-        namespace: of the prefix.
-        digest_prefix: first 8 bytes of the digest of its last block.
-        token_count: tokens from the root to its end.
-        block_count: blocks of the stretch, all its groups together.
-        holder_count: sequences whose tables hold all of it.
+        namespace: the prefix's namespace.
+        digest_prefix: first 8 bytes of the last block's digest.
+        token_count: tokens from the root to the end of the stretch.
+        block_count: blocks of the stretch in all its groups together.
+        holder_count: sequences that hold the whole stretch.
     """
 
     namespace: str
@@ -103,14 +103,14 @@ class PoolUsage:
     """Usage of a pool's memory. Lists hold the first 32, largest first.
 
     Attributes:
-        namespaces: by blocks held and cached.
+        namespaces: namespaces, ordered by held and cached blocks.
         namespace_count: number of all namespaces.
-        longest_prefixes: of full attention, each down to its deepest block.
-        most_shared_prefixes: stretches of blocks that several tables hold, by the number of tables.
+        longest_prefixes: longest prefixes of full attention, each down to its deepest block.
+        most_shared_prefixes: stretches of blocks that several tables hold, ordered by the number of tables.
         run_count: stretches in the index of full attention.
-        run_block_count: blocks in these stretches; many short stretches mean fragmentation.
-        free_block_count: blocks that can be granted.
-        free_stretch_count: stretches of consecutive ids that the free blocks form.
+        run_block_count: blocks in these stretches. Many short stretches mean fragmentation.
+        free_block_count: blocks that are free to grant.
+        free_stretch_count: runs of consecutive ids among the free blocks.
     """
 
     summary: PoolSummary
@@ -128,7 +128,7 @@ class PrefixMatch(NamedTuple):
     """Leading tokens of a prompt that a pool has published.
 
     Attributes:
-        attended_token_count: those that full attention alone could serve, if they are more; else 0.
+        attended_token_count: leading tokens that full attention alone could serve, if they are more; else 0.
     """
 
     pool: str
@@ -137,15 +137,15 @@ class PrefixMatch(NamedTuple):
 
 
 class CacheDropped(NamedTuple):
-    """The outcome of dropping a cache: blocks that are empty now, and blocks that sequences still hold, in the
-    namespace or in all."""
+    """The outcome of dropping a cache: blocks that are now empty, and blocks that sequences still hold. Both are of the
+    namespace, or of all namespaces."""
 
     dropped_block_count: int
     held_block_count: int
 
 
 class RequestState(OpenEnum):
-    """A request waits, runs, or has ended."""
+    """The state of a request: it waits, runs, or has ended."""
 
     WAITING = 1
     RUNNING = 2
@@ -153,7 +153,7 @@ class RequestState(OpenEnum):
 
 
 class WaitReason(OpenEnum):
-    """Why a request waits; `quire.v1.WaitReason` has a sentence for each."""
+    """The reason why a request waits. `quire.v1.WaitReason` describes each."""
 
     NEXT_PASS = 1
     NO_SESSION = 2
@@ -167,7 +167,7 @@ class WaitReason(OpenEnum):
 
 
 class RequestStage(NamedTuple):
-    """Something that happened to a request, and how many seconds after it came."""
+    """An event in a request's history, and its time in seconds after the request's arrival."""
 
     name: str
     at_s: float
@@ -182,21 +182,21 @@ class RequestInfo:
     adapter: str
     state: RequestState
     wait_reason: WaitReason | None
-    missing_block_count: int  # of each group, where it waits for BLOCKS
-    behind_request_id: str  # of the request before it; empty if the caller may not know it
-    age_s: float  # now, or when it ended
-    queue_s: float | None  # to its first admission
+    missing_block_count: int  # blocks per group, if the request waits for BLOCKS
+    behind_request_id: str  # id of the request before it. Empty if the caller may not see it.
+    age_s: float  # until now, or until its end
+    queue_s: float | None  # time until its first admission
     first_token_s: float | None
-    time_left_s: float | None  # to its caller's deadline
+    time_left_s: float | None  # time until its caller's deadline
     priority: int
     sample_count: int
-    finish_reasons: tuple[str, ...]  # of the samples that ended in good order
+    finish_reasons: tuple[str, ...]  # reasons of the samples that ended without an error
     prompt_token_count: int
     cached_token_count: int
     output_token_count: int
     preemption_count: int
-    sequence_ids: tuple[int, ...]  # at the allocator, the first 64
-    block_count: int  # in its tables now
+    sequence_ids: tuple[int, ...]  # ids at the allocator, at most 64
+    block_count: int  # blocks in its tables now
     block_count_max: int
     error: str
-    stages: tuple[RequestStage, ...]  # where one request was asked for
+    stages: tuple[RequestStage, ...]  # Empty unless the caller asked for one request.

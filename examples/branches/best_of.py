@@ -1,4 +1,5 @@
-"""The best of 16 answers to one prompt, which is computed once: each answer is a fork, all are decoded in one batch."""
+"""The best of 16 answers to one prompt. The prompt is computed once, each answer is a fork, and one batch decodes
+all."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ async def answer(branch: AsyncBranch, seed: int) -> str:
 
 
 async def best_of(client: AsyncClient, count: int = 16) -> str:
-    """Returns the answer that the model itself finds likeliest, per token, among so many."""
+    """Returns the one of `count` answers with the highest mean log probability per token."""
     async with await client.prefill(PROMPT) as root:
         forks = await root.fork(count)
         answers = sorted({text for text in await asyncio.gather(*map(answer, forks, range(count))) if text})

@@ -1,4 +1,4 @@
-"""A chat that keeps its pages: each turn computes what is new in it, and nothing of what was said before."""
+"""A chat that keeps its pages: each turn computes only its new tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUESTIONS = ("What is a list?", "And a tuple?", "Which one is faster?")
 
 
 async def chat(client: AsyncClient, questions: Sequence[str] = QUESTIONS) -> AsyncIterator[tuple[str, int, int]]:
-    """Yields each answer, and how many tokens the turn had to compute of how many that the chat has."""
+    """Yields for each turn the answer, the tokens that the turn computed, and the tokens of the whole chat."""
     async with await client.prefill(SYSTEM) as branch:
         for question in questions:
             before = branch.token_count

@@ -1,4 +1,4 @@
-"""A classifier by `score`: the likeliest label wins, and instructions and examples are computed once for all texts."""
+"""A classifier by `score`: the likeliest label wins. Instructions and examples are computed once for all texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXTS = ("The while statement repeats. ", "The try statement handles errors. ", 
 
 
 async def classify(client: AsyncClient, texts: Sequence[str] = TEXTS) -> list[tuple[str, dict[str, float]]]:
-    """Returns the label of each text, and of every label the mean logarithm of its tokens' probabilities."""
+    """Returns for each text its label, and the mean log probability of the tokens of every label."""
     found = []
     async with await client.prefill(EXAMPLES) as root:
         for text in texts:

@@ -1,4 +1,4 @@
-"""A worker on the demo model for the examples: real processes, stopped at the end."""
+"""Starts a worker with the demo model for the examples, and stops it at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def run(example: Callable[[AsyncClient], Awaitable[ResultT]]) -> ResultT:
-    """Runs an example on a worker of its own and returns its result."""
+    """Runs an example on a new worker and returns its result."""
 
     async def connected(address: str) -> ResultT:
         async with AsyncClient(address) as client:

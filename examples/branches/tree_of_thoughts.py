@@ -1,6 +1,6 @@
-"""A tree of thoughts with three levels: at each, four continuations are tried and the two best are kept.
+"""A tree of thoughts with three levels. Each level tries four continuations of every thought and keeps the two best.
 
-A thought is good if the model finds its verdict likely after it. Every branch holds its own tail alone.
+A thought is good if the model finds a good verdict likely after it. Every branch holds only its own tail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Thought(NamedTuple):
 
 
 async def think(parent: Thought, branch: AsyncBranch, seed: int) -> Thought:
-    """Goes one step on and judges where that leads."""
+    """Continues a thought by one step and judges the result."""
     step = await branch.generate(max_tokens=16, temperature=0.8, seed=seed, ignore_eos=True)
     (verdict,) = await branch.score([VERDICT])
     return Thought(branch, parent.text + step.text, verdict.mean_logprob)

@@ -1,7 +1,7 @@
 """Monte Carlo tree search on a toy task: the text with the most words that begin with a vowel.
 
-A node is a branch; its children are forks, each eight tokens longer. A node is tried by a rollout on a fork of it that
-is dropped afterwards, so that the tree holds each token once.
+A node is a branch. Its children are forks, each eight tokens longer. A rollout tries a node on a fork that is dropped
+afterwards, so the tree holds each token once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXPLORATION = 0.5
 
 @dataclass
 class Node:
-    """A place in the tree: how often it was tried, and what came of that in sum."""
+    """A place in the tree: how often it was tried, and the sum of its rewards."""
 
     branch: AsyncBranch
     text: str = ""
@@ -28,7 +28,7 @@ class Node:
     reward: float = 0.0
 
     def urgency(self, parent_visits: int) -> float:
-        """Returns how much it should be tried next (UCT)."""
+        """Returns the urgency of trying this node next (UCT)."""
         if not self.visits:
             return math.inf
         return self.reward / self.visits + EXPLORATION * math.sqrt(math.log(parent_visits) / self.visits)
@@ -48,7 +48,7 @@ async def expand(node: Node, seed: int) -> None:
 
 
 async def rollout(node: Node, seed: int) -> float:
-    """Goes on from a node at random and returns what that is worth."""
+    """Continues from a node at random and returns the reward."""
     (fork,) = await node.branch.fork(1)
     async with fork:
         rest = await fork.generate(max_tokens=ROLLOUT, temperature=1.0, seed=seed, ignore_eos=True)
@@ -56,7 +56,7 @@ async def rollout(node: Node, seed: int) -> float:
 
 
 async def tree_search(client: AsyncClient) -> Node:
-    """Returns the child of the root that was tried most, which is the move to make."""
+    """Returns the root's child that was tried most often: the best move."""
     async with await client.prefill(PROMPT) as branch:
         root = Node(branch)
         for number in range(ROUNDS):
@@ -77,7 +77,7 @@ async def tree_search(client: AsyncClient) -> Node:
 
 
 async def release(nodes: list[Node]) -> None:
-    """Ends the branches of nodes and of all below them."""
+    """Ends the branches of these nodes and of all nodes below them."""
     for node in nodes:
         await node.branch.release()
         await release(node.children)

@@ -1,4 +1,4 @@
-"""The dashboard Cache says what the cache is worth, and what cuts its hits."""
+"""The dashboard Cache shows the value of the cache, and what reduces its hits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from scripts.boards.parts import (
 
 
 def hit_ratio(by: str, window: str) -> str:
-    """Returns the share of queried tokens of new prompts that were found."""
+    """Returns a query for the share of new prompts' tokens that hit."""
     hit = f'sum{by} (rate(quire_allocator_prefix_tokens_total{{{POOL}, outcome="hit"}}{window}))'
     queried = f'sum{by} (rate(quire_allocator_prefix_tokens_total{{{POOL}, outcome="queried"}}{window}))'
     return ratio(hit, queried)
 
 
 def gain(window: str) -> str:
-    """Returns the share of prompts' tokens that pools of twice the size would hit, and those of this size would not."""
+    """Returns a query for the share of prompts' tokens that would hit only in pools of twice the size."""
     twice, once = (
         f'sum (rate(quire_allocator_what_if_tokens_total{{{POOL}, size="{size}"}}{window}))' for size in (2, 1)
     )

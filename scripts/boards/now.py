@@ -1,4 +1,4 @@
-"""The dashboard Now says whether everything is healthy at this moment."""
+"""The dashboard Now shows whether everything is healthy at this moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that every dashboard is made of: tiles, plots, text, rows, variables, links and annotations."""
+"""The parts of every dashboard: tiles, plots, text, rows, variables, links and annotations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RATE: Final = "[$__rate_interval]"
 COLUMNS: Final = 24
 TILE_HEIGHT: Final = 4
 PLOT_HEIGHT: Final = 8
-VALUE_PIXELS: Final = 30  # the words of a tile without a value fit into four columns
-LEGEND_PIXELS: Final = 360  # beside the plot, where eight rows fit; below it three would
-IDLE: Final = -1.0  # the value of a tile whose service reports, and has nothing to measure
+VALUE_PIXELS: Final = 30  # At this size, words that replace a value fit into a tile of four columns.
+LEGEND_PIXELS: Final = 360  # The legend stands beside the plot: eight rows fit there, and only three below it.
+IDLE: Final = -1.0  # value of a tile whose service reports but has nothing to measure
 RED, ORANGE, GREEN, GRAY, BLUE = "red", "orange", "green", "#8e8e8e", "blue"
 
-Query = tuple[str, str]  # PromQL, and how the legend names its series
+Query = tuple[str, str]  # PromQL, and the legend's name for its series
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Panel:
     """One panel of a dashboard.
 
     Attributes:
-        title: its name, unique on its dashboard.
-        says: a sentence or two that says what it shows, and what to make of it.
+        title: the panel's name, unique on its dashboard.
+        says: one or two sentences about its content and meaning.
         unit: Grafana's name of the unit.
-        queries: what it asks of Prometheus.
-        width: of 24 columns.
-        runbook: alert whose runbook says what to do.
+        queries: its queries to Prometheus.
+        width: number of columns, of 24.
+        runbook: the alert whose runbook says what to do.
     """
 
     title: str
@@ -50,13 +50,13 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Tile(Panel):
-    """A number of this moment. It is red and says `absent` when nobody reports it.
+    """A current number. It is red and shows `absent` when no service reports it.
 
     Attributes:
-        steps: colors from a value on; below the first one, and without a value, it is red.
-        absent: text when no series answers.
+        steps: (value, color) pairs: the color applies from the value on. Below the first value, the tile is red.
+        absent: the text without any series.
         words: texts that replace values, with their colors.
-        shows_names: whether it shows the legend beside each of several values.
+        shows_names: whether each of several values has its legend beside it.
     """
 
     steps: Sequence[tuple[float, str]] = ((0.0, GREEN),)
@@ -72,8 +72,8 @@ class Plot(Panel):
     Attributes:
         is_stacked: whether series are parts of one whole.
         largest: upper end of the axis, or None.
-        limits: values from which on a colored line warns.
-        is_logarithmic: whether the axis is, for series of which one is far above the others.
+        limits: values at which a colored line is drawn as a warning.
+        is_logarithmic: whether the axis is logarithmic, for plots with one series far above the others.
     """
 
     is_stacked: bool = False
@@ -105,10 +105,10 @@ class Board:
     """One dashboard.
 
     Attributes:
-        name: stem of its file; `quire-` and this is its uid.
-        title: its name, as Grafana lists it.
-        says: what it answers.
-        rows: its rows, from top to bottom.
+        name: stem of the file; the uid is `quire-` followed by this.
+        title: the name in Grafana's list.
+        says: the question that it answers.
+        rows: the rows, from top to bottom.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Board:
 
 
 def quantiles(metric: str, by: str, legend: str, chosen: str, levels: Sequence[float] = (0.5, 0.99)) -> list[Query]:
-    """Returns queries for quantiles of a histogram, one series a value of the label `by`."""
+    """Returns queries for quantiles of a histogram, with one series per value of the label `by`."""
     return [
         (
             f"histogram_quantile({level}, sum by (le, {by}) (rate({metric}_bucket{{{chosen}}}{RATE}))) >= 0",
@@ -129,12 +129,13 @@ def quantiles(metric: str, by: str, legend: str, chosen: str, levels: Sequence[f
 
 
 def ratio(part: str, whole: str) -> str:
-    """Returns a quotient that has no value, instead of NaN, where the whole is 0."""
+    """Returns a query for a quotient. It has no value, instead of NaN, where `whole` is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def reported(query: str, reporting: str) -> str:
-    """Returns a query that has a value only while `reporting` has one: a rate outlives its process by its range."""
+    """Returns a query that has a value only while `reporting` has one. A rate alone outlives its process by its
+    range."""
     return f"({query}) and on () {reporting}"
 
 
@@ -252,7 +253,7 @@ def _variable(name: str, label: str, says: str, query: str) -> dashboard.QueryVa
 
 
 class _Annotation(dashboard.AnnotationQuery):
-    """An annotation with the title and step that the Prometheus data source reads beside the query."""
+    """An annotation with a title and a step, which the Prometheus data source reads along with the query."""
 
     def __init__(self, name: str, color: str, expression: str, title: str) -> None:
         super().__init__()

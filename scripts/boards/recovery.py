@@ -1,4 +1,4 @@
-"""The dashboard Recovery says what restarts and lost sessions cost."""
+"""The dashboard Recovery shows the cost of restarts and lost sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard Requests says where the time of requests goes."""
+"""The dashboard Requests shows where the time of requests goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard Tenants says who takes how much, and from whom."""
+"""The dashboard Tenants shows how much each tenant uses, and takes from others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Draws one dashboard with Grafana's own front-end packages: panels, units, thresholds, legends, themes are theirs.
-// The queries, the two small wrappers of plots and tiles, and the rows' titles are not.
+// Draws one dashboard with Grafana's own front-end packages: panels, units, thresholds, legends and themes.
+// Only the queries, the two small wrappers of plots and tiles, and the rows' titles are written here.
 //
 //   ?dash=now.json&prom=http://HOST:PORT&end=SECONDS&secs=SECONDS
 import './boot.js';
@@ -111,7 +111,7 @@ async function framesOf(target) {
     const name = target.legendFormat.replace(/\{\{\s*(\w+)\s*\}\}/g, (_, label) => metric[label] ?? '');
     const at = new Map(values.map(([time, value]) => [time, +value]));
     const times = target.instant ? [...at.keys()] : Array.from({ length: (end - first) / step + 1 }, (_, i) => first + i * step);
-    const numbers = times.map((time) => (Number.isFinite(at.get(time)) ? at.get(time) : null)); // a gap stays one
+    const numbers = times.map((time) => (Number.isFinite(at.get(time)) ? at.get(time) : null)); // keeps gaps
     return toDataFrame({
       refId: target.refId, name,
       fields: [

@@ -104,7 +104,7 @@ class Blocks:
             self.push(entry)
 
     def reranked(self, entry: Scoped) -> None:
-        """Puts a candidate at another place in the queue, because its worth changed."""
+        """Puts a candidate at another place in the queue, because the policy values it anew."""
         self.policy.revalued(entry)
         self.push(entry)
 

@@ -1,4 +1,4 @@
-"""A client of an allocator: what its pools hold, and ownership of one."""
+"""A client of an allocator: it inspects, watches and owns pools."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from quire.v1 import server_pb2
 
 
 class AsyncAllocator(AsyncConnected):
-    """Pools and their blocks.
+    """Inspects, watches and owns an allocator's pools.
 
     Args:
         allocator: address; by default $QUIRE_ALLOCATOR or 127.0.0.1:7070.
         token: bearer token; by default the content of the file that $QUIRE_TOKEN_FILE names, if set.
         tls: encrypts the connection; by default with the files that $QUIRE_TLS_CA, $QUIRE_TLS_CERT and $QUIRE_TLS_KEY
             name, if set. Without it a token is sent to this machine only.
-        timeout_s: for each call.
+        timeout_s: default timeout of each call.
 
-    Made inside the event loop that uses it. A call that meets UNAVAILABLE is tried four times, 50 to 500 ms apart, all
-    within its time; `generate` and `stream` only until the first chunk. Methods raise QuireError where the call fails.
-    What an operation answers (no space, say) is a result.
+    Made inside the event loop that uses it. A call that meets UNAVAILABLE is tried up to four times, 50 to 500 ms
+    apart, within its timeout. Methods raise QuireError if the call fails. A refused operation (no space, say) is a
+    result, not an error.
     """
 
     SERVICE = "quire.v1.AllocatorService"
@@ -65,13 +65,13 @@ class AsyncAllocator(AsyncConnected):
             request.page_token = page.next_page_token
 
     async def get_pool(self, pool: str, *, timeout_s: float | None = None) -> views.PoolSummary:
-        """Returns one pool in a few numbers."""
+        """Returns the summary of one pool."""
         reply = await self._link.call(self._stub.GetPool, pb.GetPoolRequest(pool=pool), timeout_s)
         return messages.pool_summary(reply.summary)
 
     async def get_pool_blocks(self, pool: str, *, timeout_s: float | None = None) -> views.PoolBlocks:
-        """Says who holds what in one pool. A large one takes several calls, so that its parts are not of one
-        instant."""
+        """Returns the holders of one pool's blocks. A large pool takes several calls, so its parts may be read at
+        different times."""
         request, pages = pb.GetPoolBlocksRequest(pool=pool), list[pb.GetPoolBlocksResponse]()
         while not pages or pages[-1].next_page_token:
             request.page_token = pages[-1].next_page_token if pages else ""
@@ -79,14 +79,15 @@ class AsyncAllocator(AsyncConnected):
         return messages.pool_blocks(pages)
 
     async def get_pool_usage(self, pool: str, *, timeout_s: float | None = None) -> views.PoolUsage:
-        """Returns where the memory of one pool goes: namespaces, longest and most shared prefixes, fragmentation."""
+        """Returns how one pool's memory is used: namespaces, longest and most shared prefixes, fragmentation."""
         request = pb.GetPoolUsageRequest(pool=pool)
         return messages.pool_usage(await self._link.call(self._stub.GetPoolUsage, request, timeout_s))
 
     async def match_prefix(
         self, digests: bytes | Iterable[bytes], namespace: str = "", *, timeout_s: float | None = None
     ) -> tuple[views.PrefixMatch, ...]:
-        """Pools that have published the beginning of a prompt, longest first. A hint that holds nothing."""
+        """Returns the pools that have published a prefix of the prompt, longest match first. The answer is a hint: it
+        reserves no blocks."""
         request = messages.match_request(digests, namespace)
         return messages.prefix_matches(await self._link.call(self._stub.MatchPrefix, request, timeout_s))
 
@@ -94,8 +95,8 @@ class AsyncAllocator(AsyncConnected):
         self, pool: str, namespace: str | None = None, digests: bytes | Iterable[bytes] = b"",
         kept_digest_count: int = 0, *, timeout_s: float | None = None,
     ) -> views.CacheDropped:  # fmt: skip
-        """Forgets what is cached of a pool: all of it, of a namespace, or of that what stands behind the kept ones of a
-        prefix's digests. What sequences hold stays. It takes permission to own the pool."""
+        """Drops cached blocks: of the whole pool, of one namespace, or of one prefix in it behind its first
+        `kept_digest_count` digests. Blocks that sequences hold stay. The caller needs permission to own the pool."""
         request = messages.drop_request(pool, namespace, digests, kept_digest_count)
         reply = await self._link.call(self._stub.DropCache, request, timeout_s)
         return views.CacheDropped(**messages.values_of(reply))
@@ -109,25 +110,25 @@ class AsyncAllocator(AsyncConnected):
         timeout_s: float | None = None,
         on_wait: Callable[[QuireError], None] | None = None,
     ) -> AsyncEventStream:
-        """Returns every change of what one pool can hit, in order; see `quire.events`.
+        """Returns a stream of every change to the cached prefixes of one pool, in order; see `quire.events`.
 
         Args:
             pool: its name.
-            session_id: with `cursor`, to go on where an earlier stream ended. Where that is not possible any more, and
-                by default, the watch begins with a snapshot.
-            cursor: of that stream.
-            timeout_s: how long to watch; without it, until the stream is closed.
-            on_wait: called with the error whenever the watch was cut off and is resumed.
+            session_id: with `cursor`, resumes where an earlier stream ended. If that is no longer possible, and by
+                default, the watch begins with a snapshot.
+            cursor: the earlier stream's cursor.
+            timeout_s: how long to watch. By default until the stream is closed.
+            on_wait: called with the error whenever the watch is interrupted and resumes.
 
-        A watch that has begun and meets UNAVAILABLE goes on after the last event, however long that takes, with pauses
-        of 50 ms to 5 s.
+        A watch that meets UNAVAILABLE after it has begun resumes after the last event. It retries without a limit, with
+        pauses of 50 ms to 5 s.
 
         Raises:
-            NotFoundError: while iterating: the pool is unknown, or gone; after a restart of the allocator it is unknown
-                until its owner has attached again.
-            ResourceExhaustedError: while iterating: WATCHER_SLOW, events came faster than they were taken; LIMIT, too
-                many watch.
-            QuireError: while iterating: anything else that a call may meet.
+            NotFoundError: while iterating: the pool is unknown or gone. After a restart of the allocator, a pool is
+                unknown until its owner has attached again.
+            ResourceExhaustedError: while iterating: WATCHER_SLOW, events came faster than they were read; or LIMIT,
+                the allocator has too many watchers.
+            QuireError: while iterating: any other failure of a call.
         """
         request = messages.watch_request(pool, session_id, cursor)
         watch = Watch(self._link, self._stub.WatchEvents, request, timeout_s=timeout_s, on_wait=on_wait)
@@ -159,23 +160,23 @@ class AsyncAllocator(AsyncConnected):
     def session(
         self, pool: str, spec: types.PoolSpec, *, transport: Literal["stream", "calls"] = "stream", **options: Any
     ) -> AsyncSession | AsyncCallSession:
-        """Returns a session that owns a pool from its `open`, or the beginning of `async with`, until its `close`.
+        """Returns a session. It owns a pool from its `open`, or the beginning of `async with`, until its `close`.
 
-        Over "stream", steps are numbered messages on a connection of its own, and the pool outlives the allocator: see
-        docs/session.md. Over "calls" each step is a unary call on this client's connection.
+        Over "stream", steps are numbered messages on a separate connection, and the pool outlives the allocator: see
+        docs/session.md. Over "calls", each step is a unary call on this client's connection.
 
         Args:
             pool: its name.
             spec: its specification.
             transport: "stream" or "calls".
-            **options: over "stream" `window` (steps that may be unanswered at a time, 1 to 8), `on_wait` (gets the
-                reason whenever attaching has to be tried again) and, for asyncio only, `ahead_tokens` (room that a
-                decoding sequence should have beyond its next token). Over "calls" `keep_alive` (renews the lease in
-                the background; without it only steps do) and `request_id` (opening again with the same id takes the
-                same session again).
+            **options: over "stream": `window` (steps that may be unanswered at a time, 1 to 8), `on_wait` (called with
+                the error before each retry of attaching) and, for asyncio only, `ahead_tokens` (room that a decoding
+                sequence should have beyond its next token). Over "calls": `keep_alive` (renews the lease in the
+                background; without it only steps renew it) and `request_id` (opening again with the same id returns the
+                same session).
 
         Raises:
-            ValueError, TypeError: there is no such transport, or it has no such option.
+            ValueError, TypeError: the transport is unknown, or does not have this option.
         """
         return _owning.async_session(self._link, pool, spec, transport, **options)
 
@@ -188,21 +189,21 @@ class AsyncAllocator(AsyncConnected):
         ahead_tokens: int | None = None,
         on_wait: Callable[[QuireError], None] | None = None,
     ) -> AsyncEngine:
-        """Returns an engine that owns a pool from its `open`, or the beginning of `async with`, until its `close`.
+        """Returns an engine. It owns a pool from its `open`, or the beginning of `async with`, until its `close`.
 
-        A turn is one step. Over "stream" the pool outlives the allocator. Over "calls" each step is a unary call, and
+        A turn is one step. Over "stream", the pool outlives the allocator. Over "calls", each step is a unary call, and
         the pool is lost with the allocator. See docs/engine.md.
 
         Args:
             pool: its name.
             spec: its specification.
             transport: "stream" or "calls".
-            ahead_tokens: room that a sequence should have beyond its next token, for outages of that length: by default
-                64 over "stream"; "calls" has none.
-            on_wait: called with the error whenever attaching, or a call, has to be tried again.
+            ahead_tokens: room that a sequence should have beyond its next token, so that it can decode that far during
+                an outage. The default over "stream" is 64. Over "calls" there is none.
+            on_wait: called with the error before each retry of attaching or of a call.
 
         Raises:
-            ValueError: there is no such transport, or room ahead is wanted over "calls".
+            ValueError: the transport is unknown, or `ahead_tokens` is set over "calls".
         """
         return _owning.async_engine(
             self._link, pool, spec, transport=transport, ahead_tokens=ahead_tokens, on_wait=on_wait

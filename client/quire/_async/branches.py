@@ -1,13 +1,12 @@
-"""Branches: tokens whose keys and values a worker holds, to be continued, forked and scored.
+"""Branches: a worker holds the keys and values of a branch's tokens. Callers continue, fork and score it.
 
 Lifecycle of a handle:
 
-    1. open       its branch is renewed three times in the length of its time, by a task of the client
-    2. released   by `release`, or the end of its `async with` block; or nobody refers to it any more, and its time
-                  runs out
+    1. open       a task of the client renews the branch three times per time to live
+    2. released   by `release`, or by the end of its `async with` block. A handle without references is no longer
+                  renewed, so its branch expires
 
-A branch outlives the one that it was forked from. It ends with its worker: calls then raise NotFoundError with
-BRANCH_UNKNOWN.
+A fork may outlive its original. A branch ends with its worker: calls then raise NotFoundError with BRANCH_UNKNOWN.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 
 
 class AsyncBranchKeeper:
-    """Renews the branches of one client, for asyncio; those of one length of time together."""
+    """Renews the branches of one client in the background. It renews branches of equal time to live together."""
 
     def __init__(self, link: AsyncLink, stub: pb_grpc.WorkerServiceAsyncStub) -> None:
         self.link = link
@@ -35,14 +34,14 @@ class AsyncBranchKeeper:
         self._kept: dict[int, tuple[_AsyncRenewed, KeptByTask]] = {}
 
     def opened(self, ttl_ms: int) -> OpenBranches:
-        """Returns where handles of branches with this length of time go."""
+        """Returns the set that handles of branches with this time to live belong to."""
         if ttl_ms not in self._kept:
             renewed = _AsyncRenewed(self.link, self.stub)
             self._kept[ttl_ms] = renewed, KeptByTask(renewed, ttl_ms)
         return self._kept[ttl_ms][0]
 
     def stop(self) -> None:
-        """Ends it, because the client is closed."""
+        """Ends renewing, because the client is closed."""
         for _, kept in self._kept.values():
             kept.stop()
 
@@ -61,14 +60,14 @@ class _AsyncRenewed(OpenBranches):
 
 
 class AsyncBranch:
-    """A branch of a worker; leaving the `async with` block releases it.
+    """A branch of a worker. Leaving the `async with` block releases it.
 
-    All methods raise QuireError where the call fails.
+    All methods raise QuireError if the call fails.
 
     Attributes:
-        id: by which the worker knows it.
-        token_count: tokens that it had after the last `extend` or `generate` of this handle.
-        cached_token_count: tokens of its prompt that were in the cache; 0 for a fork.
+        id: the worker's id of the branch.
+        token_count: tokens in the branch after this handle's last `extend` or `generate`.
+        cached_token_count: prompt tokens that were in the cache; 0 for a fork.
     """
 
     def __init__(
@@ -84,13 +83,13 @@ class AsyncBranch:
         self._opened.add(self)
 
     async def fork(self, count: int = 1, *, timeout_s: float | None = None) -> tuple[AsyncBranch, ...]:
-        """Returns so many new branches of the same tokens, which share what this one holds."""
+        """Returns `count` new branches with the same tokens. They share this branch's blocks."""
         request = branch_messages.fork_request(self.id, count)
         reply = await self._link.call(self._stub.ForkBranch, request, timeout_s)
         return tuple(AsyncBranch(self._keeper, each, self._ttl_ms, self.token_count) for each in reply.branch_ids)
 
     async def extend(self, continuation: str | Sequence[int], *, timeout_s: float | None = None) -> None:
-        """Puts text, or token ids, behind the branch's tokens, and computes them."""
+        """Appends text, or token ids, to the branch and computes them."""
         request = branch_messages.extend_request(self.id, continuation)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         reply = await self._link.call(self._stub.ExtendBranch, request, timeout_s)
@@ -105,8 +104,10 @@ class AsyncBranch:
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> sampling.Generation:
-        """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
-        `AsyncClient.generate`, but for `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`."""
+        """Continues the branch and waits for the whole answer, which becomes part of the branch.
+
+        Options are those of `AsyncClient.generate`, except `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`.
+        """
         async with self.stream(
             params, priority=priority, request_id=request_id, timeout_s=timeout_s,
             interval_s=generating.WHOLE_INTERVAL_S, **options,
@@ -125,8 +126,10 @@ class AsyncBranch:
         interval_s: float = 0.0,
         **options: Unpack[sampling.SamplingOptions],
     ) -> AsyncChunkStream:
-        """Does what `generate` does, but gives each piece as it comes, those of a text `interval_s` apart at least.
-        Closed before its end, it leaves the branch as it was."""
+        """Continues the branch like `generate`, but yields each chunk as it arrives, at least `interval_s` apart.
+
+        A stream that is closed before its end leaves the branch unchanged.
+        """
         request = branch_messages.continue_request(
             self.id, params, options, request_id=request_id, interval_s=interval_s, priority=priority
         )
@@ -137,13 +140,13 @@ class AsyncBranch:
     async def score(
         self, candidates: Iterable[str | Sequence[int]], *, timeout_s: float | None = None
     ) -> tuple[types.Score, ...]:
-        """Returns how likely each candidate is as the branch's continuation. The branch stays as it is."""
+        """Returns how likely each candidate is as the branch's continuation. The branch does not change."""
         request = branch_messages.score_request(self.id, candidates)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         return branch_messages.scores(await self._link.call(self._stub.ScoreBranch, request, timeout_s))
 
     async def release(self, *, timeout_s: float | None = None) -> None:
-        """Ends the branch, once no call uses it; its forks live on. Ending it twice is no error."""
+        """Ends the branch once no call uses it. Its forks stay. Releasing it twice is not an error."""
         self._opened.discard(self.id)
         await self._link.call(self._stub.ReleaseBranches, pb.ReleaseBranchesRequest(branch_ids=[self.id]), timeout_s)
 
@@ -159,7 +162,7 @@ class AsyncBranch:
 
 
 class AsyncPrefills:
-    """The part of a client that begins branches."""
+    """The part of a client that creates branches."""
 
     _branches: AsyncBranchKeeper
 
@@ -172,10 +175,10 @@ class AsyncPrefills:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncBranch:
-        """Computes a prompt (text, or token ids) once and returns a branch, which holds it and begins with it.
+        """Computes a prompt (text, or token ids) once and returns a branch that begins with it.
 
-        The worker holds a branch for `ttl_s` after it was last named; while its handle is open, the client names it
-        in the background.
+        The worker keeps a branch for `ttl_s` after the last call that names it. While the handle is open, the client
+        renews the branch in the background.
         """
         request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s

@@ -13,8 +13,8 @@ from quire._transport.streams import AsyncStream, AsyncWatchStream
 class AsyncChunkStream(AsyncStream[sampling.Chunk]):
     """Chunks of one request, each returned when it arrives.
 
-    `aclose`, leaving the `async with` block and losing the last reference (as `break` out of a loop over
-    `client.stream(...)` does) cancel the request, which frees its blocks at once.
+    `aclose`, leaving the `async with` block, and losing the last reference (for example by `break` out of a loop over
+    `client.stream(...)`) cancel the request. That frees its blocks at once.
     """
 
     def __init__(self, link: AsyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
@@ -23,13 +23,13 @@ class AsyncChunkStream(AsyncStream[sampling.Chunk]):
 
 
 class AsyncEventStream(AsyncWatchStream):
-    """Events of one pool, without end. `aclose`, leaving the `async with` block and losing the last
+    """An endless stream of one pool's events. `aclose`, leaving the `async with` block and losing the last
     reference end the watch."""
 
     @property
     def session_id(self) -> bytes:
-        """Returns the session to resume from later, together with `cursor`. It is empty inside a snapshot, which has to
-        begin again."""
+        """Returns the session to resume from later, together with `cursor`. It is empty inside a snapshot, because a
+        partial snapshot must begin again."""
         return self._watch.session_id
 
     @property
@@ -39,6 +39,6 @@ class AsyncEventStream(AsyncWatchStream):
 
     @property
     def age_s(self) -> float:
-        """Returns the seconds since the last message of the allocator, which sends one every 5 s while nothing happens.
-        A mirror of these events is as old."""
+        """Returns the seconds since the allocator's last message, and so the age of a mirror of these events. An idle
+        allocator sends a message every 5 s."""
         return time.monotonic() - self._watch.heard_s

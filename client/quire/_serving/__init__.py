@@ -1,1 +1,1 @@
-"""Code that the allocator's and the worker's servers share. It is not part of the public interface."""
+"""Code that all servers share. It is not part of the public interface."""

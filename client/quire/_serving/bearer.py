@@ -1,4 +1,4 @@
-"""The bearer token of a call."""
+"""Checks the bearer token of a call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hmac
 
 
 def is_bearer_of(authorization: bytes, token: str) -> bool:
-    """Tells whether this `authorization` shows the token. As RFC 9110 has it, the word `Bearer` has any case."""
+    """Tells whether an `authorization` header contains the token. The word `Bearer` may have any case (RFC 9110)."""
     scheme, _, given = authorization.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())

@@ -1,4 +1,4 @@
-"""A limited number of places, and how many of them one caller may have.
+"""A limited number of places, shared fairly between callers.
 
 Pure: no clock, no wire.
 """
@@ -10,11 +10,13 @@ from collections.abc import Hashable
 
 
 class CallerShares:
-    """Places that callers take and leave. A caller may have as many as are left free: alone it gets half of them, and
-    of n callers that want all, each gets one of n + 1 parts. So there is a place for a caller who has none.
+    """Places that callers take and leave. A caller may hold at most as many places as stay free.
+
+    A single caller therefore gets half of all places. If n callers want all of them, each gets 1 / (n + 1). A place is
+    always left for a caller that has none.
 
     Args:
-        alone_max: places of a caller that is alone; there are twice as many.
+        alone_max: places that a single caller may hold, which is half of all places.
     """
 
     def __init__(self, alone_max: int) -> None:
@@ -23,7 +25,7 @@ class CallerShares:
         self._held: Counter[Hashable] = Counter()
 
     def take(self, caller: Hashable, count: int = 1) -> bool:
-        """Returns whether the caller has them from now on; all of them or none."""
+        """Takes `count` places, or none if there are too few for this caller. Returns whether it took them."""
         held = self._held[caller] + count
         if held > self.count_max - self.count - count + 1:
             if held == count:
@@ -34,12 +36,12 @@ class CallerShares:
         return True
 
     def leave(self, caller: Hashable, count: int = 1) -> None:
-        """Gives back some of the places that a caller has."""
+        """Gives back `count` of a caller's places."""
         self.count -= count
         self._held[caller] -= count
         if not self._held[caller]:
             del self._held[caller]
 
     def held_by(self, caller: Hashable) -> int:
-        """Counts those that a caller has."""
+        """Returns the number of places that a caller holds."""
         return self._held.get(caller, 0)

@@ -1,16 +1,16 @@
-"""Checks that every call passes before its handler: the token, a place, and the arrival of its message.
+"""Checks each call before its handler runs: its token, a free place, and the arrival of its message.
 
 Lifecycle of a call:
 
-    1. refused    it shows no token, or a wrong one: answered at once, even before its message has arrived
-    2. unread     it has a place, and its message is awaited for `MESSAGE_S` seconds. If places run out, the caller with
-                  most unread calls loses the call that has waited longest
+    1. refused    its token is missing or wrong. The answer does not wait for the call's message
+    2. unread     it has a place, and the server waits up to `MESSAGE_S` seconds for its message. If places run out, the
+                  caller with the most unread calls loses the one that has waited longest
     3. served     its message has arrived, and its handler runs
     4. ended      its place is free
 
-gRPC would read the message of a unary call before any check. Callers without a token could then fill a server with
-calls whose messages never arrive. Handlers of unary requests are therefore registered as handlers of streams, which
-read one message. Health has places of its own, and so have its watches.
+gRPC reads the message of a unary call before any check. Callers without a token could then fill a server with calls
+whose messages never arrive. Handlers of unary requests are therefore registered as stream handlers that read one
+message. Health checks and health watches have separate places.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from quire._serving.caller_shares import CallerShares
 from quire._serving.rpc import Context, Handler, abort, caller_of, log_refused
 from quire.errors import QuireError, Reason
 
-MESSAGE_S: Final = 10.0  # for the message of a unary call, after its head
-MESSAGES_AT_ONCE_MAX: Final = 16  # of one caller, that arrive at a time; others wait unread, which takes no memory
-MESSAGES_BYTES_MAX: Final = 64 << 20  # that one caller's calls hold; all together hold twice as many
-SMALL_BYTES: Final = 8 << 10  # of a message that is not counted
+MESSAGE_S: Final = 10.0  # time for a unary call's message to arrive after its headers
+MESSAGES_AT_ONCE_MAX: Final = 16  # concurrent reads per caller. Further messages wait unread and take no memory.
+MESSAGES_BYTES_MAX: Final = 64 << 20  # message bytes per caller. All callers together may hold twice this.
+SMALL_BYTES: Final = 8 << 10  # Messages up to this size are not counted.
 HEALTH_CALLS_MAX: Final = 256
 HEALTH_WATCHES_MAX: Final = 256
 _HEALTH: Final = "/grpc.health.v1.Health/"
@@ -42,14 +42,16 @@ _HEALTH: Final = "/grpc.health.v1.Health/"
 class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
     """Checks calls, and passes them to their handlers.
 
-    - A call whose `authorization` is not `Bearer TOKEN` is refused: UNAUTHENTICATED / TOKEN.
-    - One that finds no place: RESOURCE_EXHAUSTED / LIMIT.
-    - One whose message does not come: DEADLINE_EXCEEDED / IDLE; whose bytes are no message: INVALID_ARGUMENT /
-      MALFORMED. Streams of requests are left to their handlers, which read them one by one.
+    - Wrong or missing `authorization: Bearer TOKEN`: the call fails with UNAUTHENTICATED / TOKEN.
+    - No free place: RESOURCE_EXHAUSTED / LIMIT.
+    - No message in time: DEADLINE_EXCEEDED / IDLE.
+    - Bytes that do not parse: INVALID_ARGUMENT / MALFORMED.
+
+    The last two checks do not apply to streams of requests: their handlers read the messages one by one.
 
     Args:
         token: bearer token that callers must show; None admits every caller.
-        calls_max: calls at a time, those to health apart. One caller may have as many as are left free.
+        calls_max: concurrent calls, not counting health. One caller may hold at most as many as stay free.
     """
 
     def __init__(self, token: str | None, calls_max: int) -> None:
@@ -62,7 +64,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Puts a handler around the real one, or one that refuses in its place."""
+        """Returns a handler that checks the call and then runs the real one, or a handler that refuses it."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -92,11 +94,11 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
 
 class _Place:
-    """A place of one call.
+    """The place of one call.
 
     Attributes:
-        timeout: of its message, while it is awaited.
-        byte_count: of its message, unless that is small.
+        timeout: the deadline for the call's message, while the server waits for it.
+        byte_count: size of the message, 0 for small ones.
     """
 
     def __init__(self, caller: Hashable) -> None:
@@ -107,20 +109,20 @@ class _Place:
 
 
 class _Calls:
-    """The calls of one kind that have a place."""
+    """Holds the places of one kind of calls."""
 
     def __init__(self, count_max: int) -> None:
         self._places = CallerShares(count_max // 2)
         self._bytes = CallerShares(MESSAGES_BYTES_MAX)
-        self._arriving: dict[Hashable, asyncio.Semaphore] = {}  # of callers who have places
-        self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, the one that has waited longest first
+        self._arriving: dict[Hashable, asyncio.Semaphore] = {}  # by caller
+        self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, longest wait first
 
     @contextlib.contextmanager
     def place(self, caller: Hashable) -> Iterator[_Place]:
-        """Keeps a place for a call.
+        """Reserves a place for a call.
 
         Raises:
-            QuireError: LIMIT.
+            QuireError: LIMIT, no place is free.
         """
         while not self._places.take(caller):
             if not self._unread:
@@ -143,7 +145,8 @@ class _Calls:
         """Returns the call's message.
 
         Raises:
-            QuireError: IDLE or MALFORMED; LIMIT, its caller has too much of it.
+            QuireError: IDLE, the message did not arrive in time; MALFORMED, it does not parse; LIMIT, its caller's
+                messages take too many bytes, or another call took its place.
         """
         arriving = self._arriving.get(place.caller)
         if arriving is None:
@@ -175,7 +178,7 @@ class _Calls:
         place.byte_count = size
 
     def _lose(self, place: _Place) -> None:
-        """Takes the place of a call whose message has not come, and ends the call."""
+        """Ends a call whose message has not arrived, and frees its place."""
         self._forget(place)
         self._places.leave(place.caller)
         place.is_lost = True
@@ -194,10 +197,10 @@ async def _refuse(_requests: object, context: Context) -> None:
 
 
 def _forgetting(behavior: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
-    """Returns a handler whose refused calls leave nothing behind.
+    """Returns a handler that frees a refused call's memory at once.
 
-    gRPC keeps the exception that ends a call with the call. Its traceback leads to the message, and to the call again:
-    a cycle, which would stay until the garbage collector runs, and that is rare.
+    gRPC stores the exception that ends a call in the call. The exception's traceback refers to the message and to the
+    call: a cycle that stays in memory until the garbage collector runs, which is rare.
     """
 
     async def behave(requests: Any, context: Context) -> Any:
@@ -225,7 +228,7 @@ def _answering(calls: _Calls, handler: Handler) -> Callable[[object, Context], A
 
 
 def _streaming(calls: _Calls, handler: Handler) -> Callable[[object, Context], Awaitable[None]]:
-    """A stream is either yielded or, by a coroutine, written to the context."""
+    """Returns a handler for responses that `handler` either yields or, as a coroutine, writes to the context."""
     inner = handler.unary_stream
 
     async def stream(_requests: object, context: Context) -> None:

@@ -16,7 +16,7 @@ FAILED: Final = 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses a server's command line. Argparse alone hides that help or version could not be written."""
+    """Parses a server's command line, and fails if help or version cannot be written. Argparse would ignore that."""
 
     def __init__(self, *, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description)
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         """Writes a message, to standard error by default.
 
         Raises:
-            SystemExit: with 1, as help or version cannot be written; with no word where a pipe's reader has gone.
+            SystemExit: with 1, help or version cannot be written. Prints nothing if the pipe's reader has exited.
         """
         if file is not sys.stdout:
             super()._print_message(message, file)
@@ -34,6 +34,6 @@ class Parser(argparse.ArgumentParser):
         try:
             print(message, end="", flush=True)  # noqa: T201 - help and version are output
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would write what is left again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Otherwise Python writes the rest again when it exits.
             said = "" if isinstance(error, BrokenPipeError) else f"{self.prog}: standard output: {error.strerror}\n"
             self.exit(FAILED, said)

@@ -1,4 +1,4 @@
-"""Addresses that a server may listen on: those of this machine alone, unless it encrypts and authenticates."""
+"""Checks a server's addresses: only local ones are allowed unless the server encrypts and authenticates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from quire.errors import UsageError
 
 
 def require_safe(option: str, address: str, *, encrypted: bool, authenticated: bool) -> None:
-    """Refuses to serve other machines without encryption, or without authentication of the callers.
+    """Refuses an address that other machines can reach, unless the server encrypts and authenticates its callers.
 
     Raises:
-        UsageError: the address is not local and something is missing, or it is no address.
+        UsageError: the address is invalid, or it is not local and encryption or authentication is missing.
     """
     try:
         if is_local(address) or (encrypted and authenticated):

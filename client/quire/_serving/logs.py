@@ -1,6 +1,6 @@
-"""Structured logs on standard error: JSON for machines, colours for a terminal. Warnings of libraries look the same.
+"""Structured logs on standard error: JSON for machines, colors for a terminal. Libraries' warnings look the same.
 
-No token, prompt, text or whole digest is ever logged. A log never makes a server wait, fail or end: see
+Tokens, prompts, texts and whole digests are never logged. Logging never makes a server wait, fail or end: see
 `quire._serving.never_blocking`.
 """
 
@@ -16,10 +16,10 @@ from quire._serving.never_blocking import dropped_line_count, take_standard_stre
 
 
 def configure(*, log_format: str, level: str, **bound: Any) -> None:
-    """Sets up logging of this process, whose standard output and error never block from now on.
+    """Sets up this process's logging. From now on its standard output and error never block.
 
     Args:
-        log_format: "json", "console", or "auto": console where standard error is a terminal.
+        log_format: "json", "console", or "auto". With "auto" it is "console" if standard error is a terminal.
         level: "debug", "info", "warning" or "error".
         bound: values that every line carries, such as the process' role.
     """
@@ -44,15 +44,15 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
 
 
 def dropped_lines(prefix: str) -> CounterMetricFamily:
-    """Returns the metric of lines that were dropped, named `{prefix}_log_lines_dropped_total`."""
+    """Returns the counter of dropped log lines, named `{prefix}_log_lines_dropped_total`."""
     return CounterMetricFamily(f"{prefix}_log_lines_dropped", "Lines of output that nobody took.", dropped_line_count())
 
 
 class _OfLibraries(logging.Handler):
-    """Writes what comes through Python's own logging, which would be bare lines between ours."""
+    """Formats records of Python's logging module like all other log lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one line; never raises, as a handler must not."""
+        """Writes one line. It never raises, because a logging handler must not."""
         try:
             logger = structlog.get_logger()
             logger.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info or None)
@@ -61,7 +61,7 @@ class _OfLibraries(logging.Handler):
 
 
 def _without_escapes(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Writes control characters as programs do: what others have sent must not steer a terminal."""
+    """Escapes control characters, so that text from other parties cannot control a terminal."""
     return {name: _shown(value) if isinstance(value, str) else value for name, value in line.items()}
 
 

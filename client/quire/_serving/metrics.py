@@ -27,18 +27,18 @@ from quire._transport.address import is_local, resolve, split
 from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 
 log = structlog.get_logger()
-REQUEST_S: Final = 10.0  # of a connection, from its first byte to the last one of its answer
+REQUEST_S: Final = 10.0  # time for one connection, until the last byte of the answer
 CONNECTIONS_MAX: Final = 32
 HEAD_BYTES_MAX: Final = 16_384
-FAILURES_TOLD_S: Final = 60.0  # between two log lines about connections that failed
-PERMISSIONS_KEY = "quire.permissions"  # in a request's environment
+FAILURES_TOLD_S: Final = 60.0  # least time between two log lines about failed connections
+PERMISSIONS_KEY = "quire.permissions"  # key in a request's WSGI environment
 Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
 
 class Histogram:
-    """Own buckets, because observing costs a bisection and two additions instead of a microsecond and a lock.
+    """Counts values in buckets. It is cheaper than prometheus-client's: no lock, one bisection and two additions.
 
-    `bounds` are upper bounds in rising order; what lies above the last one is counted in +Inf alone.
+    `bounds` are upper bounds in rising order. A value above the last one counts only in +Inf.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -52,7 +52,7 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Returns cumulative counts as prometheus-client's `add_metric` takes them."""
+        """Returns cumulative counts in the form of prometheus-client's `add_metric`."""
         total = 0
         rows: list[tuple[str, float]] = []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
@@ -62,13 +62,15 @@ class Histogram:
 
 
 class MetricsServer:
-    """Serves GET /metrics from threads of its own, over HTTPS where there is TLS; with a token only to callers that
-    show it, with client certificates only to those that may look into every pool. Probes need neither.
+    """Serves GET /metrics from its own threads, over HTTPS if TLS is configured.
 
-    Nobody can keep others from an answer: a connection has `REQUEST_S` seconds in all, and where there are
-    `CONNECTIONS_MAX`, the oldest one ends.
+    With a token, callers must send it. With client certificates, the caller's must permit observing every pool. Probes
+    need neither.
 
-    Lifecycle: constructed listening on `bound_address`, then `close`.
+    No caller can block others: each connection ends after `REQUEST_S` seconds, and a new connection beyond
+    `CONNECTIONS_MAX` ends the oldest one.
+
+    Lifecycle: the constructor listens on `bound_address`; `close` ends it.
     """
 
     def __init__(
@@ -90,12 +92,12 @@ class MetricsServer:
 
 class _MetricsHttp(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    block_on_close = False  # a thread whose peer stands still would be waited for
+    block_on_close = False  # Otherwise closing waits for a thread whose peer does nothing.
     request_queue_size = 128
 
     def __init__(self, listen: str, app: Wsgi, tls: ServerTls | None) -> None:
         self.tls = tls
-        self._started_s: dict[socket.socket, float] = {}  # of each connection, the oldest first
+        self._started_s: dict[socket.socket, float] = {}  # start time of each connection, oldest first
         self._failures = threading.Lock()
         self._failed_count, self._told_s = 0, -FAILURES_TOLD_S
         self.address_family, address = resolve(listen)
@@ -103,13 +105,13 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         self.set_app(app)
 
     def server_bind(self) -> None:
-        """Binds without asking for the name of this machine, which takes as long as its name server likes."""
+        """Binds without looking up this machine's name, because a slow name server would block."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "quire", self.server_address[1]
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """A connection; its handshake is the first read's, in a thread of its own."""
+        """Accepts a connection. The TLS handshake happens at the first read, in the connection's own thread."""
         connection, peer = super().get_request()
         if self.tls is not None:
             connection = self.tls.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
@@ -120,19 +122,19 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         return connection, peer
 
     def service_actions(self) -> None:
-        """Ends connections whose time is over; called after each request, and twice a second."""
+        """Ends connections older than `REQUEST_S`. The server calls this after each request, and twice a second."""
         until_s = time.monotonic() - REQUEST_S
         for connection, started_s in list(self._started_s.items()):
             if started_s < until_s:
                 self._hang_up(connection)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection that was answered, or failed."""
+        """Ends a connection after its answer, or after a failure."""
         self._started_s.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A peer that is refused, or gone, is no defect; nobody fills the log with them."""
+        """Logs failed connections, at most one line per `FAILURES_TOLD_S`: peers cannot fill the log."""
         now_s = time.monotonic()
         with self._failures:
             self._failed_count += 1
@@ -142,15 +144,15 @@ class _MetricsHttp(ThreadingMixIn, WSGIServer):
         log.info("scrape failed", error=str(sys.exception()), count=count)
 
     def _hang_up(self, connection: socket.socket) -> None:
-        """Ends a connection; the thread that reads or writes it finds out."""
+        """Ends a connection. The thread that reads or writes it then gets an error."""
         self._started_s.pop(connection, None)
         with contextlib.suppress(OSError):
-            # Not SSLSocket's own, which takes the connection's state from under the thread.
+            # SSLSocket.shutdown would remove the TLS state that the connection's thread still uses.
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class _Head:
-    """The lines of a request's head, up to `HEAD_BYTES_MAX` of them all; what is beyond is not there."""
+    """Reads a request's headers. After `HEAD_BYTES_MAX` bytes it reports the end of the file."""
 
     def __init__(self, file: BufferedIOBase) -> None:
         self._file = file
@@ -169,12 +171,12 @@ class _QuietHandler(WSGIRequestHandler):
     timeout = REQUEST_S
 
     def setup(self) -> None:
-        """Bounds what a caller makes us keep."""
+        """Limits the bytes of a request's headers."""
         super().setup()
-        self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # nothing else of it is used
+        self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # only readline and close are used
 
     def get_environ(self) -> dict[str, Any]:
-        """Returns what WSGI has, and what the caller may do."""
+        """Returns the WSGI environment, with the caller's permissions added."""
         tls = getattr(self.server, "tls", None)
         permissions = EVERYTHING
         if tls is not None and tls.verifies_clients:
@@ -184,19 +186,22 @@ class _QuietHandler(WSGIRequestHandler):
         return {**super().get_environ(), PERMISSIONS_KEY: permissions}
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape every few seconds is no news."""
+        """Does nothing: scrapes every few seconds are not worth a log line."""
 
 
 def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
-    """Refuses requests for another name than this machine's own: a page that a browser shows may have had its name
-    point here, and would read what it gets. An address is no name."""
+    """Refuses requests whose Host is a name other than localhost or `listen_host`; addresses are accepted.
+
+    This prevents DNS rebinding: a web page could point its own name at this server, and a browser would let it read
+    the answer.
+    """
 
     def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
         try:
             host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname or ""
-        except ValueError:  # brackets around what is no address
+        except ValueError:  # The brackets do not contain an address.
             host = ""
-        host = host.removesuffix(".")  # an absolute name
+        host = host.removesuffix(".")  # A fully qualified name may end in a dot.
         if host not in ("localhost", listen_host) and not _is_address(host):
             start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
             return [b"this address serves localhost alone\n"]
@@ -214,7 +219,7 @@ def _is_address(host: str) -> bool:
 
 
 def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
-    """Answers probes, and hands those that may see the metrics to `app`, one at a time."""
+    """Answers probes, and passes authorized requests for metrics to `app`, one at a time."""
     scraping = threading.Lock()
 
     def guard(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
@@ -222,7 +227,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
         if said is not None:
             status = "200 OK" if said else "503 Service Unavailable"
             start_response(status, [("Content-Type", "text/plain")])
-            return [b"" if said else b"no\n"]  # no text: so Prometheus, too, can ask it
+            return [b"" if said else b"no\n"]  # An empty body is valid for Prometheus, so it can scrape a probe, too.
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
         if token is not None and not is_bearer_of(given, token):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])

@@ -1,10 +1,10 @@
-"""Standard output and error of a server: a write returns at once and never fails, even if its reader is gone.
+"""A server's standard output and error: a write returns at once and never fails, even if its reader is gone.
 
-The process that reads a server's output may stop reading, end, or write to a full disk. None of that may stop a server.
-Text therefore waits here for a thread of its own, and only that thread touches the file. Text that finds no room, and
-text that the system refuses, is dropped and counted.
+The process that reads a server's output may stop reading, end, or write to a full disk. None of that may stop the
+server. Text is therefore queued, and only a separate thread writes to the file. If the queue is full or writing fails,
+the text is dropped and counted.
 
-Libraries in C write to the descriptor itself. Messages that any stranger could make gRPC write are silenced
+C libraries write to the descriptor directly. Messages that any remote caller could make gRPC write are silenced
 (`quire._transport.grpc_io`).
 """
 
@@ -20,20 +20,20 @@ import sys
 import threading
 from typing import Any, Final
 
-BYTES_MAX: Final = 1 << 20  # that wait at a time
-LAST_S: Final = 1.0  # for what waits when the process ends
+BYTES_MAX: Final = 1 << 20  # limit for queued text
+LAST_S: Final = 1.0  # time to write queued text when the process ends
 
 
 class NeverBlockingText(io.TextIOBase):
-    """Writes text to a descriptor from a thread of its own, which the first text starts.
+    """Writes text to a descriptor from a separate thread. The first text starts the thread.
 
-    A forked child has a thread and a queue of its own, and writes nothing of what waited in its parent.
+    A forked child starts with an empty queue and its own thread.
 
     Args:
-        descriptor: written to, and never closed.
+        descriptor: the file descriptor to write to. It is never closed.
 
     Attributes:
-        dropped_line_count: lines that no reader will see.
+        dropped_line_count: number of dropped lines.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -44,7 +44,7 @@ class NeverBlockingText(io.TextIOBase):
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()  # a warning may be written while another text is, by the same thread
+        self._lock = threading.RLock()  # Reentrant: a thread that writes may also write a Python warning.
         self._texts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._empty = threading.Event()
@@ -55,7 +55,7 @@ class NeverBlockingText(io.TextIOBase):
     errors = "backslashreplace"
 
     def write(self, text: str) -> int:
-        """Queues a text, or drops it where too much waits."""
+        """Queues a text, or drops it if the queue is full."""
         data = text.encode(errors="backslashreplace")
         with self._lock:
             if not data:
@@ -68,27 +68,27 @@ class NeverBlockingText(io.TextIOBase):
             self._texts.put(data)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="standard streams", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no thread is to be had: what waits is dropped in the end
+                with contextlib.suppress(RuntimeError):  # If no thread can be started, queued text is dropped at exit.
                     self._thread.start()
         return len(text)
 
     def flush(self) -> None:
-        """Returns at once: print and loggers flush after each line."""
+        """Does nothing, because print and loggers flush after each line."""
 
     def writable(self) -> bool:
-        """Tells that it can be written to."""
+        """Returns True: the stream can be written to."""
         return True
 
     def fileno(self) -> int:
-        """Returns the descriptor that is written to."""
+        """Returns the file descriptor of the stream."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Tells whether a terminal shows the text."""
+        """Tells whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Returns whether everything was written, or dropped, within so many seconds."""
+        """Waits until all text is written or dropped. Returns False if that takes longer than `timeout_s`."""
         return self._empty.wait(timeout_s)
 
     def _drop(self, data: bytes) -> None:
@@ -109,20 +109,20 @@ class NeverBlockingText(io.TextIOBase):
                     self._empty.set()
 
     def _write_whole(self, data: bytes) -> None:
-        """Writes all of it, however long its reader takes.
+        """Writes all the data, however slow the reader is.
 
         Raises:
-            OSError: the reader has gone, the disk is full, or the descriptor is closed.
+            OSError: the reader is gone, the disk is full, or the descriptor is closed.
         """
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # somebody who shares the file has made it so
+            except BlockingIOError:  # Another process that shares the file has made it non-blocking.
                 select.select([], [self._descriptor], [])
 
 
 def take_standard_streams() -> NeverBlockingText:
-    """Puts `NeverBlockingText` in the place of this process's standard output and error; returns the latter."""
+    """Replaces this process's standard output and error by `NeverBlockingText`. Returns the new standard error."""
     if not isinstance(sys.stderr, NeverBlockingText):
         before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = NeverBlockingText(1), NeverBlockingText(2)
@@ -131,12 +131,12 @@ def take_standard_streams() -> NeverBlockingText:
 
 
 def write_out() -> bool:
-    """Waits a moment until what waits is written or dropped; returns whether it is. For processes that end."""
+    """Waits briefly until queued text is written or dropped, before the process ends. Returns whether it is."""
     return all(stream.wait_empty(LAST_S) for stream in _taken())
 
 
 def dropped_line_count() -> int:
-    """Counts the lines of this process that no reader will see."""
+    """Returns the number of lines that this process has dropped."""
     return sum(stream.dropped_line_count for stream in _taken())
 
 
@@ -145,6 +145,6 @@ def _taken() -> list[NeverBlockingText]:
 
 
 def _give_back(before: tuple[Any, Any]) -> None:
-    """Has what is written at the very end go straight to the file, if that takes anything: threads have ended then."""
+    """Restores the original streams: text written at interpreter exit has no thread left to write it."""
     if write_out():
         sys.stdout, sys.stderr = before

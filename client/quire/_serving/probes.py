@@ -1,9 +1,9 @@
-"""Answers to probes over HTTP, beside /metrics: whether a server is alive, and whether it is ready.
+"""Answers HTTP probes, beside /metrics: whether a server is alive, and whether it is ready.
 
-    /healthz    200 if the event loop answers, else 503: only a new process helps
-    /readyz     200 if work is better sent here than elsewhere, else 503
+    /healthz    200 if the event loop answers, else 503: the process must be restarted
+    /readyz     200 if the server should get work, else 503
 
-Probes show no token, and get no other answer.
+Probes need no token, and reveal nothing else.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-ALIVE_WITHIN_S: Final = 5.0  # an event loop that is busy for longer serves nobody
+ALIVE_WITHIN_S: Final = 5.0  # An event loop that is busy for longer counts as dead.
 
 
 class Probes:
-    """Answers from a thread of its own.
+    """Answers probes from the threads of the metrics server.
 
     Args:
-        loop: of the server.
-        is_ready: read from that thread.
+        loop: the server's event loop.
+        is_ready: returns whether the server is ready. Called from those threads.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]) -> None:
@@ -29,7 +29,7 @@ class Probes:
         self._is_ready = is_ready
 
     def answer(self, path: str) -> bool | None:
-        """Returns whether the answer is yes; None where the path asks nothing of this kind."""
+        """Returns a probe's answer, or None if the path is not a probe."""
         match path:
             case "/healthz":
                 return self._is_alive()
@@ -41,6 +41,6 @@ class Probes:
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:  # The event loop is closed.
             return False
         return turned.wait(ALIVE_WITHIN_S)

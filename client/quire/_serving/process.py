@@ -1,4 +1,4 @@
-"""A server as a process: its CPU, its signals, and the file that says it is ready."""
+"""A server's process: its garbage collection, CPU, open files, signals, and ready file."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from quire.errors import UsageError
 
 log = structlog.get_logger()
 
-# New objects before the garbage collector looks for cycles. A server makes almost none.
+# The garbage collector looks for cycles after this many new objects. A server creates almost no cycles.
 YOUNG_OBJECTS_MAX = 50_000
 
 
 def collect_garbage_rarely() -> None:
-    """Leaves out of every garbage collection what is there now, once a server has been started.
+    """Makes garbage collection rare, and excludes all existing objects from it. Call this once a server has started.
 
-    A full collection stalls every stream, and most of what it would look at are the objects that imports have made.
+    A full collection stalls every stream, and would mostly scan objects that imports have created.
     """
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS_MAX)
 
 
 def take_cpu(number: int) -> None:
-    """Runs on that CPU alone, which this process should have for itself. To be called before any thread is started.
+    """Binds this process to one CPU, which no other process should use. Call this before any thread is started.
 
-    As a batch process, too, where the system lets it: a message that arrives wakes gRPC's thread, and that would
-    interrupt the event loop, only to wait for the interpreter's lock. Where nobody interrupts, each of the two finishes
-    what there is to do: under load an order of magnitude fewer context switches, and half the CPU for each message.
+    If the system allows, the process also gets the batch scheduling class. Otherwise each arriving message wakes gRPC's
+    thread, which interrupts the event loop only to wait for the interpreter's lock. With batch scheduling, each thread
+    finishes its work first. Under load this takes a tenth of the context switches, and half the CPU per message.
 
     Raises:
-        UsageError: there is no such CPU, or this process may not use it.
+        UsageError: the CPU does not exist, or this process may not use it.
     """
     try:
         os.sched_setaffinity(0, {number})
@@ -52,23 +52,25 @@ def take_cpu(number: int) -> None:
 
 
 def allow_open_files() -> int:
-    """Lets this process have as many open files as it may, and returns that number: connections take one each, and the
-    usual limit of 1,024 would leave none for probes."""
+    """Raises this process's limit of open files as far as allowed, and returns it.
+
+    Each connection takes one file. The usual limit of 1,024 would leave none for probes.
+    """
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     return allowed
 
 
 def check_ready_file(path: str | None) -> None:
-    """Looks whether a ready file can be written, before what takes minutes; does nothing without a path.
+    """Checks that a ready file can be written, before a start that takes minutes. Does nothing if `path` is None.
 
     Raises:
-        UsageError: something else than a file is there, or its folder is missing or closed to this user.
+        UsageError: the path is not a regular file, or its folder is missing or not writable.
     """
     if path is None:
         return
     target = Path(path)
-    # A new file replaces what is there: as root it would replace /dev/null for the whole machine.
+    # Writing replaces the target by a new file. As root that would replace /dev/null for the whole machine.
     if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
         raise UsageError(f"cannot write the ready file {path}: there is something that is no regular file")
     if not os.access(target.parent, os.W_OK | os.X_OK):
@@ -77,7 +79,7 @@ def check_ready_file(path: str | None) -> None:
 
 
 def write_ready_file(path: str | None, **values: object) -> None:
-    """Tells a supervisor the addresses in use, as JSON, in one atomic step; nothing without a path.
+    """Writes the addresses in use as JSON, atomically, for a supervisor. Does nothing if `path` is None.
 
     Raises:
         UsageError: the file cannot be written.
@@ -85,7 +87,7 @@ def write_ready_file(path: str | None, **values: object) -> None:
     if path is None:
         return
     check_ready_file(path)
-    # A name that nobody can have put a link in the place of.
+    # The name is random, so that nobody can have prepared a link under it.
     temporary = Path(f"{path}.{secrets.token_hex(8)}")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -102,8 +104,8 @@ def stop_event(reload: Callable[[], None] | None = None) -> asyncio.Event:
     """Returns an event that SIGTERM and SIGINT set.
 
     Args:
-        reload: called on SIGHUP, which never ends a server: also where there is nothing to read again, as certificates
-            are read at each handshake.
+        reload: called on SIGHUP. Without it SIGHUP is ignored, so it never ends a server. Certificates need no reload:
+            they are read at each handshake.
     """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()

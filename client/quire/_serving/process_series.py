@@ -1,4 +1,4 @@
-"""Series that every server has: its process, its build, and when its certificates end."""
+"""Metrics that every server has: its process, its build, and when its certificates expire."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from quire._distribution import VERSION
 
-# Of the command lines of all servers: a server's own, and those that it shows to others and trusts them by.
+# Options of all servers: their own certificate, client certificates for other servers, and trusted authorities.
 CERTIFICATE_OPTIONS: Final = (
     "tls-cert",
     "tls-client-ca",
@@ -26,12 +26,12 @@ METRIC_NAMES: Final = frozenset({"quire_build_info", "quire_certificate_expiry_t
 
 
 def registry_of(collector: Collector, options: argparse.Namespace, *, core: str = "") -> CollectorRegistry:
-    """Returns a registry of a server's own series and of those that every server has.
+    """Returns a registry with the server's own metrics and those that every server has.
 
     Args:
-        collector: of the server's own series.
-        options: of its command line, which name its certificates.
-        core: how the allocator's core runs in it, "compiled" or "python"; empty without one.
+        collector: collects the server's own metrics.
+        options: the server's parsed command line, which names its certificates.
+        core: how the allocator's core runs, "compiled" or "python". Empty in other servers.
     """
     registry = CollectorRegistry()
     registry.register(collector)
@@ -41,14 +41,14 @@ def registry_of(collector: Collector, options: argparse.Namespace, *, core: str 
 
 
 class BuildCollector(Collector):
-    """Reads the certificates' files at each scrape, because they are replaced while servers run."""
+    """Reports the build, and when certificates expire. It reads their files at each scrape: they may be replaced."""
 
     def __init__(self, certificates: Mapping[str, str], core: str) -> None:
         self._certificates = certificates
         self._build = (VERSION, core, platform.python_version())
 
     def collect(self) -> Iterator[Metric]:
-        """Yields both families; a certificate that cannot be read has no series."""
+        """Yields both metric families. A certificate that cannot be read has no sample."""
         build = GaugeMetricFamily(
             "quire_build_info", "1; which build of Quire runs.", labels=("version", "core", "python")
         )
@@ -66,14 +66,14 @@ class BuildCollector(Collector):
 
 
 def _certificates_of(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the files of certificates that a command line names, by option."""
+    """Returns the certificate files on a command line, by option."""
     named = {option: getattr(options, option.replace("-", "_"), None) for option in CERTIFICATE_OPTIONS}
     return {option: path for option, path in named.items() if path}
 
 
 def end_of(path: str) -> float | None:
-    """Returns when the first certificate of a PEM file ends, in seconds since 1970; None if the file has none."""
-    from cryptography import x509  # only where there are certificates: importing it takes 50 ms
+    """Returns when the first certificate of a PEM file expires, in seconds since 1970; None if the file has none."""
+    from cryptography import x509  # Imported only if there are certificates, because the import takes 50 ms.
 
     try:
         with open(path, encoding="ascii") as file:

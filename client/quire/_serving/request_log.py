@@ -1,6 +1,6 @@
-"""One line in the log for each request that has ended: numbers and names, never a text or a token.
+"""Writes one log line for each ended request: numbers and names, never a text or a token.
 
-Worker and gateway choose by the request's id, so that both log the same ones.
+Worker and gateway sample by the request's id, so both log the same requests.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import structlog
 
 log = structlog.get_logger()
 
-LINES_PER_SECOND_MAX: Final = 1_000  # callers cannot fill a disk faster
+LINES_PER_SECOND_MAX: Final = 1_000  # limits how fast callers can fill a disk
 _CHOICES: Final = {"all": 1.0, "errors": 0.0, "none": None}
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that says which requests are logged."""
+    """Adds the option that selects the requests to log."""
     parser.add_argument(
         "--log-requests",
         type=rate_of,
@@ -32,10 +32,10 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def rate_of(text: str) -> float | None:
-    """Returns the share of requests to log, beside all that failed; None for no line at all.
+    """Returns the share of successful requests to log; None logs no request, not even failed ones.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither a word of the option nor from 0 to 1.
+        argparse.ArgumentTypeError: the text is neither a keyword of the option nor a number from 0 to 1.
     """
     if text in _CHOICES:
         return _CHOICES[text]
@@ -49,11 +49,11 @@ def rate_of(text: str) -> float | None:
 
 
 class RequestLog:
-    """Writes the lines of one server.
+    """Writes the log lines of one server's requests.
 
     Args:
-        rate: of `rate_of`.
-        clock: seconds.
+        rate: a result of `rate_of`.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,8 +66,8 @@ class RequestLog:
         """Logs that a request has ended.
 
         Args:
-            request_id: of the request.
-            error: what it failed with; empty if it did not.
+            request_id: the request's id.
+            error: the request's error, empty without one.
             values: numbers, names, and lists of them.
         """
         if self._rate is None or not (error or self._is_chosen(request_id)) or not self._has_room():

@@ -1,4 +1,4 @@
-"""gRPC on the server's side: who calls, what a certificate permits, and errors with their reason."""
+"""Identifies a gRPC call's caller and permissions, and ends calls with an error and its reason."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from grpc import aio
 from quire.errors import QuireError, Reason, to_metadata
 from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 
-Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers only
+Handler = Any  # grpc.RpcMethodHandler. It is generic only in its stubs.
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
-Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Permissions]"  # what the caller of a call may do
+Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Permissions]"  # returns the caller's permissions
 
-REFUSALS_PER_SECOND_MAX: Final = 10  # that are logged
+REFUSALS_PER_SECOND_MAX: Final = 10  # limit for log lines about refused calls
 log = structlog.get_logger()
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: QuireError) -> NoReturn:
-    """Ends the call with the error's code and, in the trailing metadata, its reason and when to come back."""
+    """Ends the call with the error's code. The trailing metadata has its reason and the time until a retry."""
     await context.abort(error.code, error.message, trailing_metadata=to_metadata(error))
     raise AssertionError("abort returned")
 
 
 def permit_everything(_context: aio.ServicerContext[Any, Any]) -> Permissions:
-    """Permits everything where callers show no certificate: on loopback, and with the token that all callers share."""
+    """Permits everything, for servers without client certificates: on loopback, or with one token for all callers."""
     return EVERYTHING
 
 
 def permit_as_certified(context: aio.ServicerContext[Any, Any]) -> Permissions:
-    """Returns what the certificate of the call's connection says; nothing without one."""
+    """Returns the permissions in the client certificate of the call's connection. Without one it permits nothing."""
     return _certified(tuple(context.auth_context().get("peer_uri", ())))
 
 
@@ -43,8 +43,11 @@ def _certified(uris: tuple[bytes, ...]) -> Permissions:
 
 
 def caller_of(context: Context) -> Hashable:
-    """Returns what tells callers apart where places are shared out: the certificate's subject and URIs. Without one it
-    is the connection, as all who may connect are trusted alike; a Unix socket has one caller."""
+    """Returns a key that identifies the caller for sharing places: the subject and URIs of its certificate.
+
+    Without a certificate the key is the connection, because all callers have equal rights. All callers of a Unix socket
+    have the same key.
+    """
     auth = context.auth_context()
     subject = auth.get("x509_subject") or auth.get("x509_common_name")
     if subject:
@@ -53,7 +56,7 @@ def caller_of(context: Context) -> Hashable:
 
 
 class _Refusals:
-    """Logs calls that are refused: the first few of each second, with how many were not logged before them."""
+    """Logs the first few refused calls of each second, with the number of unlogged calls before them."""
 
     def __init__(self) -> None:
         self._second = 0
@@ -75,5 +78,5 @@ _refusals = _Refusals()
 
 
 def log_refused(method: str, reason: Reason | None, peer: str | None = None) -> None:
-    """Logs that a call was refused; a caller that is refused often cannot fill the log."""
+    """Logs that a call was refused. The rate is limited, so that no caller can fill the log."""
     _refusals.log(method, reason, peer)

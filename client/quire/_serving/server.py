@@ -1,4 +1,4 @@
-"""One gRPC server as both services run it: command line, limits, admission of callers, health, metrics, shutdown."""
+"""The gRPC server of every service: command line, limits, admission of callers, health, metrics, shutdown."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
 
-# At a time, streams included; one caller has at most half of them. This is far above the limits of the services
-# themselves (a worker's queue: 1,088), because they refuse with a reason that says more.
+# Concurrent calls, streams included. One caller has at most half of them. The services' own limits are far lower
+# (a worker's queue: 1,088) and refuse with a more specific reason.
 CALLS_MAX: Final = 4_096
 CONNECTIONS_MAX: Final = 1_024
 HANDSHAKE_S: Final = 10.0
@@ -40,7 +40,7 @@ _TLS_OPTIONS: Final = {
     "tls-client-ca": "authorities of the callers: only certificates that they have signed are let in",
 }
 DRAIN_S_MAX: Final = 86_400.0
-DRAIN_S: Final = 30.0  # a supervisor that kills has to wait longer, as `quire.local` does
+DRAIN_S: Final = 30.0  # A supervisor must wait longer before it kills the server, as `quire.local` does.
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
@@ -81,10 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
 
 
 def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | None]:
-    """Looks at the files and addresses of a server, which takes no time; returns its token and its TLS.
+    """Checks a server's files and addresses, which is quick. Returns its token and its TLS.
 
     Raises:
-        UsageError: an address is unsafe as it is asked for, or taken, or a file is unusable.
+        UsageError: an address is unsafe with these options, or in use, or a file is unusable.
     """
     token, tls = read_token(options.token_file), read_tls(options)
     known = token is not None or (tls is not None and tls.verifies_clients)
@@ -101,17 +101,17 @@ def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | 
 
 
 def _seconds(text: str) -> float:
-    value = float(text)  # argparse says what is wrong with other texts
+    value = float(text)  # argparse reports a text that is not a number.
     if not 0 <= value <= DRAIN_S_MAX:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to {DRAIN_S_MAX:g}")
     return value
 
 
 def read_tls(options: argparse.Namespace) -> ServerTls | None:
-    """Reads TLS as the command line asks for it; None if it does not.
+    """Returns the TLS of the command line, or None without any.
 
     Raises:
-        UsageError: an option comes without another one that it needs, or a file is unusable.
+        UsageError: an option lacks another one that it needs, or a file is unusable.
     """
     if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
         return None
@@ -123,21 +123,21 @@ def read_tls(options: argparse.Namespace) -> ServerTls | None:
 class Server:
     """Lifecycle: construct (checks addresses and files), add servicers to `grpc`, `start`, `announce`, `stop`.
 
-    Two questions have two answers, over gRPC (grpc.health.v1) and at the metrics' address. *Alive*: the event loop
-    answers; else only a new process helps. *Ready*: work is better sent here than elsewhere; a worker without an
-    allocator is not, and its texts go on.
+    The server reports two states, over gRPC (grpc.health.v1) and at the metrics address. *Alive*: the event loop
+    answers; if not, the process must be restarted. *Ready*: the server should get work. A worker that has lost its
+    allocator is not ready, but continues its requests.
 
     Args:
-        options: of `add_arguments`.
-        service_name: what health is asked for.
-        calls_max: calls at a time, those to health apart; far above what the service refuses by itself.
+        options: the parsed options of `add_arguments`.
+        service_name: the service's name in health checks.
+        calls_max: concurrent calls, not counting health. Far above the service's own limits.
 
     Attributes:
-        token: what callers must show, and what this server shows to another one; None without.
-        authorize: what the caller of a call may do.
+        token: the token that callers must send, and that this server sends to other servers; None without one.
+        authorize: returns the permissions of a call's caller.
 
     Raises:
-        UsageError: an address is unsafe as it is asked for, or taken, or a file is unusable.
+        UsageError: an address is unsafe with these options, or in use, or a file is unusable.
     """
 
     def __init__(self, options: argparse.Namespace, *, service_name: str, calls_max: int = CALLS_MAX) -> None:
@@ -146,7 +146,7 @@ class Server:
         self.authorize: Authorize = permit_as_certified if verified else permit_everything
         self._options = options
         self._service_name = service_name
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # The stubs lack aio.
         self._metrics: MetricsServer | None = None
         self._is_ready = False
         self._is_withdrawn = False
@@ -154,40 +154,40 @@ class Server:
         self._socket_lock: int | None = None
         self.grpc = aio.server(
             interceptors=[CallInterceptor(self.token, calls_max)],
-            # Only bounds memory: it refuses health, too, and without a reason.
+            # This limit only bounds memory. It also refuses health calls, and gives no reason.
             maximum_concurrent_rpcs=4 * calls_max,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-                # Beyond 1,000 calls that come at once gRPC would cancel some at random instead.
+                # With gRPC's default, more than 1,000 simultaneous new calls make it cancel some at random.
                 ("grpc.server.max_pending_requests", 4 * calls_max),
                 ("grpc.server.max_pending_requests_hard_limit", 4 * calls_max),
-                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # of one connection
+                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # per connection
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
-                # A caller that vanished without a word is noticed, and its places are free again, after 15 s.
+                # A caller that vanishes silently is noticed after 15 s. Its places are then free again.
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute, whatever the line before says
+                ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
-                # Callers may ping us likewise: gRPC ends connections that do so more often than every 5 minutes.
+                # Callers ping as often. gRPC's default ends a connection that pings more than once in 5 minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
-                ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not load sharing
+                ("grpc.so_reuseport", 0),  # A second server on the same port is a mistake, not load sharing.
             ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     async def start(self, collector: Collector, *, core: str = "") -> None:
-        """Binds both addresses; the server is alive, and not ready until `announce`.
+        """Binds both addresses. The server is then alive, but not ready until `announce`.
 
         Args:
-            collector: of the server's own series.
-            core: how the allocator's core runs in it, "compiled" or "python"; empty without one.
+            collector: collects the server's own metrics.
+            core: how the allocator's core runs, "compiled" or "python". Empty in other servers.
 
         Raises:
-            UsageError: an address is taken.
+            UsageError: an address is in use.
         """
         allow_open_files()
         listen, metrics = canonical(self._options.listen), self._options.metrics
@@ -199,7 +199,7 @@ class Server:
             else:
                 port = self.grpc.add_secure_port(listen, self._tls.server_credentials())
         except RuntimeError as error:
-            require_free("--listen", listen)  # somebody took it while a model was loaded
+            require_free("--listen", listen)  # Another process may have taken the port while the model was loaded.
             raise UsageError(f"cannot listen on {listen}: {error}") from None
         try:
             probes = Probes(asyncio.get_running_loop(), lambda: self._is_ready)
@@ -208,13 +208,13 @@ class Server:
         except OSError as error:
             require_free("--metrics", metrics, "serve metrics")
             raise UsageError(f"cannot serve metrics on {metrics}: {error}") from None
-        self._address = listen if is_unix(listen) else f"{listen.rpartition(':')[0]}:{port}"  # IPv6 keeps its brackets
+        self._address = listen if is_unix(listen) else f"{listen.rpartition(':')[0]}:{port}"  # keeps IPv6 brackets
         await self._set_ready(False)
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()
 
     async def announce(self) -> None:
-        """Says that everything is up: the server is ready, and the ready file is there."""
+        """Reports that the server is ready, and writes the ready file."""
         assert self._metrics is not None, "announced before started"
         await self._set_ready(True)
         metrics = self._metrics.bound_address
@@ -229,16 +229,16 @@ class Server:
         )
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets what health says between `announce` and `withdraw`."""
+        """Sets whether health reports ready, between `announce` and `withdraw`."""
         await self._set_ready(serving)
 
     async def withdraw(self) -> None:
-        """Is not ready from now on, so that callers go elsewhere; it stays alive until it has ended."""
+        """Reports not ready from now on, so that callers use other servers. The server stays alive until it ends."""
         await self._set_ready(False)
         self._is_withdrawn = True
 
     async def stop(self) -> None:
-        """Returns as soon as every call has ended, and ends those that still run after the drain's time."""
+        """Stops the server. It returns once every call has ended; calls that outlast the drain are canceled."""
         await self.grpc.stop(grace=self._options.drain_timeout)
         if self._metrics is not None:
             self._metrics.close()

@@ -1,4 +1,4 @@
-"""TLS on the server's side, for gRPC and for metrics; certificates that are replaced are taken up without a restart."""
+"""A server's TLS, for gRPC and for metrics. Replaced certificates take effect without a restart."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ log = structlog.get_logger()
 class ServerTls:
     """The server's certificate and key, and the authorities of its callers.
 
-    Each handshake looks at the files' times. What has changed is put in force as a whole; where it does not fit
-    together (a certificate is there already, its key not yet) the former stays, and the next handshake looks again.
+    Each handshake checks whether the files have changed. New files take effect only together. If they do not match (for
+    example a new certificate whose key is not there yet), the former ones stay, and the next handshake checks again.
 
     Args:
         cert: PEM file, the certificate first, then its chain.
-        key: PEM file; not to be read by everybody.
+        key: PEM file that other users cannot read.
         client_ca: PEM file. With it, only callers with a certificate of one of these authorities are admitted.
 
     Raises:
-        UsageError: a file is unusable, or certificate and key are no pair.
+        UsageError: a file is unusable, or certificate and key do not match.
     """
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._lock = threading.Lock()  # handshakes of gRPC and of metrics are on threads of their own
+        self._lock = threading.Lock()  # Handshakes of gRPC and of the metrics server run on different threads.
         self._stamp = self._look()
         self._context, self._grpc = self._read()
-        self._told: object = None  # the grpc configuration that handshakes have
+        self._told: object = None  # the configuration that gRPC uses for handshakes
 
     @property
     def verifies_clients(self) -> bool:
-        """Tells whether callers have to show a certificate."""
+        """Tells whether callers need a certificate."""
         return self._client_ca is not None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Makes the credentials of a secure port, read anew when a file is replaced."""
+        """Returns the credentials of a secure port. They are read again when a file is replaced."""
         return grpc.dynamic_ssl_server_credentials(
             self._grpc,
-            self._changed,  # type: ignore[arg-type]  # its stubs do not know that None is "as before"
+            self._changed,  # type: ignore[arg-type]  # the stubs forbid None, which means unchanged
             require_client_authentication=self.verifies_clients,
         )
 
     def context(self) -> ssl.SSLContext:
-        """Makes the context of a connection over HTTPS."""
+        """Returns the context of an HTTPS connection."""
         self._refresh()
         return self._context
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Answers what gRPC asks before each handshake; None means as before."""
+        """Returns the new configuration, or None if it has not changed. gRPC calls this before each handshake."""
         self._refresh()
         if self._told is self._grpc:
             return None
@@ -78,7 +78,7 @@ class ServerTls:
             log.info("certificates were replaced")
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:
-        """Returns what tells whether a file was replaced."""
+        """Returns time, size and inode of each file: a value that changes when a file is replaced."""
         found = []
         for path in (self._cert, self._key, self._client_ca):
             if path is not None:
@@ -96,7 +96,7 @@ class ServerTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            # A password is never asked for: nobody sits in front of a server.
+            # The empty password keeps OpenSSL from prompting on a terminal.
             context.load_cert_chain(self._cert, self._key, password=lambda: b"")
             if roots is not None:
                 context.load_verify_locations(cadata=roots.decode("ascii"))

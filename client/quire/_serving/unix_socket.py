@@ -1,4 +1,7 @@
-"""A Unix socket has one server at a time. Apart from addresses, which clients read on systems without `fcntl`, too."""
+"""Ensures that a Unix socket has one server at a time.
+
+This module is separate from addresses, because clients import those on systems without `fcntl`, too.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from quire.errors import UsageError
 
 
 def hold_socket(address: str) -> int:
-    """Keeps the socket of `unix:path` or `unix:///path` for this process; returns a file descriptor, to be closed.
+    """Locks the socket of `unix:path` or `unix:///path` for this process. Returns a file descriptor for the caller to
+    close.
 
-    gRPC would take the path from a process that listens there already. The lock ends with the process, however it
-    ends. Its file stays, because a process that removes it may remove the file of its successor.
+    Without the lock, gRPC would take the path over from a process that already listens there. The kernel releases the
+    lock when the process ends. The lock's file stays: a process that removes it might remove its successor's.
 
     Raises:
-        UsageError: another process holds it, the lock cannot be had, or there is no path.
+        UsageError: another process holds the lock, the lock file cannot be used, or the address has no path.
     """
     path = address.removeprefix("unix:").removeprefix("//")
     if not path:

@@ -1,5 +1,5 @@
 # Generated from _async/client.py by scripts/unasync.py. Change that file, then run `make format`.
-"""A client of a worker: text from prompts."""
+"""A client of a worker: it turns prompts into text."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
 
 class Client(Prefills, Connected):
-    """Text from a worker.
+    """Gets text from a worker.
 
     Args:
         worker: address; by default $QUIRE_WORKER or 127.0.0.1:7071.
         token: bearer token; by default the content of the file that $QUIRE_TOKEN_FILE names, if set.
         tls: encrypts the connection; by default with the files that $QUIRE_TLS_CA, $QUIRE_TLS_CERT and $QUIRE_TLS_KEY
             name, if set. Without it a token is sent to this machine only.
-        timeout_s: for each call but `generate` and `stream`, which have 600 seconds unless they are given another.
+        timeout_s: default timeout of each call. `generate` and `stream` have a default of 600 seconds instead.
 
-    A call that meets UNAVAILABLE is tried four times, 50 to 500 ms apart, all
-    within its time; `generate` and `stream` only until the first chunk. Methods raise QuireError where the call fails.
+    A call that meets UNAVAILABLE is tried up to four times, 50 to 500 ms
+    apart, within its timeout. `generate` and `stream` retry only until the first chunk. Methods raise QuireError if
+    the call fails.
     """
 
     SERVICE = "quire.v1.WorkerService"
@@ -63,10 +64,10 @@ class Client(Prefills, Connected):
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> sampling.Generation:
-        """Continues a prompt (text, or token ids) and waits for the whole of it.
+        """Continues a prompt (text, or token ids) and waits for the whole answer.
 
-        Sampling comes from `params`, from keyword arguments of the same names as its fields, or both; the latter win.
-        `priority`, from -10 to 10, counts among the requests of its namespace; larger is sooner.
+        Sampling options come from `params`, or from keyword arguments with the names of its fields. Keyword arguments
+        override `params`. `priority`, from -10 to 10, orders requests of the same namespace; larger is sooner.
         """
         with self.stream(
             prompt, params, namespace=namespace, adapter=adapter, priority=priority, request_id=request_id,
@@ -88,11 +89,11 @@ class Client(Prefills, Connected):
         cache_salt: str = "",
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
-        """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved.
+        """Continues a prompt like `generate`, but yields each chunk as it arrives. Samples of one request interleave.
 
-        Pieces of a request come `interval_s` seconds apart at least, but for its first one and those that end a sample:
-        fewer cost less. The worker's own `--stream-interval-ms` counts where it is longer. Within its namespace, a
-        request with a `cache_salt` shares prefixes with those of the same salt alone.
+        Chunks are at least `interval_s` seconds apart, except the first chunk and those that end a sample. Fewer chunks
+        cost less. The worker's `--stream-interval-ms` applies if it is longer. A request with a `cache_salt` shares
+        prefixes only with requests of the same namespace and salt.
         """
         request = generating.generate_request(
             prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority,
@@ -116,8 +117,10 @@ class Client(Prefills, Connected):
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> sampling.Generation:
-        """Answers a conversation: `generate` behind what `tokenize` makes of it, in one time. `stream` takes the same
-        tokens."""
+        """Answers a conversation: calls `tokenize`, then `generate`, within one timeout.
+
+        To stream the answer, pass the tokens from `tokenize` to `stream`.
+        """
         since_s, timeout_s = time.monotonic(), GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         token_ids = self.tokenize(conversation, tools=tools, variables=variables, timeout_s=timeout_s)
         return self.generate(
@@ -136,9 +139,10 @@ class Client(Prefills, Connected):
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> tuple[sampling.Generation, ...]:
-        """Continues several prompts, one request each and at most 64 at a time, and returns the results in their order.
+        """Continues several prompts, at most 64 at a time, and returns the results in the order of the prompts.
 
-        The first one that fails is raised, and the others are cancelled. `timeout_s` is of each.
+        Each prompt is one request with its own `timeout_s`. The first error is raised, and the other requests are
+        canceled.
         """
         if isinstance(many, str):
             raise TypeError("generate_many takes several prompts, not one text")
@@ -173,14 +177,14 @@ class Client(Prefills, Connected):
         adapter: str = "",
         timeout_s: float | None = None,
     ) -> tuple[bytes, ...]:
-        """Returns the digests of a prompt's full blocks, by which an allocator knows them: for `match_prefix`, and for
-        `drop_cache` of the same namespace.
+        """Returns the digests that identify a prompt's full blocks at an allocator. Pass them to `match_prefix`, or to
+        `drop_cache` with the same namespace.
 
         Args:
             prompt: text, token ids, or a conversation.
-            namespace: of the requests.
-            adapter: of the requests; asking takes permission to observe the pool.
-            timeout_s: for each of two or three calls.
+            namespace: the requests' namespace.
+            adapter: the requests' adapter. With one, the caller needs permission to observe the pool.
+            timeout_s: timeout of each of two or three calls.
 
         Raises:
             ValueError: no such adapter is loaded.
@@ -197,15 +201,14 @@ class Client(Prefills, Connected):
         adapter: str = "",
         timeout_s: float | None = None,
     ) -> int:
-        """Returns how many leading tokens of a prompt this worker would find in its cache now. Nothing is computed or
-        held.
+        """Returns how many leading tokens of a prompt are in this worker's cache now. It computes and holds nothing.
 
         Args:
             prompt: text, token ids, or a conversation.
             allocator: a client of this worker's allocator.
-            namespace: of the requests.
-            adapter: of the requests.
-            timeout_s: for each call.
+            namespace: the requests' namespace.
+            adapter: the requests' adapter.
+            timeout_s: timeout of each call.
 
         Raises:
             ValueError: no such adapter is loaded.
@@ -230,7 +233,7 @@ class Client(Prefills, Connected):
         return status.pool, token_ids, root, status.block_size
 
     def close(self) -> None:
-        """Ends the connection and every stream on it. Branches end when their time runs out."""
+        """Ends the connection and every stream on it. Branches stay until they expire."""
         self._branches.stop()
         super().close()
 
@@ -247,22 +250,24 @@ class Client(Prefills, Connected):
         split_special_tokens: bool | None = None,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Returns the tokens of a text, or of a conversation (messages, as dictionaries with `role` and `content`) as
-        the checkpoint's chat template writes it down. Both can be the prompt of `generate`.
+        """Returns the tokens of a text, or of a conversation as the checkpoint's chat template formats it.
+
+        A conversation is a list of messages: dictionaries with `role` and `content`. Pass the tokens to `generate` as
+        its prompt.
 
         Args:
             prompt: the text, or the messages.
             tools: functions that the model may call, for the template.
-            variables: further ones of the template.
-            with_generation_prompt: whether the text goes on to where the assistant's answer begins.
-            continue_final_message: whether the text ends with the last message's content, for an answer that goes on
-                with it; without a generation prompt.
-            chat_template: to use instead of the checkpoint's, where the worker trusts its callers with it.
-            add_special_tokens: whether the special tokens are there that the checkpoint puts around a text; None: for a
-                text they are, and for a conversation they are not.
-            split_special_tokens: whether special tokens that a conversation spells are split, as ordinary text is, or
-                are those tokens; None: as the worker was started.
-            timeout_s: for this call.
+            variables: further variables of the template.
+            with_generation_prompt: whether the tokens end where the assistant's answer begins.
+            continue_final_message: whether the tokens end with the last message's content, so that the answer continues
+                that message. Excludes a generation prompt.
+            chat_template: replaces the checkpoint's template, if the worker trusts its callers with one.
+            add_special_tokens: whether to add the checkpoint's special tokens around a text. None adds them to a text,
+                but not to a conversation.
+            split_special_tokens: whether a special token's name inside a conversation is split like ordinary text
+                instead of becoming that token. None uses the worker's setting.
+            timeout_s: timeout of this call.
         """
         request = conversations.tokenize_request(
             prompt, tools, variables, with_generation_prompt, continue_final_message=continue_final_message,
@@ -273,7 +278,7 @@ class Client(Prefills, Connected):
         return tuple(reply.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
-        """Returns what each token is by itself: bytes that need not be whole characters."""
+        """Returns the bytes of each token. They need not be whole characters."""
         request = worker_pb.DetokenizeRequest(token_ids=token_ids)
         reply = self._link.call(self._stub.Detokenize, request, timeout_s)
         return tuple(reply.texts)
@@ -284,41 +289,41 @@ class Client(Prefills, Connected):
         return messages.server_info(self._link.call(self._stub.GetServerInfo, request, timeout_s))
 
     def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
-        """Returns what the worker is and does."""
+        """Returns the worker's configuration and current load."""
         reply = self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)
         return messages.worker_status(reply)
 
     def requests(
         self, request_id: str = "", *, with_ended: bool = False, timeout_s: float | None = None
     ) -> tuple[views.RequestInfo, ...]:
-        """Returns the requests that the worker has, oldest first, and why those that wait do.
+        """Returns the worker's requests, oldest first, with the reason of each wait.
 
         Args:
-            request_id: only requests of this id, with what happened to them and when; empty for all.
-            with_ended: also the latest of those that have ended.
-            timeout_s: for this call.
+            request_id: returns only requests with this id, and the history of each. Empty returns all.
+            with_ended: also returns the latest ended requests.
+            timeout_s: timeout of this call.
         """
         request = worker_pb.ListRequestsRequest(request_id=request_id, with_ended=with_ended)
         reply = self._link.call(self._stub.ListRequests, request, timeout_s)
         return tuple(map(messages.request_info, reply.requests))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> int:
-        """Ends the requests of an id, and returns how many there were. Their callers get RequestCancelledError."""
+        """Cancels all requests with an id and returns their number. Their callers get RequestCancelledError."""
         request = worker_pb.CancelRequestRequest(request_id=request_id)
         reply = self._link.call(self._stub.CancelRequest, request, timeout_s)
         return reply.cancelled_count
 
     def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> types.AdapterInfo:
-        """Loads a LoRA adapter from a folder below the worker's --adapter-folder; requests choose it by name."""
+        """Loads a LoRA adapter from a folder below the worker's --adapter-folder. Requests select it by name."""
         request = worker_pb.LoadAdapterRequest(name=name, folder=folder)
         reply = self._link.call(self._stub.LoadAdapter, request, timeout_s)
         return messages.adapter_info(reply.adapter)
 
     def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
-        """Drops an adapter that no request has."""
+        """Drops an adapter that no request uses."""
         self._link.call(self._stub.UnloadAdapter, worker_pb.UnloadAdapterRequest(name=name), timeout_s)
 
     def list_adapters(self, *, timeout_s: float | None = None) -> tuple[types.AdapterInfo, ...]:
-        """Returns the adapters that are loaded, by name."""
+        """Returns the loaded adapters, ordered by name."""
         reply = self._link.call(self._stub.ListAdapters, worker_pb.ListAdaptersRequest(), timeout_s)
         return tuple(map(messages.adapter_info, reply.adapters))

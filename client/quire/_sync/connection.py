@@ -1,5 +1,5 @@
 # Generated from _async/connection.py by scripts/unasync.py. Change that file, then run `make format`.
-"""The connection of both clients: it opens, closes, and asks a server for its health."""
+"""The connection that both clients share: it opens, closes, and checks a server's health."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.tls import Tls
 
 
 class Connected:
-    """Opening, closing and health of a client."""
+    """Opens and closes a client's connection, and checks its server's health."""
 
     SERVICE: ClassVar[str]
 
@@ -23,20 +23,20 @@ class Connected:
 
     @property
     def address(self) -> str:
-        """Returns the address that calls go to."""
+        """Returns the server's address."""
         return self._link.address
 
     def health(self, *, timeout_s: float | None = None) -> bool:
-        """Tells whether the service says that it is serving (grpc.health.v1).
+        """Returns whether the service reports that it is serving (grpc.health.v1).
 
         Raises:
-            QuireError: nobody answers, or the token is refused.
+            QuireError: the server does not answer, or refuses the token.
         """
         stub = health_pb2_grpc.HealthStub(self._link.channel)
         request = health_pb2.HealthCheckRequest(service=self.SERVICE)
         try:
             reply = self._link.call(stub.Check, request, timeout_s)
-        except NotFoundError:  # another service listens there
+        except NotFoundError:  # The server at this address runs another service.
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 

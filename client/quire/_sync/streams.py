@@ -14,8 +14,8 @@ from quire._transport.streams import SyncStream, SyncWatchStream
 class ChunkStream(SyncStream[sampling.Chunk]):
     """Chunks of one request, each returned when it arrives.
 
-    `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over
-    `client.stream(...)` does) cancel the request, which frees its blocks at once.
+    `close`, leaving the `with` block, and losing the last reference (for example by `break` out of a loop over
+    `client.stream(...)`) cancel the request. That frees its blocks at once.
     """
 
     def __init__(self, link: SyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
@@ -24,13 +24,13 @@ class ChunkStream(SyncStream[sampling.Chunk]):
 
 
 class EventStream(SyncWatchStream):
-    """Events of one pool, without end. `close`, leaving the `with` block and losing the last
+    """An endless stream of one pool's events. `close`, leaving the `with` block and losing the last
     reference end the watch."""
 
     @property
     def session_id(self) -> bytes:
-        """Returns the session to resume from later, together with `cursor`. It is empty inside a snapshot, which has to
-        begin again."""
+        """Returns the session to resume from later, together with `cursor`. It is empty inside a snapshot, because a
+        partial snapshot must begin again."""
         return self._watch.session_id
 
     @property
@@ -40,6 +40,6 @@ class EventStream(SyncWatchStream):
 
     @property
     def age_s(self) -> float:
-        """Returns the seconds since the last message of the allocator, which sends one every 5 s while nothing happens.
-        A mirror of these events is as old."""
+        """Returns the seconds since the allocator's last message, and so the age of a mirror of these events. An idle
+        allocator sends a message every 5 s."""
         return time.monotonic() - self._watch.heard_s

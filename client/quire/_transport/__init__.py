@@ -1,1 +1,1 @@
-"""Between the clients and gRPC: channels, retries, streams, and messages turned into values."""
+"""Connects the clients to gRPC: channels, retries, streams, and conversion between messages and values."""

@@ -1,4 +1,4 @@
-"""Addresses: what a client connects to and a server listens on."""
+"""Parses and checks the addresses that clients connect to and servers listen on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.errors import UsageError
 UNIX_PATH_BYTES_MAX: Final = 107
 _SCHEMES = ("http", "https", "grpc", "grpcs", "tcp")
 _GRPC_FORMS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:")
-_IPV4: Final = re.compile(r"[0-9a-fA-FxX.]*[0-9][0-9a-fA-FxX.]*")  # in any form that the C library takes
+_IPV4: Final = re.compile(r"[0-9a-fA-FxX.]*[0-9][0-9a-fA-FxX.]*")  # any form that the C library accepts
 
 
 def split(address: str) -> tuple[str, int]:
     """Returns the host and the port of `host:port` or `[ipv6]:port`.
 
     Raises:
-        UsageError: it is neither; a URL is said to be one.
+        UsageError: the address has neither form. For a URL, the message says so.
     """
     scheme, is_url, rest = address.partition("://")
     if is_url and scheme in _SCHEMES:
@@ -35,12 +35,11 @@ def split(address: str) -> tuple[str, int]:
 
 
 def canonical(address: str) -> str:
-    """Returns an address in the one form that gRPC, the C library and certificates agree on. Forms that only gRPC knows
-    (`dns:///`, `ipv6:`) stay as they are.
+    """Returns an address in the form that gRPC, the C library and certificates agree on. Forms that only gRPC knows
+    (`dns:///`, `ipv6:`) stay unchanged.
 
     Raises:
-        UsageError: it is a URL, or host and port without a port, or with one that does not exist; or the path of a
-            Unix socket is longer than systems allow.
+        UsageError: the address is a URL, its port is missing or invalid, or its Unix socket's path is too long.
     """
     if is_unix(address) and len(os.fsencode(address.removeprefix("unix:").removeprefix("//"))) > UNIX_PATH_BYTES_MAX:
         raise UsageError(
@@ -55,8 +54,8 @@ def canonical(address: str) -> str:
 def _canonical_host(host: str) -> str:
     """Returns `localhost` for `LOCALHOST.`, `127.0.0.1` for `127.1`, and `::1` for `::1%lo`; other names unchanged.
 
-    gRPC takes no short IPv4 address. The C library takes a scope only with a link-local address, and may ask a name
-    server for `localhost.`.
+    gRPC does not accept short IPv4 addresses. The C library accepts a scope only with a link-local address, and may ask
+    a name server for `localhost.`.
     """
     if host.lower().removesuffix(".") == "localhost":
         return "localhost"
@@ -66,7 +65,7 @@ def _canonical_host(host: str) -> str:
         if not ipaddress.IPv6Address(host).is_link_local:
             return host.partition("%")[0]
     except (OSError, ValueError):
-        pass  # a name
+        pass  # The host is a name.
     return host
 
 
@@ -91,11 +90,13 @@ def is_local(address: str) -> bool:
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """Returns what a server binds for `host:port`: names, IPv4, and IPv6 in brackets, also with the scope of a
-    link-local address (`[fe80::1%eth0]:9470`). Of several addresses of a name it is the first that this machine has.
+    """Returns the family and address that a server binds for `host:port`.
+
+    The host is a name, IPv4, or IPv6 in brackets, also with a link-local scope (`[fe80::1%eth0]:9470`). If a name has
+    several addresses, the result is the first one of this machine.
 
     Raises:
-        UsageError: it is no address.
+        UsageError: the text is not an address.
         OSError: the name is unknown.
     """
     host, port = split(address)
@@ -105,7 +106,7 @@ def resolve(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
 
 
 def _is_ours(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
-    """Tells whether any port can be bound there: this machine has the address, and the family is switched on."""
+    """Tells whether this machine can bind the address: it has the address, and the family is enabled."""
     try:
         with socket.create_server((address[0], 0, *address[2:]), family=family):
             return True
@@ -114,15 +115,15 @@ def _is_ours(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
 
 
 def require_free(option: str, address: str, what: str = "listen") -> None:
-    """Refuses an address that a server could not have, before anything is loaded or started.
+    """Refuses an address that a server cannot bind, before anything is loaded or started.
 
     Args:
-        option: of the command line, that names it.
-        address: host:port; a Unix socket is left to its lock.
-        what: is to be done there.
+        option: the command-line option with the address.
+        address: host:port. Unix sockets are not checked, because they have a lock.
+        what: the server's purpose there, for the message.
 
     Raises:
-        UsageError: it is none, the port is taken, or it is not ours to take.
+        UsageError: the address is invalid, the port is in use, or this user may not bind it.
     """
     if is_unix(address):
         return

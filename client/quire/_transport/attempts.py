@@ -1,4 +1,4 @@
-"""A call that streams messages, repeated by our own hand where gRPC must not: see `channel`."""
+"""Retries calls that stream messages, because gRPC itself must not retry them: see `channel`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ItemT = TypeVar("ItemT")
 
 
 class Attempts(Generic[ItemT]):
-    """A call that streams messages, and its repetition: what `_SERVICE_CONFIG` says for unary calls, by our own hand.
+    """A call that streams messages, and its retries: the same policy as `_SERVICE_CONFIG` has for unary calls.
 
     Args:
-        link: of the stub, its address and what it shows.
-        method: of a stub, of either flavour.
+        link: the stub's connection.
+        method: a method of a blocking or asyncio stub.
         request: sent with each attempt.
-        read: makes of a message what the caller gets.
-        timeout_s: for all attempts together, pauses included.
+        read: converts a message to the caller's value.
+        timeout_s: limit for all attempts together, including pauses.
 
     Attributes:
         call: the current attempt.
-        request_id: of the call, for its errors.
-        timeout_s: as given.
+        request_id: the call's id, for its errors.
+        timeout_s: the argument of the same name.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class Attempts(Generic[ItemT]):
         return inheritable(self._method(self._request, timeout=left_s, metadata=self._link.metadata))
 
     def read(self, message: Any) -> ItemT:
-        """Returns what the caller makes of a message; once one has arrived the call is never repeated."""
+        """Converts a message for the caller. After the first message the call is never retried."""
         self._begun = True
         return self._read(message)
 
     def pause_s(self, error: QuireError) -> float | None:
-        """Seconds to wait before `again`; None where this error of the current attempt is the call's."""
+        """Returns the seconds to wait before `again`, or None if the current attempt's error is final."""
         if self._begun or error.code != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
             return None
         pause_s = self._backoff.next_s(error.retry_after_s)
         return pause_s if time.monotonic() + pause_s < self._deadline else None
 
     def again(self) -> None:
-        """Starts the next attempt, in the time that is left."""
+        """Starts the next attempt, within the remaining time."""
         self._count += 1
         self.call = self._start(max(self._deadline - time.monotonic(), 0.0))

@@ -1,4 +1,4 @@
-"""Between the messages of WorkerService that concern branches and the values of `quire.types`."""
+"""Converts between WorkerService's messages about branches and the values of `quire.types`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from quire._transport.generating import generate_request
 from quire._transport.messages import fill, fill_tokens, operation
 from quire.v1 import worker_pb2 as pb
 
-_TTL_S = ranges.Range(0.1, 3600.0)  # the worker's bounds, which it checks as well
+_TTL_S = ranges.Range(0.1, 3600.0)  # same bounds as the worker's, which checks them, too
 
 
 def prefill_request(
     prompt: str | Sequence[int], namespace: str, ttl_s: float, request_id: str | None
 ) -> pb.PrefillRequest:
-    """Makes the message that asks for a branch.
+    """Returns the message that creates a branch.
 
     Raises:
-        TypeError: a value of the wrong type.
-        InvalidArgumentError: BAD_PARAMETER, `ttl_s` is out of range, or a number that the message cannot carry.
+        TypeError: a value has the wrong type.
+        InvalidArgumentError: BAD_PARAMETER, `ttl_s` is out of range, or a number does not fit the message.
     """
     request = operation(pb.PrefillRequest(), request_id)
     ranges.check("ttl_s", ttl_s, _TTL_S, request_id=request.request_id)
@@ -30,23 +30,23 @@ def prefill_request(
 
 
 def fork_request(branch_id: bytes, count: int) -> pb.ForkBranchRequest:
-    """Asks for forks of a branch."""
+    """Returns the message that forks a branch."""
     request = operation(pb.ForkBranchRequest(branch_id=branch_id), None)
     return fill(request, request.request_id, count=count)
 
 
 def extend_request(branch_id: bytes, continuation: str | Sequence[int]) -> pb.ExtendBranchRequest:
-    """Asks for more tokens in a branch."""
+    """Returns the message that adds tokens to a branch."""
     request = operation(pb.ExtendBranchRequest(branch_id=branch_id), None)
     fill_tokens(request, continuation, "continuation", request.request_id)
     return request
 
 
 def score_request(branch_id: bytes, candidates: Iterable[str | Sequence[int]]) -> pb.ScoreBranchRequest:
-    """Asks how likely candidates are.
+    """Returns the message that scores candidates.
 
     Raises:
-        TypeError: one text instead of several, whose letters would be scored; or a value of the wrong type.
+        TypeError: `candidates` is a single text, or a value has the wrong type.
     """
     if isinstance(candidates, (str, bytes)):
         raise TypeError("candidates must be several texts, or lists of token ids, not one text")
@@ -65,7 +65,7 @@ def continue_request(
     interval_s: float = 0.0,
     priority: int = 0,
 ) -> pb.GenerateRequest:
-    """Makes the message of a branch and how to continue it; raises as `generate_request`."""
+    """Returns the message that continues a branch. Raises the same errors as `generate_request`."""
     request = generate_request(
         (), params, options,
         namespace="", adapter="", request_id=request_id, priority=priority, interval_s=interval_s,
@@ -75,5 +75,5 @@ def continue_request(
 
 
 def scores(message: pb.ScoreBranchResponse) -> tuple[types.Score, ...]:
-    """Returns what each candidate scored."""
+    """Returns each candidate's score."""
     return tuple(types.Score(tuple(each.token_ids), tuple(each.logprobs)) for each in message.scores)

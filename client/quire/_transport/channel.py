@@ -1,12 +1,13 @@
-"""Channels: addresses, deadlines, retries, tokens and errors, for both flavours of the clients.
+"""Channels: addresses, deadlines, retries, tokens and errors, for both flavors of the clients.
 
-Every call but a watch has a deadline. A call that meets UNAVAILABLE is repeated at most three times, 50 to 500 ms apart
-with jitter, and no earlier than the server says; no other code is ever repeated, and the Session stream never.
-Operations that change something carry a request id, so that a repeated one is applied once. gRPC itself repeats unary
-calls, `attempts.Attempts` the streams of Generate, `watch.Watch` those of WatchEvents, which go on as often as it takes
-once they have begun.
+Every call except a watch and the Session stream has a deadline. A call that meets UNAVAILABLE is retried at most three
+times, 50 to 500 ms apart with jitter, and never before the time that the server asks for. No other code is retried. The
+Session stream is never retried. Operations that change state carry a request id, so a retried one is applied once.
 
-A token travels as `authorization: Bearer ...` with every call, and never unencrypted to another machine: an
+gRPC itself retries unary calls. `attempts.Attempts` retries streams of Generate. `watch.Watch` retries streams of
+WatchEvents, without a limit once they have begun.
+
+Every call carries the token as `authorization: Bearer ...`. It is never sent unencrypted to another machine, because an
 eavesdropper could use it.
 """
 
@@ -46,13 +47,13 @@ from quire.tls import Tls, resolve_tls
 
 DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
 DEFAULT_WORKER: Final = "127.0.0.1:7071"
-LIVENESS: Final = "liveness"  # what grpc.health.v1 is asked where it is not about readiness
+LIVENESS: Final = "liveness"  # service name in grpc.health.v1 that asks for liveness instead of readiness
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
-LOOKED_S: Final = 1.0  # a finding about an address is believed for so long
+LOOKED_S: Final = 1.0  # time for which a finding about an address is reused
 ATTEMPTS_MAX: Final = 4
-BACKOFF_S: Final = 0.05  # before the second attempt
+BACKOFF_S: Final = 0.05  # pause before the second attempt
 BACKOFF_S_MAX: Final = 0.5
 
 _SERVICE_CONFIG: Final = {
@@ -67,9 +68,9 @@ _SERVICE_CONFIG: Final = {
                 "retryableStatusCodes": ["UNAVAILABLE"],
             },
         },
-        # The entry that names a method wins over the one above. An owner's stream must attach again, not be replayed.
-        # A server's stream with a retry policy hangs past its deadline where the connection is lost before the first
-        # message (threads only; grpcio 1.85): `Attempts` and `Watch` repeat it instead.
+        # This entry overrides the one above and has no retries. An owner's stream must attach again, not be replayed.
+        # With a retry policy, a server's stream hangs past its deadline if the connection is lost before the first
+        # message (threads only, grpcio 1.85). `Attempts` and `Watch` retry it instead.
         {
             "name": [
                 {"service": "quire.v1.AllocatorService", "method": "Session"},
@@ -90,13 +91,13 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.http2.bdp_probe", 0),  # which lets each call receive megabytes that nobody has asked for
-    # A connection that has died is left after 10 s of a call; TCP would keep it for a quarter of an hour.
+    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge windows until each call may buffer megabytes.
+    # A call gives up a dead connection after 10 s. TCP alone would keep it for a quarter of an hour.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # else a minute, whatever the line before says
+    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.
     ("grpc.http2.max_pings_without_data", 0),
-    # A connection of its own for each channel: a new channel would else go on with one that has fallen silent.
+    # Each channel has its own connection. Otherwise a new channel would reuse one that has fallen silent.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -109,21 +110,21 @@ def resolve_token(token: str | None) -> str | None:
     """Returns the given token, or the one in the file that QUIRE_TOKEN_FILE names, or None.
 
     Raises:
-        UsageError: that file is unusable.
+        UsageError: the file is unusable.
     """
     return token if token is not None else read_token(os.environ.get("QUIRE_TOKEN_FILE") or None)
 
 
 def resolve_address(address: str | None, variable: str, default: str) -> str:
-    """Returns the given address, or the environment variable's, or the default."""
+    """Returns `address` if given, else the environment variable's value, else the default."""
     return address or os.environ.get(variable) or default
 
 
 def readable(message: ItemT | None) -> ItemT:
-    """Returns the message. grpc.aio gives None for bytes that are none, where the other flavour fails the call.
+    """Returns the message. grpc.aio returns None for bytes that do not parse; blocking gRPC fails the call instead.
 
     Raises:
-        InternalError: it is None.
+        InternalError: the message is None.
     """
     if message is None:
         raise InternalError("what answers sends no messages of this protocol, or they arrive spoiled")
@@ -131,14 +132,14 @@ def readable(message: ItemT | None) -> ItemT:
 
 
 def is_task_cancelled() -> bool:
-    """Tells whether a CancelledError is meant for the task that runs: grpc.aio raises the same for a call that somebody
-    else cancelled."""
+    """Tells whether a CancelledError is meant for the running task. grpc.aio raises the same error if another task
+    canceled the call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _is_here(address: str) -> bool:
-    """Tells whether what is sent there stays on this machine; a form of address that only gRPC knows does not count."""
+    """Tells whether the address is on this machine. Forms of address that only gRPC knows count as remote."""
     try:
         return is_local(address)
     except UsageError:
@@ -146,15 +147,15 @@ def _is_here(address: str) -> bool:
 
 
 class Link:
-    """State and checks that both flavours of a connection share.
+    """State and checks that both flavors of a connection share.
 
     Raises:
-        UsageError: the address is none, a file is unusable, or a token would go to another machine unencrypted.
+        UsageError: the address is invalid, a file is unusable, or a token would go to another machine unencrypted.
     """
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         self.address = address = canonical(address)
-        self.server = ANY_SERVER  # the server that is expected there
+        self.server = ANY_SERVER  # the kind of server expected at this address, for error messages
         self._found = (-math.inf, "")
         self.timeout_s = checked_timeout(timeout_s)
         self._given = token, tls
@@ -166,7 +167,7 @@ class Link:
                 f"a token is not sent to {address} unencrypted: name the authorities to trust there in QUIRE_TLS_CA"
             )
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
-        # A certificate cannot name the path of a socket; the server there is this machine.
+        # A certificate cannot name a socket's path. The server is on this machine, so it must be valid for localhost.
         name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
         self.options = (*OPTIONS, *name)
         self._is_closed = False
@@ -174,14 +175,14 @@ class Link:
 
     @property
     def is_inherited(self) -> bool:
-        """Tells whether this process was forked from the one whose connection it is, and has to leave it alone."""
+        """Tells whether the connection belongs to the parent of this forked process, which must not touch it."""
         return os.getpid() != self._pid
 
     def check_open(self) -> None:
-        """gRPC's own error for it is no RpcError.
+        """Refuses calls on a closed connection. gRPC's own error for it is not an RpcError.
 
         Raises:
-            UnavailableError: the client was closed, or belongs to the process that this one was forked from.
+            UnavailableError: the client was closed, or belongs to the parent of this forked process.
         """
         if self._is_closed:
             raise UnavailableError("the client is closed")
@@ -191,23 +192,26 @@ class Link:
             )
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Seconds that a call may take."""
+        """Returns the timeout of a call: the given one, or the default."""
         return self.timeout_s if timeout_s is None else checked_timeout(timeout_s)
 
     def translate(self, error: grpc.RpcError, request_id: str | None, timeout_s: float | None) -> QuireError:
-        """Returns the exception for what gRPC raised in a call of so many seconds. Where nobody answered it looks what
-        is there, for a second at most, and blocks meanwhile."""
+        """Returns the QuireError for a gRPC error.
+
+        If no server answered, it probes the address, which blocks for at most a second.
+        """
         return self.explain(from_rpc_error(error, request_id), timeout_s, looks=True)
 
     def explain(self, error: QuireError, timeout_s: float | None = None, *, looks: bool = False) -> QuireError:
-        """Puts gRPC's own errors into words: what is wrong, with what, and what to do; its words become a note. Where
-        nobody answered they say how it was tried: a server that asks for TLS, or for another certificate, just hangs
-        up.
+        """Rewrites gRPC's own errors: what failed, with which value, and what to do. gRPC's text becomes a note.
+
+        If no server answered, the message says whether the client used TLS and a certificate, because a server that
+        expects others just closes the connection.
 
         Args:
-            error: of a call.
-            timeout_s: deadline of the call, where it is known.
-            looks: whether to look what is at the address.
+            error: the error of a call.
+            timeout_s: the call's timeout, if known.
+            looks: whether to probe the address.
         """
         if error.reason is not None or not error.is_grpcs_own:
             return error
@@ -231,14 +235,14 @@ class Link:
         return explained
 
     def _look(self) -> str:
-        """Says what is at the address; calls that fail together look once."""
+        """Returns a sentence about the address's listener. Calls that fail together share one probe."""
         if time.monotonic() - self._found[0] > LOOKED_S:
             found = what_is_at(self.address, self.server, is_encrypted=self._tls is not None)
             self._found = (time.monotonic(), found)
         return self._found[1]
 
     def check_size(self, request: Message) -> None:
-        """Refuses here what no server would take, in words that say by how much.
+        """Refuses a request that is too large for every server. The message has both sizes.
 
         Raises:
             ResourceExhaustedError: TOO_LARGE.
@@ -253,7 +257,7 @@ class Link:
 
 
 class SyncLink(Link):
-    """Connects the blocking flavours of the client, for threads."""
+    """The connection of the blocking clients, for threads."""
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
@@ -282,7 +286,7 @@ class SyncLink(Link):
             raise self.translate(error, getattr(request, "request_id", None), self.deadline(timeout_s)) from None
 
     def for_asyncio(self) -> AsyncLink:
-        """Returns a connection of its own to the same server, for asyncio; called inside the loop that uses it."""
+        """Returns a new connection to the same server, for asyncio. Call it inside the loop that uses it."""
         link = AsyncLink(self.address, *self._given, self.timeout_s)
         link.server = self.server
         return link
@@ -295,12 +299,12 @@ class SyncLink(Link):
 
 
 class AsyncLink(Link):
-    """A connection for asyncio; made inside the event loop that uses it."""
+    """The connection of the asyncio clients. Make it inside the event loop that uses it."""
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
         self.channel = self._new_channel()
-        self._others = set[AsyncLink]()  # made by `another`, and not closed yet
+        self._others = set[AsyncLink]()  # open links made by `another`
         self._origin: AsyncLink | None = None
 
     def _new_channel(self) -> aio.Channel:
@@ -309,7 +313,7 @@ class AsyncLink(Link):
         return aio.secure_channel(self.address, self.credentials, options=self.options)
 
     def another(self) -> AsyncLink:
-        """Returns a connection of its own to the same server, which ends with this one at the latest."""
+        """Returns a new connection to the same server. Closing this connection also closes the new one."""
         twin = copy.copy(self)
         twin.channel = self._new_channel()
         twin._others, twin._origin = set(), self
@@ -317,8 +321,10 @@ class AsyncLink(Link):
         return twin
 
     async def reconnect(self) -> None:
-        """Makes a new `channel`, on a new connection, in place of one that has fallen silent: gRPC keeps using a
-        connection whose other end is gone for as long as TCP does, a quarter of an hour. Calls on the old one end."""
+        """Replaces a silent connection by a new `channel`. Calls on the old one end.
+
+        Otherwise gRPC uses a connection to a vanished peer as long as TCP does: a quarter of an hour.
+        """
         old, self.channel = self.channel, self._new_channel()
         await old.close(None)
 
@@ -348,7 +354,7 @@ class AsyncLink(Link):
         raise await asyncio.to_thread(self.translate, failed, request_id, self.deadline(timeout_s))
 
     async def close(self) -> None:
-        """Ends all calls and the connection, and those of every `another` one."""
+        """Ends all calls and the connection, and every connection made by `another`."""
         self._is_closed = True
         if not self.is_inherited:
             await self.channel.close(None)

@@ -1,4 +1,4 @@
-"""Texts and conversations on their way to a tokenizer, and what a caller may give of them."""
+"""Converts texts and conversations to messages for a worker's tokenizer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def tokenize_request(
     add_special_tokens: bool | None = None,
     split_special_tokens: bool | None = None,
 ) -> worker_pb.TokenizeRequest:
-    """Makes the message of a text, or of a conversation.
+    """Returns the message for a text, or for a conversation.
 
     Raises:
-        InvalidArgumentError: BAD_PARAMETER, what is given is no text, as half of a surrogate pair is none.
+        InvalidArgumentError: BAD_PARAMETER, a text is invalid, for example because of half a surrogate pair.
     """
     if isinstance(prompt, str):
         return fill(worker_pb.TokenizeRequest(add_special_tokens=add_special_tokens), text=prompt)
@@ -44,4 +44,5 @@ def tokenize_request(
 
 
 def _dumped(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)  # so that what is no text is found here, and others are no longer
+    # Escaping to ASCII would hide invalid text, and make other text longer.
+    return json.dumps(value, ensure_ascii=False)

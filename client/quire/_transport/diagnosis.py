@@ -1,8 +1,8 @@
-"""Diagnosis of an address where no server answered, in one sentence: what is wrong there, and what to do.
+"""Diagnoses an address where no server answered, in one sentence: what is wrong there, and what to do.
 
-gRPC says that it has no connection, and why in its internal terms. A plain connection tells more: nobody listens,
-another machine is silent, or the listener speaks another protocol. The probe asks for a page over HTTP/1.1: a gRPC
-server answers with a frame of HTTP/2, one with TLS with an alert or not at all, and any other HTTP server with HTTP.
+gRPC reports only that it has no connection, in its internal terms. A plain connection tells more: nothing listens,
+the machine is silent, or the listener speaks another protocol. The probe requests a page over HTTP/1.1. A gRPC server
+answers with an HTTP/2 frame, a TLS server with an alert or not at all, and any other HTTP server with HTTP.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Final
 from quire._transport.address import is_local, is_unix, split
 from quire.errors import UsageError
 
-ANY_SERVER: Final = "server"  # expected by a caller that does not care which one it is
-PROBE_S: Final = 0.5  # for a connection, and again for its first bytes
+ANY_SERVER: Final = "server"  # name used when the kind of server is not known
+PROBE_S: Final = 0.5  # time to connect, and again to receive the first bytes
 _REQUEST: Final = b"GET / HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n"
-_ANSWER_BYTES: Final = 9  # the head of a frame of HTTP/2
-_SETTINGS: Final = 4  # type of the frame that a server of HTTP/2 begins with
-_ALERT: Final = b"\x15\x03"  # how TLS begins to say what it was given is none
+_ANSWER_BYTES: Final = 9  # size of an HTTP/2 frame header
+_SETTINGS: Final = 4  # type of an HTTP/2 server's first frame
+_ALERT: Final = b"\x15\x03"  # first bytes of a TLS alert, the answer to a request without TLS
 
 
 def what_is_at(address: str, server: str, *, is_encrypted: bool) -> str:
-    """Returns the sentence; takes a second at most.
+    """Returns the sentence. Takes a second at most.
 
     Args:
-        address: as a client was given it.
-        server: what was expected there, such as "allocator".
-        is_encrypted: whether the client asked for TLS.
+        address: the client's address.
+        server: the expected kind of server, such as "allocator".
+        is_encrypted: whether the client uses TLS.
     """
     try:
         connection = _connected(address)
@@ -38,7 +38,7 @@ def what_is_at(address: str, server: str, *, is_encrypted: bool) -> str:
         return f"no {server} is running there; {start}"
     except OSError:
         return "its machine does not answer; is it the right address, and does a firewall let this machine in?"
-    except UsageError:  # a form that gRPC alone knows
+    except UsageError:  # Only gRPC can resolve this form of address.
         return f"is the {server} running there?"
     with connection:
         return _what_answers(connection, server, is_encrypted)
@@ -48,8 +48,8 @@ def _connected(address: str) -> socket.socket:
     """Connects without gRPC.
 
     Raises:
-        OSError: nobody takes the connection.
-        UsageError: the address has a form that gRPC alone knows.
+        OSError: the connection fails.
+        UsageError: only gRPC knows this form of address.
     """
     if not is_unix(address):
         return socket.create_connection(split(address), PROBE_S)
@@ -64,7 +64,7 @@ def _connected(address: str) -> socket.socket:
 
 
 def _what_answers(connection: socket.socket, server: str, is_encrypted: bool) -> str:
-    """Says who has taken a connection."""
+    """Returns the sentence about the listener that accepted the connection."""
     answer = _asked(connection)
     if answer is None:
         return "somebody listens there and does not answer; does it stand still?"
@@ -85,14 +85,14 @@ def _what_answers(connection: socket.socket, server: str, is_encrypted: bool) ->
 
 
 def _asked(connection: socket.socket) -> bytes | None:
-    """Returns the first bytes of an answer, none if the connection ends before; None where nothing comes in time."""
+    """Returns an answer's first bytes: empty if the connection ends first, None if nothing arrives in time."""
     connection.settimeout(PROBE_S)
     try:
         connection.sendall(_REQUEST)
         return connection.recv(_ANSWER_BYTES)
     except TimeoutError:
         return None
-    except OSError:  # reset
+    except OSError:  # The connection was reset.
         return b""
 
 

@@ -1,4 +1,4 @@
-"""Between messages of `WorkerService.Generate` and the values of `quire.sampling`; both flavours share them."""
+"""Converts between messages of `WorkerService.Generate` and the values of `quire.sampling`, for both flavors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire._transport.prompts import warn_of_equal_samples
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
 from quire.v1 import worker_pb2 as worker_pb
 
-# Fields that are the same on both sides, None where a caller leaves one out.
+# Fields with the same name in `SamplingParams` and on the wire. None means unset.
 _NUMBERS = (
     *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "min_tokens", "logprobs", "prompt_logprobs", "best_of", "echo"),
@@ -24,10 +24,10 @@ _EARLY_STOPPINGS = {
     True: worker_pb.EARLY_STOPPING_ALWAYS,
     "never": worker_pb.EARLY_STOPPING_NEVER,
 }
-# Between messages of an answer that is waited for: a message costs worker and client the same at any length.
+# Interval between messages if the caller waits for the whole answer: a message costs the same at any length.
 WHOLE_INTERVAL_S = 1.0
 _INTERVAL_S = ranges.Range(0, 60)
-_NOTHING: tuple[Any, ...] = ()  # what fields of several values have by default
+_NOTHING: tuple[Any, ...] = ()  # default of fields with several values
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 _FINISH_REASONS = {0: None, **{reason.value: reason for reason in sampling.FinishReason}}
 
@@ -44,11 +44,11 @@ def generate_request(
     interval_s: float = 0.0,
     cache_salt: str = "",
 ) -> worker_pb.GenerateRequest:
-    """Makes the message of a prompt and how to continue it; `options` override `params`.
+    """Returns the message that continues a prompt. `options` override `params`.
 
     Raises:
-        TypeError: an unknown option, or a value of the wrong type.
-        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry, or an `interval_s` out of range.
+        TypeError: an option is unknown, or a value has the wrong type.
+        InvalidArgumentError: BAD_PARAMETER, a number does not fit the message, or `interval_s` is out of range.
     """
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
@@ -64,16 +64,17 @@ def generate_request(
 
 
 def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
-    """Puts in what is not None, or not at its default."""
+    """Sets the message's fields, except for values that are None or at their default."""
     numbers = {name: getattr(params, name) for name in _NUMBERS}
-    if params.top_k == -1:  # vLLM's word for all
+    if params.top_k == -1:  # vLLM's value for no limit
         numbers["top_k"] = 0
     fill(message, request_id, **{name: value for name, value in numbers.items() if value is not None})
     for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
         tokens = getattr(params, name)
         if tokens is not None and tokens is not _NOTHING:
             extend(getattr(message, name), name, tokens, request_id)
-    if params.allowed_token_ids is not None and not message.allowed_token_ids:  # on the wire none means all
+    # On the wire, an empty list would allow all tokens.
+    if params.allowed_token_ids is not None and not message.allowed_token_ids:
         text = "allowed_token_ids must not be empty: leave it out, or None, to allow all"
         raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="allowed_token_ids")
     if params.stop is not None and params.stop is not _NOTHING:
@@ -130,10 +131,10 @@ def _fill_structure(message: worker_pb.SamplingParams, params: sampling.Sampling
 
 
 def chunk(message: worker_pb.GenerateResponse) -> sampling.Chunk:
-    """Makes a part of one sample.
+    """Converts a message to a chunk of one sample.
 
     Raises:
-        InternalError: it ended for a reason that this version does not know.
+        InternalError: the sample's finish reason is unknown to this version.
     """
     if message.finish_reason not in _FINISH_REASONS:
         raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
@@ -156,10 +157,10 @@ def _stop_reason(message: worker_pb.GenerateResponse) -> str | int | None:
 
 
 def _logprobs(message: worker_pb.Logprobs) -> tuple[sampling.TokenLogprobs, ...]:
-    """Takes columns apart.
+    """Converts columns to one value per token.
 
     Raises:
-        InternalError: they are not equally long.
+        InternalError: the columns differ in length.
     """
     count, top_count = len(message.token_ids), message.top_count
     wanted = [count, count * top_count, count * top_count]
@@ -173,7 +174,7 @@ def _logprobs(message: worker_pb.Logprobs) -> tuple[sampling.TokenLogprobs, ...]
 
 
 def gather(chunks: Iterable[sampling.Chunk], request_id: str) -> sampling.Generation:
-    """Gathers all chunks of a request as its result.
+    """Returns the result of a request from all of its chunks.
 
     Raises:
         UnavailableError: the stream ended before the request did.

@@ -1,19 +1,19 @@
-"""Imports grpc on that of its two I/O engines which suits sessions. The package imports this before anything else.
+"""Imports grpc with the older of its two I/O engines. The package imports this module before anything else.
 
-Since 1.80 gRPC for Python has its EventEngine: one thread waits for sockets, one of a pool reads, and hands on to the
-thread that completes calls, which wakes the event loop. Before, the thread that completes calls read the socket itself.
-For the small messages of a session the additional hand-overs cost a fifth of a server's CPU and of a round trip
-(docs/decisions/0015-threads-that-do-not-interrupt-each-other.md). The older engine is asked for where
+Since 1.80, gRPC for Python has an EventEngine: one thread waits for sockets, a pool's thread reads, and a third thread
+completes calls and wakes the event loop. In the older engine, the thread that completes calls reads the socket itself.
+For a session's small messages the extra hand-overs cost a fifth of a server's CPU and of a round trip
+(docs/decisions/0015-threads-that-do-not-interrupt-each-other.md). This module selects the older engine if
 
-- grpc is not imported yet: it reads its choice once, and an application that uses gRPC itself has chosen by then;
-- GRPC_EXPERIMENTS is not set: who sets it, even to nothing, decides;
-- this release of gRPC is known to have both: one that has not complains about the names on standard error.
+- grpc is not imported yet: gRPC reads the setting only once, at its import;
+- GRPC_EXPERIMENTS is not set: a user's value, even an empty one, takes precedence;
+- the gRPC release is known to have both engines: other releases warn about unknown names on standard error.
 
-The variable is set during the import only, so that no child process inherits it.
+The variable is set only during the import, so that no child process inherits it.
 
-So is GRPC_VERBOSITY, to NONE. gRPC writes to standard error for each handshake that fails and each header that it
-cannot read, which strangers can send, from the thread that serves the socket: a server would stand still where nobody
-reads its output. What is wrong with a call is in the call's status, too.
+During the import GRPC_VERBOSITY is also set, to NONE. Otherwise gRPC writes to standard error for each failed handshake
+and each unreadable header, from the thread that serves the socket. Any remote caller can cause these. If nothing reads
+the server's output, the server would block. A call's status has its error, too.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from typing import Final
 
 _VARIABLE: Final = "GRPC_EXPERIMENTS"
 _WITHOUT_EVENT_ENGINE: Final = "-event_engine_listener,-event_engine_client"
-LAST_WITH_BOTH: Final = (1, 85)  # that is known
+LAST_WITH_BOTH: Final = (1, 85)  # newest release known to have both
 
 
 def is_at_most(release: tuple[int, int]) -> bool:
-    """Tells whether the installed gRPC is this release or an older one; False where it cannot be told."""
+    """Tells whether the installed gRPC is at most this release. False if its version is unknown."""
     try:
         major, minor, *_ = version("grpcio").split(".")
         return (int(major), int(minor)) <= release
-    except (PackageNotFoundError, ValueError):  # built into something else, or of a form that nobody has seen yet
+    except (PackageNotFoundError, ValueError):  # Another package bundles gRPC, or the version's form is unknown.
         return False
 
 
 @contextlib.contextmanager
 def _set_meanwhile(**variables: str) -> Iterator[None]:
-    """Sets those of the variables that the environment does not have."""
+    """Sets variables that the environment lacks, and removes them at the end."""
     new = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(new)
     try:

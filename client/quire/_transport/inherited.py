@@ -1,7 +1,7 @@
-"""Calls of gRPC that a forked child inherits, and must not touch: they are its parent's.
+"""Protects gRPC calls that a forked child inherits from its parent. The child must not touch them.
 
-A child that ends cancels the tasks of its event loop, and collects what it has. Either would cancel a call: under a
-lock that a thread of the parent may hold, or in a core that no longer works there, which ends in a crash.
+When a child ends, it cancels its event loop's tasks and collects its objects. Both would cancel inherited calls. That
+can deadlock on a lock that a parent's thread held at the fork, or crash in a gRPC core that does not work in the child.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _CALLS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def inheritable(call: CallT) -> CallT:
-    """Returns a call, of either flavour, that is safe in a child which this process forks while the call is alive."""
+    """Returns a blocking or asyncio call made safe for children that this process forks while the call is alive."""
     _CALLS.add(call)
     return call
 
 
 def _leave_alone() -> None:
-    """Keeps calls from being collected, and makes cancelling one do nothing."""
+    """Keeps inherited calls alive forever, and makes canceling one do nothing."""
     for call in _CALLS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))
         call.cancel = _cancel_nothing

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for what keeps a lease while its caller is busy, idle or not asyncio's."""
+"""An event loop in its own thread. It keeps leases alive while a caller is busy, idle, or does not use asyncio."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ResultT = TypeVar("ResultT")
 
 
 class LoopThread:
-    """Runs from the start until `end`.
+    """Runs an event loop in its own thread, from the constructor until `end`.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,11 +28,11 @@ class LoopThread:
 
     @property
     def has_ended(self) -> bool:
-        """Tells whether nothing can be run any more: a forked child has no such thread."""
+        """Tells whether the loop no longer runs. A forked child never has the thread."""
         return self.loop.is_closed() or os.getpid() != self._pid
 
     def ended(self) -> UnavailableError:
-        """Returns what to raise of a use after the end."""
+        """Returns the error for a use after the end."""
         kind = self._thread.name.removeprefix("quire-")
         if os.getpid() != self._pid:
             return UnavailableError(
@@ -41,11 +41,11 @@ class LoopThread:
         return UnavailableError(f"the {kind} is closed")
 
     def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:
-        """Runs it in the loop, and cancels it if the caller is interrupted, by Ctrl-C say, or waits no longer.
+        """Runs a coroutine in the loop and returns its result. An interrupt (Ctrl-C) or a timeout cancels it.
 
         Raises:
-            TimeoutError: it was not done in time.
-            UnavailableError: it has ended, or is of the process that this one was forked from.
+            TimeoutError: the coroutine took too long.
+            UnavailableError: the loop has ended, or belongs to the parent of this forked process.
         """
         if self.has_ended:
             work.close()
@@ -58,7 +58,7 @@ class LoopThread:
             raise
 
     def made(self, make: Callable[[], ResultT]) -> ResultT:
-        """Returns what is made inside the loop; where it cannot be, the loop ends."""
+        """Calls `make` inside the loop and returns its result. If it fails, the loop ends."""
 
         async def called() -> ResultT:
             return make()

@@ -1,4 +1,4 @@
-"""Between `quire.v1` messages and the values of `quire.types`: pure functions that both flavours share."""
+"""Converts between `quire.v1` messages and the values of `quire.types`: pure functions for both flavors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FINISHED = {worker_pb.FINISH_REASON_STOP: "stop", worker_pb.FINISH_REASON_LENGT
 
 
 def server_info(message: server_pb2.GetServerInfoResponse) -> types.ServerInfo:
-    """Returns what a server is."""
+    """Converts a message to a server's description."""
     limits = types.Limits(**values_of(message.limits))
     return types.ServerInfo(**{**values_of(message), "features": tuple(message.features), "limits": limits})
 
@@ -39,12 +39,12 @@ def server_info(message: server_pb2.GetServerInfoResponse) -> types.ServerInfo:
 
 
 def adapter_info(message: worker_pb.Adapter) -> types.AdapterInfo:
-    """Returns an adapter in a few numbers."""
+    """Converts a message to an adapter's description."""
     return types.AdapterInfo(**values_of(message))
 
 
 def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
-    """Returns a worker in a few numbers."""
+    """Converts a message to a worker's status."""
     device = types.DeviceMemory(**values_of(message.memory.device)) if message.memory.HasField("device") else None
     memory = types.PoolMemory(**{**values_of(message.memory), "device": device})
     given = message.sampling_defaults
@@ -55,7 +55,7 @@ def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
 
 
 def request_info(message: worker_pb.RequestInfo) -> views.RequestInfo:
-    """Returns a request of a worker."""
+    """Converts a message to the description of a worker's request."""
     values = values_of(message)
     for name in ("queue_s", "first_token_s", "time_left_s"):
         values[name] = getattr(message, name) if message.HasField(name) else None
@@ -74,7 +74,7 @@ def request_info(message: worker_pb.RequestInfo) -> views.RequestInfo:
 
 
 def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
-    """Returns what an owner declares."""
+    """Converts a pool's specification to a message."""
     check("first_block_id", spec.first_block_id, UINT32, Reason.MALFORMED)
     message = pb.PoolSpec(
         cache_layout=spec.cache_layout,
@@ -107,7 +107,7 @@ def _features_of(spec: types.PoolSpec) -> list[str]:
 
 
 def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
-    """Returns what an owner declared."""
+    """Converts a message to a pool's specification."""
     groups = (types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window) for group in message.groups)
     quotas = (
         types.Quota(
@@ -129,7 +129,7 @@ def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
 
 
 def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
-    """Returns a pool in a few numbers."""
+    """Converts a message to a pool's summary."""
     values = values_of(message)
     values.update(
         spec=pool_spec(message.spec),
@@ -142,13 +142,13 @@ def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
 def drop_request(
     pool: str, namespace: str | None, digests: bytes | Iterable[bytes], kept_digest_count: int
 ) -> pb.DropCacheRequest:
-    """Asks to forget what is cached of a pool."""
+    """Returns the message that drops cached blocks of a pool."""
     check("kept_digest_count", kept_digest_count, UINT32, Reason.MALFORMED)
     return pb.DropCacheRequest(pool=pool, drop=cache_drop(namespace, digests, kept_digest_count))
 
 
 def pool_usage(message: pb.GetPoolUsageResponse) -> views.PoolUsage:
-    """Returns where the memory of a pool goes."""
+    """Converts a message to the usage of a pool's memory."""
     usage = message.usage
     values = values_of(usage)
     values.update(
@@ -161,8 +161,8 @@ def pool_usage(message: pb.GetPoolUsageResponse) -> views.PoolUsage:
 
 
 def pool_blocks(pages: Sequence[pb.GetPoolBlocksResponse]) -> views.PoolBlocks:
-    """Returns who holds what, from all pages of an answer; the summary is the last page's."""
-    parts: dict[int, list[pb.SequenceInfo]] = {}  # a long sequence comes in several
+    """Returns the holders of a pool's blocks from all pages of an answer, with the last page's summary."""
+    parts: dict[int, list[pb.SequenceInfo]] = {}  # A long sequence spans several messages.
     for page in pages:
         for info in page.sequences:
             parts.setdefault(info.sequence_id, []).append(info)
@@ -174,22 +174,22 @@ def pool_blocks(pages: Sequence[pb.GetPoolBlocksResponse]) -> views.PoolBlocks:
 
 
 def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchPrefixRequest:
-    """Asks who has published a prompt."""
+    """Returns the message that asks which pools have published a prompt's prefix."""
     return pb.MatchPrefixRequest(namespace=namespace, digests=concatenated(digests))
 
 
 def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, ...]:
-    """Pools that match, best first."""
+    """Returns the matching pools, best first."""
     return tuple(views.PrefixMatch(**values_of(match)) for match in message.matches)
 
 
 def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRequest:
-    """Asks for the events of a pool."""
+    """Returns the message that starts a watch."""
     return fill(pb.WatchEventsRequest(pool=pool, session_id=session_id), reason=Reason.MALFORMED, cursor=cursor)
 
 
 def _sequence(parts: Sequence[pb.SequenceInfo]) -> views.SequenceInfo:
-    """Makes a sequence from its parts in order; counts are the last part's."""
+    """Joins the parts of one sequence, in order. Counts are the last part's."""
     info = parts[-1]
     pieces = zip(*(part.tables for part in parts), strict=True)  # per group
     return views.SequenceInfo(
@@ -212,7 +212,7 @@ def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
 
 
 def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.OpenSessionRequest:
-    """Asks for a pool."""
+    """Returns the message that opens a unary session."""
     request = operation(pb.OpenSessionRequest(version=PROTOCOL_VERSION, spec=pool_spec_message(spec)), request_id)
     return fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
 
@@ -227,10 +227,10 @@ def new_request_id() -> str:
 
 
 def checked_id(request_id: str | None) -> str:
-    """Returns the caller's id, which logs and headers have to carry, or a new one.
+    """Returns the caller's request id, or a new one. It must fit into logs and headers.
 
     Raises:
-        InvalidArgumentError: MALFORMED: it is too long, or has characters that they do not carry.
+        InvalidArgumentError: MALFORMED, the id is too long or contains forbidden characters.
     """
     if request_id is None or request_id == "":
         return new_request_id()
@@ -245,11 +245,11 @@ def checked_id(request_id: str | None) -> str:
 
 
 def fill_tokens(message: Any, given: str | Sequence[int], name: str, request_id: str) -> None:
-    """Puts text or tokens into a message that takes either.
+    """Puts text or tokens into a message that accepts either.
 
     Raises:
-        TypeError: it is neither.
-        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+        TypeError: the value is neither.
+        InvalidArgumentError: BAD_PARAMETER, a number does not fit the message.
     """
     if isinstance(given, str):
         fill(message, request_id, text=given)
@@ -261,7 +261,7 @@ def fill_tokens(message: Any, given: str | Sequence[int], name: str, request_id:
 
 
 def operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
-    """Fills in what every operation has: a request id, a new one where the caller gave none, and numbers."""
+    """Fills an operation's fields: its request id, which is new unless the caller gives one, and its numbers."""
     request_id = checked_id(request_id)
     return fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
 
@@ -272,14 +272,14 @@ def fill(
     """Sets fields of a message, and returns it.
 
     Raises:
-        InvalidArgumentError: a field does not take its value; named, and with the id of the request.
-        TypeError: a value is of the wrong type.
+        InvalidArgumentError: a value does not fit its field. The error has the field's name and the request's id.
+        TypeError: a value has the wrong type.
     """
     for name, value in values.items():
         check_field(_message, name, value, reason, _error_id)
         try:
             setattr(_message, name, value)
-        except ValueError as error:  # protobuf's word for a number out of the field's range
+        except ValueError as error:  # protobuf's error for a number outside the field's range
             raise InvalidArgumentError(_what_is_wrong(name, error), reason, _error_id, field=name) from None
         except TypeError as error:
             raise _wrong_type(name, value, error) from None
@@ -296,14 +296,14 @@ def _wrong_type(name: str, value: object, error: TypeError) -> TypeError:
 
 
 def values_of(message: Message) -> dict[str, Any]:
-    """Returns every field of a message, for a value whose attributes have the same names."""
+    """Returns every field of a message by name, to create a value with the same attributes."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def extend(
     field: Any, name: str, values: Iterable[Any], request_id: str, reason: Reason = Reason.BAD_PARAMETER
 ) -> None:
-    """Adds values to a repeated field; raises what `fill` does."""
+    """Adds values to a repeated field. Raises the same errors as `fill`."""
     try:
         field.extend(values)
     except ValueError as error:

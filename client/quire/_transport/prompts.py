@@ -1,4 +1,4 @@
-"""Prompts as callers give them, and what is made of them before a call: pure functions that both flavours share."""
+"""Prepares callers' prompts for a call: pure functions that both flavors share."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from quire.hashing import root_digest
 from quire.sampling import SamplingParams
 from quire.types import AdapterInfo, WorkerStatus
 
-Message: TypeAlias = Mapping[str, Any]  # of a chat: `role`, `content`, and what else its template knows
-AT_A_TIME: Final = 64  # requests of `generate_many`
+Message: TypeAlias = Mapping[str, Any]  # one chat message: `role`, `content`, and further keys that the template knows
+AT_A_TIME: Final = 64  # concurrent requests of `generate_many`
 
 
 def is_written(prompt: str | Sequence[int] | Sequence[Message]) -> TypeGuard[str | Sequence[Message]]:
-    """Tells whether a prompt is text, or a conversation, which a tokenizer has to read; not token ids."""
+    """Tells whether a prompt needs a tokenizer: text or a conversation, but not token ids."""
     return isinstance(prompt, str) or (bool(len(prompt)) and isinstance(prompt[0], Mapping))
 
 
 def digest_root(status: WorkerStatus, adapters: Sequence[AdapterInfo], namespace: str, adapter: str) -> bytes:
-    """Returns the digest that a worker's prompts of this namespace and adapter start from.
+    """Returns the root of the digests of a worker's prompts with this namespace and adapter.
 
     Raises:
-        ValueError: the adapter is not among those that are loaded.
+        ValueError: the adapter is not loaded.
     """
     digests = {each.name: each.digest for each in adapters}
     if adapter and adapter not in digests:
@@ -38,14 +38,14 @@ def digest_root(status: WorkerStatus, adapters: Sequence[AdapterInfo], namespace
 
 
 def left_s(timeout_s: float, since_s: float) -> float:
-    """Returns what is left of a call's time, which began at `since_s` of the monotonic clock."""
+    """Returns the rest of a call's timeout. The call began at `since_s` of the monotonic clock."""
     return max(timeout_s - (time.monotonic() - since_s), 0.001)
 
 
 def warn_of_equal_samples(params: SamplingParams) -> None:
-    """Warns a caller whose samples cannot differ."""
+    """Emits a warning if a request asks for several samples that cannot differ."""
     if params.n > 1 and params.temperature == 0 and params.num_beams == 1:
         warnings.warn(
             f"n={params.n} greedy samples are all the same text; give a temperature above 0, or num_beams",
-            stacklevel=4,  # beside generate_request, and `stream` or `generate`: where most callers are
+            stacklevel=4,  # skips this function, generate_request, and `stream` or `generate`: the usual call path
         )

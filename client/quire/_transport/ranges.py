@@ -1,6 +1,6 @@
-"""Numbers that callers give, checked before anything is sent: type, range and finiteness, with the caller's name.
+"""Checks callers' numbers before anything is sent: type, range and finiteness. Errors name the caller's parameter.
 
-protobuf would take True for a number, infinity for a temperature, and speak of int64 where a caller wrote "5".
+protobuf accepts True as a number and infinity as a temperature, and its errors name wire types such as int64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLOAT32_MAX: Final = 3.4028234663852886e38
 
 
 class Range(NamedTuple):
-    """The numbers that a parameter takes, both ends included, and `besides`, if that is given."""
+    """The numbers that a parameter accepts: from `low` to `high`, both included, and `besides` if given."""
 
     low: float
     high: float
@@ -34,7 +34,7 @@ class Range(NamedTuple):
 
 
 UINT32: Final = Range(0, 2**32 - 1, is_integer=True)
-# Ranges of `SamplingParams`, as the worker has them (quire_worker/sampling/params.py; a test compares the two).
+# Ranges of `SamplingParams`, same as in the worker (quire_worker/sampling/params.py). A test compares the two.
 SAMPLING: Final = {
     "max_tokens": Range(1, INT32_MAX, is_integer=True),
     "temperature": Range(1e-3, 100.0, besides=0, words="0 or from 0.001 to 100.0"),
@@ -66,11 +66,11 @@ _WIRE: Final = {
 def check(
     name: str, value: Any, allowed: Range, reason: Reason = Reason.BAD_PARAMETER, request_id: str | None = None
 ) -> None:
-    """Refuses what is not a number of a range.
+    """Refuses a value that is not a number in the range.
 
     Raises:
-        TypeError: it is no number, or no integer where one is needed. True and False are no numbers.
-        InvalidArgumentError: it is out of the range, or not finite.
+        TypeError: the value is not a number, or not an integer as required. True and False are not numbers here.
+        InvalidArgumentError: the value is out of range, or not finite.
     """
     if not _is_number(value, allowed):
         raise TypeError(f"{name} must be {allowed}, not {shown(value)}")
@@ -79,12 +79,12 @@ def check(
 
 
 def check_field(message: Any, name: str, value: Any, reason: Reason, request_id: str | None) -> None:
-    """Refuses a number, or a truth value, that a field of a message does not take; raises as `check` does."""
+    """Refuses a number or boolean that a message's field does not accept. Raises the same errors as `check`."""
     allowed = _range_of(message.DESCRIPTOR, name)
     if allowed is None:
         if not isinstance(value, bool) and _is_flag(message.DESCRIPTOR, name):
             raise TypeError(f"{name} must be True or False, not {shown(value)}")
-    elif type(value) is not int or not allowed.low <= value <= allowed.high:  # most numbers are in their range
+    elif type(value) is not int or not allowed.low <= value <= allowed.high:  # Few values reach this slow path.
         check(name, value, allowed, reason, request_id)
 
 
@@ -103,7 +103,7 @@ def _is_flag(message: Descriptor, name: str) -> bool:
 def _is_number(value: Any, allowed: Range) -> bool:
     if type(value) is int or (type(value) is float and not allowed.is_integer):
         return True
-    # Numbers of numpy, say, are as good as Python's own.
+    # Other numeric types, such as numpy's, are accepted.
     if isinstance(value, (bool, str, bytes, bytearray)):
         return False
     try:

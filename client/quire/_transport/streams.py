@@ -1,9 +1,9 @@
-"""Streams that a server sends, for threads and for asyncio: chunks of a request and events of a pool.
+"""Streams from a server, for threads and for asyncio: chunks of a request and events of a pool.
 
 A request that meets UNAVAILABLE before its first chunk is started again (`attempts.Attempts`). After a chunk,
-UNAVAILABLE is an error, because another attempt would begin at the beginning. A watch is resumed without a limit of
+UNAVAILABLE is an error, because another attempt would start from the beginning. A watch is resumed without a limit of
 attempts (`watch.Watch`), because the next attempt continues after the last event. It is also resumed when the allocator
-is silent: an allocator sends something every few seconds, but a proxy may keep a connection open to a dead one.
+is silent: a live allocator sends a message every few seconds, but a proxy may keep the connection of a dead one open.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ReadT_co = TypeVar("ReadT_co", covariant=True)
 
 
 class _Attempts(Protocol[ReadT_co]):
-    """A call and its repetition: `Attempts` or `Watch`, which say what the methods do."""
+    """A call and its retries. `Attempts` and `Watch` implement it and describe its methods."""
 
     call: Any
 
@@ -48,7 +48,7 @@ class _Attempts(Protocol[ReadT_co]):
 
 
 class SyncStream(Iterator[ItemT]):
-    """Items of one stream as they come, for threads."""
+    """Yields the items of one stream as they arrive, for threads."""
 
     def __init__(self, link: SyncLink, attempts: _Attempts[ItemT]) -> None:
         self._link = link
@@ -67,7 +67,7 @@ class SyncStream(Iterator[ItemT]):
                 item = self._attempts.read(message)
                 if item is not None:
                     return item
-        self._attempts.call.cancel()  # another thread may have closed the stream just before this attempt was started
+        self._attempts.call.cancel()  # Another thread may have closed the stream just before this attempt started.
         raise StopIteration
 
     def _message(self) -> Any:
@@ -87,7 +87,7 @@ class SyncStream(Iterator[ItemT]):
         self.close()
 
     def _try_again(self, error: QuireError) -> None:
-        """Starts the next attempt after a pause, unless the stream is closed, which also ends the pause.
+        """Starts the next attempt after a pause, unless the stream is closed. Closing also ends the pause.
 
         Raises:
             QuireError: the error is final.
@@ -102,7 +102,7 @@ class SyncStream(Iterator[ItemT]):
 
 
 class AsyncStream(AsyncIterator[ItemT]):
-    """Items of one stream as they come, for asyncio."""
+    """Yields the items of one stream as they arrive, for asyncio."""
 
     def __init__(self, link: AsyncLink, attempts: _Attempts[ItemT]) -> None:
         self._link = link
@@ -120,7 +120,7 @@ class AsyncStream(AsyncIterator[ItemT]):
             except asyncio.CancelledError:
                 if is_task_cancelled():
                     raise
-                if not self._closed:  # else another task has called `aclose`
+                if not self._closed:  # If it is closed, another task has called `aclose`.
                     raise UnavailableError("the client was closed meanwhile") from None
             else:
                 if message is aio.EOF:  # type: ignore[attr-defined]
@@ -148,7 +148,8 @@ class AsyncStream(AsyncIterator[ItemT]):
 
     def __del__(self) -> None:
         if not self._link.is_inherited:
-            self._attempts.call.cancel()  # gRPC's own tasks keep an abandoned call alive; its other flavour does not
+            # gRPC's own tasks keep an abandoned asyncio call alive. A blocking call needs no cancel.
+            self._attempts.call.cancel()
 
     async def _try_again(self, error: QuireError) -> None:
         """Starts the next attempt after a pause, unless the stream is closed by then.
@@ -168,12 +169,12 @@ class AsyncStream(AsyncIterator[ItemT]):
 
 
 class SyncWatchStream(SyncStream[CacheEvent]):
-    """Events of one pool for threads: an attempt that says nothing is left, and another one made."""
+    """Yields the events of one pool, for threads. A silent attempt is replaced by a new one."""
 
     def __init__(self, link: SyncLink, watch: Watch) -> None:
         super().__init__(link, watch)
         self._watch = watch
-        self._waits_since_s = math.inf  # for the next message
+        self._waits_since_s = math.inf  # since when the caller has waited for the next message
         self._was_left = False
         arguments = (weakref.ref(self), self._closed)
         threading.Thread(target=_leave_silent_calls, args=arguments, name="quire-watch", daemon=True).start()
@@ -190,7 +191,7 @@ class SyncWatchStream(SyncStream[CacheEvent]):
             self._waits_since_s, self._was_left = math.inf, False
 
     def _leave_if_silent(self) -> None:
-        """Cancels an attempt that says nothing, for the thread that waits for it to make another one."""
+        """Cancels a silent attempt. The thread that waits for it then starts another one."""
         if time.monotonic() - self._waits_since_s > SILENCE_S:
             self._was_left = True
             self._watch.call.cancel()
@@ -200,17 +201,17 @@ class SyncWatchStream(SyncStream[CacheEvent]):
 
 
 def _leave_silent_calls(stream: Callable[[], SyncWatchStream | None], closed: threading.Event) -> None:
-    """Looks after a stream until it is closed or forgotten."""
+    """Cancels a stream's silent attempts until the stream is closed or collected."""
     while not closed.wait(SILENCE_S / 4):
         looked_after = stream()
         if looked_after is None:
             return
         looked_after._leave_if_silent()
-        del looked_after  # else it could not be collected while this thread waits
+        del looked_after  # A reference here would keep the stream alive while this thread waits.
 
 
 class AsyncWatchStream(AsyncStream[CacheEvent]):
-    """Events of one pool for asyncio: an attempt that says nothing is left, and another one made."""
+    """Yields the events of one pool, for asyncio. A silent attempt is replaced by a new one."""
 
     def __init__(self, link: AsyncLink, watch: Watch) -> None:
         super().__init__(link, watch)

@@ -1,4 +1,4 @@
-"""Timeouts of calls, in numbers that gRPC understands."""
+"""Checks timeouts of calls, and converts them to numbers that gRPC accepts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 from quire._numbers import shown
 from quire.errors import InvalidArgumentError, Reason
 
-TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC treats much longer ones as no timeout
+TIMEOUT_S_MAX: Final = 1e8  # three years. gRPC treats much longer timeouts as none.
 
 
 def checked_timeout(timeout_s: float, name: str = "timeout_s") -> float:
-    """Returns a timeout in seconds that gRPC accepts; infinity becomes three years.
+    """Returns a timeout in seconds that gRPC accepts. Infinity becomes three years.
 
     Raises:
-        InvalidArgumentError: BAD_PARAMETER, it is less than 0, or no number.
+        InvalidArgumentError: BAD_PARAMETER, the timeout is below 0, or not a number.
     """
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
     if not is_number or not timeout_s >= 0:

@@ -1,4 +1,4 @@
-"""A watch and its repetition: each attempt goes on where the one before it was cut off."""
+"""Retries a watch: each attempt continues where the previous one was interrupted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from quire.hashing import DIGEST_BYTES, split_digests
 from quire.protocol.limits import WATCH_BEAT_S
 from quire.v1 import allocator_pb2 as pb
 
-BACKOFF_S_MAX: Final = 5.0  # nobody waits for a watch as for a call
-SILENCE_S: Final = 3 * WATCH_BEAT_S  # after which an attempt is left
+BACKOFF_S_MAX: Final = 5.0  # longer than for calls, because no caller waits for one answer
+SILENCE_S: Final = 3 * WATCH_BEAT_S  # An attempt without a message for this long is replaced.
 
 
 class Watch:
@@ -27,16 +27,16 @@ class Watch:
 
     Args:
         link: the connection.
-        method: WatchEvents of a stub on it.
-        request: of the first attempt.
-        timeout_s: for all attempts together; None is no limit.
-        on_wait: called with the error whenever a watch that has begun has to be resumed.
+        method: WatchEvents of a stub on that connection.
+        request: the first attempt's request.
+        timeout_s: limit for all attempts together; None means no limit.
+        on_wait: called with the error whenever a watch that has begun must be resumed.
 
     Attributes:
         call: the current attempt.
-        timeout_s: as given.
-        heard_s: when the allocator was heard last, by `time.monotonic`; before that, when the watch was made.
-        session_id, cursor: where the next attempt goes on. Inside a snapshot that is its beginning.
+        timeout_s: the argument of the same name.
+        heard_s: time of the allocator's last message, by `time.monotonic`; at first, the time of construction.
+        session_id, cursor: position where the next attempt continues. Inside a snapshot it is the snapshot's beginning.
     """
 
     request_id = None
@@ -58,8 +58,8 @@ class Watch:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._on_wait = on_wait or (lambda _error: None)
         self._begun = False
-        self._is_whole = True  # not inside a snapshot
-        self._failures = 0  # since the last event
+        self._is_whole = True  # False while a snapshot is arriving
+        self._failures = 0  # consecutive failures since the last event
         self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self.heard_s = time.monotonic()
         self.call = self._start()
@@ -73,7 +73,7 @@ class Watch:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def read(self, message: pb.CacheEvent) -> CacheEvent | None:
-        """Returns the event, or None for one that this version does not know; the next attempt goes on after it."""
+        """Returns the event, or None if this version does not know it. The next attempt continues after the event."""
         self._begun, self._failures = True, 0
         self._backoff.reset()
         self.heard_s = time.monotonic()
@@ -87,14 +87,14 @@ class Watch:
         return read_event(message)
 
     def silence(self) -> UnavailableError:
-        """Returns the error of an attempt that was left because nothing was heard."""
+        """Returns the error of an attempt that was given up because the allocator was silent."""
         return UnavailableError(
             f"{self._link.address} said nothing for {SILENCE_S:g} s, though an allocator says something every"
             f" {WATCH_BEAT_S:g} s"
         )
 
     def pause_s(self, error: QuireError) -> float | None:
-        """Seconds to wait before `again`; None where this error of the current attempt is the watch's."""
+        """Returns the seconds to wait before `again`, or None if the current attempt's error is final."""
         self._failures += 1
         if error.code != grpc.StatusCode.UNAVAILABLE or not (self._begun or self._failures < ATTEMPTS_MAX):
             return None
@@ -107,7 +107,7 @@ class Watch:
         return pause_s
 
     def again(self) -> None:
-        """Starts the next attempt, in the time that is left."""
+        """Starts the next attempt, within the remaining time."""
         self.call = self._start()
 
 
@@ -115,7 +115,7 @@ def read_event(message: pb.CacheEvent) -> CacheEvent | None:
     """Returns an event; None if this version does not know its kind.
 
     Raises:
-        InternalError: it names no group, or its digests are not whole.
+        InternalError: the event names no group, or its digests are incomplete.
     """
     kind = message.WhichOneof("change")
     if kind in ("stored", "removed") and (not message.groups or len(getattr(message, kind).digests) % DIGEST_BYTES):

@@ -1,4 +1,4 @@
-"""The `quire` command, one file for each of its commands."""
+"""The `quire` command, with one file for each subcommand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from quire._distribution import how_to_install
 
 
 def main() -> None:
-    """Entry point of `quire`: an error is one line on standard error and exit code 1, a wrong use exit code 2."""
+    """Runs `quire`. An error prints one line on standard error and exits with 1; a usage error exits with 2."""
     open_missing()
-    for stream in (sys.stdout, sys.stderr):  # texts of models have characters that a terminal's encoding may lack
+    for stream in (sys.stdout, sys.stderr):  # A model's text may contain characters that the terminal's encoding lacks.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         from quire.cli.app import run

@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
 
 def version(*, as_json: options.Json = False) -> None:
-    """Prints versions. Nothing is imported for it."""
+    """Prints versions, without importing any of the packages."""
     found = versions()
     if as_json:
         output.print_json(found)
@@ -60,7 +60,7 @@ def completion(
 
 
 def versions() -> dict[str, Any]:
-    """Returns the versions of what is installed; None for what is not."""
+    """Returns the versions of the packages, None for packages that are not installed."""
     return {
         "quire": __version__,
         "protocol": PROTOCOL_VERSION,
@@ -71,7 +71,7 @@ def versions() -> dict[str, Any]:
 
 
 def core() -> str | None:
-    """Returns how the allocator's core runs here, "compiled" or "python", as `server_info` does; None without one."""
+    """Returns how the allocator's core runs here: "compiled", "python", or None if it is not installed."""
     try:
         spec = importlib.util.find_spec("quire_allocator.core.pool")
     except ModuleNotFoundError:

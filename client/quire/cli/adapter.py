@@ -39,7 +39,7 @@ def load(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Load an adapter while the worker serves; requests choose it with quire generate --adapter NAME."""
+    """Load an adapter while the worker serves. Requests select it with quire generate --adapter NAME."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         loaded = client.load_adapter(name, folder)
     if as_json:
@@ -59,7 +59,7 @@ def unload(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Unload an adapter; refused while requests are computed with it."""
+    """Unload an adapter. The worker refuses while requests use it."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         if dry_run:
             found = [each for each in client.list_adapters() if each.name == name]
@@ -86,7 +86,7 @@ def list_all(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """List the adapters that are loaded."""
+    """List the loaded adapters."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.list_adapters()
     if as_json:

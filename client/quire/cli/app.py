@@ -1,4 +1,4 @@
-"""All commands together, and what their errors look like."""
+"""Assembles all commands, and reports their errors."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def run() -> None:
-    """Runs the command line; an error of Quire ends it with one line, and an exit code that says of what kind."""
+    """Runs the command line. A QuireError prints one line, and its kind determines the exit code."""
     warnings.showwarning = _show_warning
     try:
-        try:  # not standalone with JSON, or wrong options would be said in a box
+        try:  # With JSON, typer's standalone mode is off. It would print usage errors in a box.
             code = app(prog_name="quire", standalone_mode=not output.is_json_asked_for())
         except SystemExit as done:
             code = done.code
@@ -91,5 +91,5 @@ def run() -> None:
         sys.exit(code)
     except (QuireError, typer.TyperException) as error:
         output.end_with(error)
-    except OSError as error:  # the disk is full that output goes to, or there is no folder for temporary files
+    except OSError as error:  # for example a full disk, or no folder for temporary files
         output.end_with(error)

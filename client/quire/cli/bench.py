@@ -1,4 +1,4 @@
-"""`quire bench`: a short load on a running worker, and a report of what its callers got."""
+"""`quire bench`: puts a short load on a running worker, and reports what its callers measured."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _ROWS: Final = (
 
 
 class Workload(StrEnum):
-    """A kind of load, by what its prompts have in common."""
+    """The kind of load: what its prompts have in common."""
 
     SHARED = "shared"
     DISTINCT = "distinct"
@@ -190,7 +190,7 @@ async def _tokenized(client: AsyncClient, prompts: Sequence[FilePrompt]) -> list
 
 @contextlib.contextmanager
 def _progress(count: int) -> Iterator[Callable[[], None]]:
-    """Shows how many requests are over, where standard error is a terminal; gives what is called after each."""
+    """Shows the number of ended requests if standard error is a terminal. Yields a function to call after each."""
     console = Console(stderr=True)
     columns = TextColumn("requests"), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as shown:
@@ -199,7 +199,7 @@ def _progress(count: int) -> Iterator[Callable[[], None]]:
 
 
 def reported(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Returns what callers got, in tokens and seconds; times are of requests that did not fail."""
+    """Returns the report in tokens and seconds. Times cover only successful requests."""
     good = [outcome for outcome in outcomes if not outcome.error]
     prompt = sum(outcome.prompt_token_count for outcome in good)
     cached = sum(outcome.cached_token_count for outcome in good)
@@ -222,7 +222,7 @@ def reported(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
 
 
 def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Returns mean, percentiles (the nearest rank) and maximum; None where there is no value."""
+    """Returns mean, percentiles (nearest rank) and maximum, or None without values."""
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return None

@@ -1,4 +1,4 @@
-"""A map of the holders of a pool's blocks: one character per block."""
+"""Draws a map of a pool's blocks: one character per block shows its holder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 class Legend(NamedTuple):
-    """Letter and style of the blocks that a sequence holds alone."""
+    """The letter and style of a kind of blocks, such as those that one sequence holds alone."""
 
     letter: str
     style: str
@@ -30,12 +30,12 @@ class SequenceRow(NamedTuple):
     namespace: str
     token_count: int
     committed_token_count: int
-    block_count: int  # distinct
+    block_count: int  # distinct blocks
     shared_block_count: int
 
 
 def legends(pool: PoolBlocks) -> dict[int, Legend]:
-    """Returns a letter per sequence in order of their ids; those after the 52nd have OTHER in common."""
+    """Returns one letter per sequence, in order of ids. All sequences after the 52nd share OTHER."""
     found = {}
     for index, sequence in enumerate(pool.sequences):
         letter = ascii_letters[index] if index < len(ascii_letters) else OTHER
@@ -44,7 +44,7 @@ def legends(pool: PoolBlocks) -> dict[int, Legend]:
 
 
 def cells(pool: PoolBlocks) -> list[Legend]:
-    """Returns character and style of each block."""
+    """Returns the character and style of each block."""
     of_sequence = legends(pool)
     holder = {
         block: of_sequence[sequence.sequence_id]
@@ -54,7 +54,7 @@ def cells(pool: PoolBlocks) -> list[Legend]:
         if block is not None
     }
     fixed = {0: Legend(EMPTY, "dim"), 1: Legend(CACHED, "white")}
-    other = Legend(OTHER, "white")  # held by a sequence that came after its table was read
+    other = Legend(OTHER, "white")  # held by a sequence that was created after the tables were read
     return [
         fixed[state] if state in fixed else Legend(SHARED, "bold") if state > 2 else holder.get(block, other)
         for block, state in enumerate(pool.block_states, pool.summary.spec.first_block_id)
@@ -64,7 +64,7 @@ def cells(pool: PoolBlocks) -> list[Legend]:
 def draw(pool: PoolBlocks, *, width: int, rows_max: int) -> Text:
     """Returns the map in lines of at most `width` characters, each headed by the id of its first block.
 
-    Where more than one line in a row is all empty, one line says so instead.
+    One line replaces several consecutive lines of empty blocks.
     """
     shown = cells(pool)
     base = pool.summary.spec.first_block_id
@@ -100,7 +100,7 @@ def _draw_row(picture: Text, label: str, row: list[Legend]) -> None:
 
 
 def sequence_rows(pool: PoolBlocks) -> list[SequenceRow]:
-    """Returns what each sequence holds, and how much of it with others."""
+    """Returns each sequence's blocks, and how many of them it shares."""
     of_sequence = legends(pool)
     holders: dict[int, set[int]] = defaultdict(set)
     for sequence in pool.sequences:

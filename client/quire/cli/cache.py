@@ -1,4 +1,4 @@
-"""`quire cache`: what prompts can hit."""
+"""`quire cache`: finds, warms and drops cached prefixes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def match(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Asks the worker for the prompt's digests, and the allocator for who has published them."""
+    """Asks the worker for the prompt's digests, and the allocator for the pools that have published them."""
     with (
         Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client,
         Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as of_pools,
@@ -116,7 +116,7 @@ def drop(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Calls DropCache, and prints what was forgotten."""
+    """Calls DropCache, and prints what was dropped."""
     with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         done = _cached(client, pool, namespace) if dry_run else client.drop_cache(pool, namespace)
     if as_json:
@@ -127,10 +127,10 @@ def drop(
 
 
 def _cached(client: Allocator, pool: str, namespace: str | None) -> CacheDropped:
-    """Returns what would be dropped at this moment.
+    """Returns what a drop would remove now.
 
     Raises:
-        UsageError: the namespace is not among those that the allocator tells of.
+        UsageError: the allocator does not list the namespace.
     """
     usage = client.get_pool_usage(pool)
     if namespace is None:

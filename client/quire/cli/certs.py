@@ -67,7 +67,7 @@ def certs(
     renew: Annotated[bool, typer.Option("--renew", help="Replace what ends soon; leave the rest as it is.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Makes what is asked for; checks everything before the first file is written."""
+    """Writes the requested certificates. It checks everything before it writes the first file."""
     try:
         from quire import _certs
     except ModuleNotFoundError as error:

@@ -90,7 +90,7 @@ def _answer(
     as_json: bool,
     **given: Any,
 ) -> Generation:
-    """Returns an answer, whose pieces are in `said` as they come."""
+    """Returns an answer. Its pieces are appended to `said` as they arrive."""
     since_s = time.monotonic()
     token_ids = client.tokenize(messages, timeout_s=timeout_s)
     with client.stream(token_ids, params, timeout_s=left_s(timeout_s, since_s), **given) as chunks:
@@ -105,7 +105,7 @@ def _noted(chunks: Iterable[Chunk], said: list[str]) -> Iterator[Chunk]:
 
 
 def _typed() -> Iterator[str]:
-    """Returns what is typed, a line each, with the editing and history of readline where Python has it."""
+    """Yields the lines that the user types, with readline's editing and history if Python has it."""
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("readline")
     while True:

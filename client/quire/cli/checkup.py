@@ -1,4 +1,4 @@
-"""The checks of `quire doctor`. Each looks at one thing and never raises."""
+"""The checks of `quire doctor`. Each check covers one thing and never raises."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PORTS: Final = {
 }
 CERTIFICATES: Final = ("QUIRE_TLS_CA", "QUIRE_TLS_CERT", "QUIRE_SERVER_CERT", "QUIRE_SERVER_CLIENT_CA")
 KEYS: Final = ("QUIRE_TLS_KEY", "QUIRE_SERVER_KEY")
-RENEW_DAYS: Final = 10  # a third of what `quire certs` makes
-_TIME_ERROR: Final = 5  # of adjtimex(2): nothing keeps the clock right
+RENEW_DAYS: Final = 10  # a third of the life of certificates from `quire certs`
+_TIME_ERROR: Final = 5  # TIME_ERROR of adjtimex(2): the clock is not synchronized
 
 
 class Finding(NamedTuple):
-    """The outcome of one check; `advice` is empty where nothing is to be done."""
+    """The outcome of one check. `advice` is empty if there is nothing to do."""
 
     check: str
     state: str
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def of_machine() -> Iterator[Finding]:
-    """Looks at what is installed and what there is of hardware."""
+    """Checks installed packages and hardware."""
     yield Finding("quire", OK, f"{__version__}, Python {versions()['python']}")
     pure = core() == "python"
     advice = "a wheel for this Python and machine has the core compiled: make release builds it" if pure else ""
@@ -61,7 +61,7 @@ def of_machine() -> Iterator[Finding]:
 
 
 def of_files() -> Iterator[Finding]:
-    """Looks at the files that variables name."""
+    """Checks the files that environment variables name."""
     for variable in CERTIFICATES:
         path = os.environ.get(variable)
         if path:
@@ -76,7 +76,7 @@ def of_files() -> Iterator[Finding]:
 
 
 def of_servers(allocator: str, worker: str, token: str | None, tls: Tls | None, timeout_s: float) -> Iterator[Finding]:
-    """Asks the servers that commands call."""
+    """Checks the servers that commands call by default."""
     down = "name others with --allocator and --worker, or start them here: quire up"
     try:
         with Allocator(allocator, token=token, tls=tls, timeout_s=timeout_s) as client:
@@ -102,7 +102,7 @@ def of_servers(allocator: str, worker: str, token: str | None, tls: Tls | None, 
 
 
 def _tried(check: str, look: Callable[[], Any], state: str, advice: str = "") -> Finding:
-    """Returns what a look says, if it says anything; where it raises, the error in that state."""
+    """Returns the finding of `look`. If it raises, the finding has the error and the given state."""
     try:
         said = look()
         return Finding(check, OK, "fine" if said is None else str(said))
@@ -112,7 +112,7 @@ def _tried(check: str, look: Callable[[], Any], state: str, advice: str = "") ->
 
 def _readable(path: str) -> str:
     read_token(path)
-    return path  # never what is in it
+    return path  # Only the path is shown, never the secret.
 
 
 def _compiler() -> str:
@@ -120,10 +120,10 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
-    """Returns the folder of compiled kernels, which it makes as a worker would.
+    """Returns the folder of compiled kernels. It creates the folder as a worker would.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     folder: Path = importlib.import_module("quire_cpu.library").cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,9 +145,10 @@ def _torch() -> str:
 
 
 def _clock() -> Finding:
-    """Asks the kernel whether anything keeps the clock right: certificates and logs of several machines need it."""
+    """Asks the kernel whether the clock is synchronized, as certificates and logs of several machines need."""
     try:
-        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # more than struct timex, zero: ask only
+        # The buffer is larger than struct timex. All zeros makes the call read-only.
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         state = -1
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""`quire doctor`: what may be wrong with this machine and its servers, and what to do about it."""
+"""`quire doctor`: finds problems of this machine and its servers, and says what to do about each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def doctor(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Prints what was found, and what to do about each finding."""
+    """Prints the findings, and what to do about each."""
     findings = [
         *checkup.of_machine(),
         *checkup.of_files(),

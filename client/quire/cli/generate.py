@@ -1,4 +1,4 @@
-"""`quire generate`: text from a worker."""
+"""`quire generate`: gets text from a worker."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def generate(
             ) as chunks:
                 shown = chunks if as_json else _shown(chunks, params.n)
                 generation = generating.gather(shown, chunks.request_id)
-    except KeyboardInterrupt:  # the stream is closed by now, which cancels the request
+    except KeyboardInterrupt:  # The stream is closed already, so the request is canceled.
         sys.exit(output.INTERRUPTED)
     if as_json:
         output.print_json(asdict(generation))
@@ -80,14 +80,14 @@ def generate(
 
 
 def _shown(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
-    """Passes the same chunks on, put out on their way in the form that suits standard output."""
+    """Yields the same chunks, and prints each in the form that suits standard output."""
     if n == 1:
         return typed_out(chunks)
     return _side_by_side(chunks, n) if sys.stdout.isatty() else _tagged(chunks)
 
 
 def typed_out(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
-    """Writes one sample as it comes: unchanged into a pipe, made harmless on a terminal."""
+    """Writes one sample as it arrives: unchanged into a pipe, with control characters escaped on a terminal."""
     show = output.printable if sys.stdout.isatty() else str
     for chunk in chunks:
         sys.stdout.write(show(chunk.text))
@@ -97,7 +97,7 @@ def typed_out(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
 
 
 def _side_by_side(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
-    """Returns one panel per sample on a terminal, all growing at a time."""
+    """Shows one panel per sample on a terminal, and updates all of them as chunks arrive."""
     texts = [""] * n
     done = [False] * n
 
@@ -115,11 +115,11 @@ def _side_by_side(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
             done[chunk.sample] = chunk.finish_reason is not None
             live.update(panels())
             yield chunk
-        live.vertical_overflow = "visible"  # the last picture may scroll
+        live.vertical_overflow = "visible"  # Only the final output may be taller than the terminal.
 
 
 def _tagged(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
-    """Writes each line of a sample, after the sample's number and a tab, as soon as it is whole."""
+    """Writes each line of a sample once it is complete, behind the sample's number and a tab."""
     begun: dict[int, str] = {}
     for chunk in chunks:
         *lines, rest = (begun.get(chunk.sample, "") + chunk.text).split("\n")

@@ -1,4 +1,4 @@
-"""The load of `quire bench`: what it sends, and what it measures of each answer."""
+"""The load of `quire bench`: it sends requests, and measures each answer."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ from quire.sampling import SamplingParams
 
 
 class Shape(NamedTuple):
-    """Prompts that are drawn: so many tokens, of which the first `shared_tokens` are the same in each conversation; a
-    conversation has so many turns, each behind all that was said before it."""
+    """The shape of random conversations.
+
+    The first turn has `prompt_tokens` tokens. Its first `shared_tokens` are equal in all conversations. Each later turn
+    adds as many new tokens as the first turn has unshared ones, behind all earlier turns and answers.
+    """
 
     prompt_tokens: int
     shared_tokens: int = 0
     turns: int = 1
 
 
-Conversation = Sequence[Sequence[int]]  # the tokens that each turn adds
+Conversation = Sequence[Sequence[int]]  # token ids that each turn adds
 
 
 @dataclass
 class Outcome:
-    """One request. Times are in seconds from when it was due, so a request that waits for its place is late."""
+    """One request. Times are seconds since the request was due, so they include the wait for a place."""
 
     first_s: float | None = None
     total_s: float = 0.0
-    pauses_s: list[float] = field(default_factory=list)  # between the pieces of its answer
+    pauses_s: list[float] = field(default_factory=list)  # pauses between the answer's chunks
     token_ids: list[int] = field(default_factory=list)
     prompt_token_count: int = 0
     cached_token_count: int = 0
     preemption_count: int = 0
-    error: str = ""  # name of the reason that it failed with
+    error: str = ""  # name of the error's reason, empty without an error
 
     @property
     def token_s(self) -> float | None:
-        """Returns seconds for each token after the first; None where there is none."""
+        """Returns the seconds per token after the first, or None without such tokens."""
         if self.first_s is None or len(self.token_ids) < 2:
             return None
         return (self.total_s - self.first_s) / (len(self.token_ids) - 1)
 
 
 def drawn(shape: Shape, count: int, vocabulary: int, seed: int) -> Iterator[Conversation]:
-    """Draws conversations that have `count` turns together; the last one may be short of some."""
+    """Draws conversations with `count` turns in total. The last one may have fewer turns."""
     draw = random.Random(seed)
     shared = _tokens(draw, shape.shared_tokens, vocabulary)
     while count > 0:
@@ -64,18 +67,19 @@ def _tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
 
 
 class Load:
-    """Conversations under way, at most `concurrency` at a time.
+    """Runs conversations, at most `concurrency` at a time.
 
     Args:
-        client: of the worker.
-        params: of every request; the seed too.
-        concurrency: conversations at a time.
-        rate: conversations that become due a second, at random as strangers come; None: each as soon as it has a place.
-        seed: of these times.
-        salt: requests share prefixes with those of the same salt alone, so that no earlier run is hit.
-        namespace: of each request.
-        adapter: of each request.
-        timeout_s: of each request.
+        client: a client of the worker.
+        params: sampling parameters of every request, including the seed.
+        concurrency: concurrent conversations.
+        rate: conversations that become due per second, at random (Poisson) times. With None each starts as soon as a
+            place is free.
+        seed: seed of these random times.
+        salt: cache salt of all requests, so that they do not hit prefixes of earlier runs.
+        namespace: namespace of each request.
+        adapter: adapter of each request.
+        timeout_s: timeout of each request.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Load:
         self._draw = random.Random(seed)
 
     async def run(self, conversations: Iterator[Conversation], on_done: Callable[[Outcome], None]) -> None:
-        """Sends all of them, and tells of each request when it is over. A conversation ends with its first error."""
+        """Sends all conversations, and calls `on_done` after each request. A conversation ends with its first error."""
         async with asyncio.TaskGroup() as group:
             async for due_s, conversation in self._arrivals(conversations):
                 group.create_task(self._converse(conversation, due_s, on_done))

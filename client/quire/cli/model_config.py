@@ -1,7 +1,7 @@
-"""The config.json that a command is given: a file, a folder with one, or a model id of Hugging Face.
+"""Finds a command's config.json: a file, a folder with one, or a model id of Hugging Face.
 
-What is here is taken without asking anybody. A model id that is not here is asked for once, for `HUB_S` seconds in all:
-the hub's own package tries again and again where there is no network, and looking up a name takes as long as it likes.
+A local file is used without network access. A model id that is not on this machine is requested once, for at most
+`HUB_S` seconds. Without this limit the hub's package retries for long without a network, and a name lookup can hang.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Final
 
 from quire.errors import UsageError
 
-HUB_S: Final = 1.5  # with what the command itself takes, an answer within 3 s
+HUB_S: Final = 1.5  # leaves the command an answer within 3 s in all
 
 
 def config_path(model: str) -> Path:
-    """Returns the file that the argument means, fetched if it is a model id.
+    """Returns the argument's config.json. It is fetched if the argument is a model id.
 
     Raises:
-        UsageError: there is none, or it cannot be fetched.
+        UsageError: the file does not exist, or cannot be fetched.
     """
     path = Path(model)
     if path.is_dir():
@@ -39,7 +39,7 @@ def config_path(model: str) -> Path:
     except ModuleNotFoundError:
         reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
         raise UsageError(f"no file or folder {model}; {reason}") from None
-    cached = hub.try_to_load_from_cache(model, "config.json")  # reads the disk alone, as `hf_hub_download` does not
+    cached = hub.try_to_load_from_cache(model, "config.json")  # Unlike `hf_hub_download`, this reads only the disk.
     if isinstance(cached, str):
         return Path(cached)
     if hub.constants.HF_HUB_OFFLINE:
@@ -51,12 +51,12 @@ def config_path(model: str) -> Path:
 
 
 def _fetched(hub: Any, model: str) -> Path:
-    """Asks the hub, on a thread that is left alone where it takes longer.
+    """Fetches the file from the hub, on a thread that is abandoned if it takes too long.
 
     Raises:
-        UsageError: the hub has no such file, or does not answer in time.
+        UsageError: the hub does not have the file, or does not answer in time.
     """
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # how its attempts end is said here
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # This function reports failures itself.
     found: list[Path] = []
     failed: list[Exception] = []
 
@@ -79,10 +79,10 @@ def _fetched(hub: Any, model: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads it.
+    """Returns the parsed file.
 
     Raises:
-        UsageError: it cannot be read, or is no JSON object.
+        UsageError: the file cannot be read, or is not a JSON object.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))

@@ -1,4 +1,4 @@
-"""Old names of commands and options: each is refused with the name that replaced it."""
+"""Refuses old names of commands and options. The message has the name that replaced each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Group(TyperGroup):
 
 
 class Up(TyperCommand):
-    """`quire up`, whose addresses to listen at were called as those to call are."""
+    """`quire up`. Its listen options once had the names of the options that say which server to call."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the command line up to the worker's options."""

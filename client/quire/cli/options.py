@@ -1,7 +1,7 @@
 """Options that several commands have.
 
-What says whom to call, as whom and for how long has a variable, $QUIRE_ and the option's name. An option counts before
-its variable, and that before the default.
+Options for the server to call, the credentials and the timeout have an environment variable: $QUIRE_ and the option's
+name. An option overrides its variable, and the variable overrides the default.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TokenFile: TypeAlias = Annotated[
 
 
 def is_number(value: float) -> float:
-    """Returns a number of the command line.
+    """Returns a number from the command line.
 
     Raises:
-        BadParameter: it is NaN, which no range of an option refuses, as no comparison with it holds.
+        BadParameter: the number is NaN. An option's range does not refuse it, because comparisons with NaN are false.
     """
     if math.isnan(value):
         raise typer.BadParameter("nan is no number")
@@ -74,17 +74,17 @@ _FILES: Final = {
 
 
 class Credentials(NamedTuple):
-    """The token and TLS settings that a connection is opened with."""
+    """The token and TLS settings of a connection."""
 
     token: str | None
     tls: Tls | None
 
 
 def connects(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of a connection; what they say comes to it as `credentials`.
+    """Adds the options of a connection to a command. The command gets their values as `credentials`.
 
     Raises:
-        UsageError: from the command: a file is unusable, or one comes without another that it needs.
+        UsageError: from the command: a file is unusable, or an option lacks another one that it needs.
     """
 
     def made(values: dict[str, Any]) -> Credentials:
@@ -100,13 +100,13 @@ def replaced(
     options: dict[str, tuple[Any, Any]],
     made: Callable[[dict[str, Any]], object],
 ) -> Callable[..., None]:
-    """Returns a command that has options in the place of one of its parameters.
+    """Returns a command with several options instead of one parameter.
 
     Args:
-        command: a function of typer's.
-        name: of that parameter, which is passed by keyword.
+        command: a typer command.
+        name: the parameter's name. It is passed by keyword.
         options: annotation and default of each option, by name.
-        made: makes the parameter's value of theirs, given in the order of `options`.
+        made: returns the parameter's value from a dictionary of the options' values, in the order of `options`.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != name]
@@ -122,5 +122,5 @@ def replaced(
 
     call.__signature__ = signature.replace(parameters=[*own, *new])  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *new)}
-    del call.__wrapped__  # which typer would look at instead
+    del call.__wrapped__  # Otherwise typer would read the wrapped function's signature.
     return call

@@ -1,4 +1,4 @@
-"""Output of the commands: tables that cut nothing, JSON that says names, errors in either form, and exit codes."""
+"""Prints the commands' output: tables without truncation, JSON with names, errors in both forms, and exit codes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rich.segment import Segment
 from quire.errors import QuireError, UsageError
 from quire.local import ServerFailedError
 
-WIDTH: Final = 1_000  # a table is as wide as what is in it; a terminal that is narrower wraps it
+WIDTH: Final = 1_000  # A table is as wide as its content. A narrower terminal wraps it.
 USAGE: Final = 2
 INTERRUPTED: Final = 130
-# By the canonical code of a call that failed; docs/operating.md has the table.
+# Exit code by the failed call's gRPC status. docs/operating.md has the table.
 EXIT_CODES: Final = {
     grpc.StatusCode.UNAVAILABLE: 3,
     grpc.StatusCode.DEADLINE_EXCEEDED: 4,
@@ -39,32 +39,32 @@ FAILED: Final = 1
 
 
 def console() -> Console:
-    """Returns the console that tables are printed on. It cuts no number or name, and shows control characters."""
+    """Returns the console for tables. It truncates no number or name, and escapes control characters."""
     made = Console(highlight=False, width=WIDTH)
     made.push_render_hook(_Printing())
     return made
 
 
 def printable(text: str) -> str:
-    """Returns text whose control characters cannot steer a terminal; a model, or a server, may put out any."""
+    """Escapes control characters, so that text from a model or a server cannot control a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def complain(text: object) -> None:
-    """Says something on standard error."""
+    """Prints a text on standard error."""
     print(f"quire: {printable(str(text))}", file=sys.stderr)
 
 
 class _Printing(RenderHook):
-    """Makes all text of a console printable."""
+    """Escapes control characters in all text of a console."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Wraps what is to be printed."""
+        """Wraps each object to print in `Printable`."""
         return [Printable(each) for each in renderables]
 
 
 class Printable:
-    """Something to print, with text that cannot steer a terminal."""
+    """A renderable with escaped control characters, so that its text cannot control a terminal."""
 
     def __init__(self, inner: ConsoleRenderable) -> None:
         self._inner = inner
@@ -75,7 +75,7 @@ class Printable:
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as JSON, its enumerations by name."""
+    """Prints a value as JSON, with enumerations by name."""
     print(json.dumps(_named(value)))
 
 
@@ -96,10 +96,10 @@ def is_json_asked_for() -> bool:
 
 
 def end_with(error: QuireError | typer.TyperException | OSError) -> None:
-    """Says what went wrong on standard error, as JSON where the command line asks for JSON, and exits."""
+    """Prints an error on standard error, as JSON if the command line asks for JSON, and exits."""
     if isinstance(error, OSError) and not isinstance(error, QuireError):
         _drop_output()
-    if isinstance(error, BrokenPipeError):  # its reader has read enough, as `head` does
+    if isinstance(error, BrokenPipeError):  # The reader, such as `head`, has stopped reading.
         sys.exit(FAILED)
     if is_json_asked_for():
         print(json.dumps({"error": _fields(error)}), file=sys.stderr)
@@ -113,13 +113,13 @@ def end_with(error: QuireError | typer.TyperException | OSError) -> None:
 
 
 def _drop_output() -> None:
-    """Drops what could not be written, which Python would try again at the end, and complain of."""
+    """Drops unwritten output. Otherwise Python tries to write it again at exit, and prints an error."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _fields(error: Exception) -> dict[str, Any]:
-    """Returns the same six fields for every error; those that it does not have are null."""
+    """Returns the same six fields for every error. Fields that it lacks are null."""
     if isinstance(error, QuireError) and not isinstance(error, ServerFailedError | UsageError):
         return {
             "code": error.code.name,

@@ -1,4 +1,4 @@
-"""`quire plan`: how a model's cache would be laid out, and what fits into a device's memory."""
+"""`quire plan`: shows the layout of a model's cache, and what fits into a device's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Examples:
     quire plan config.json --memory 80GiB --chat-tokens 8k --chat-tokens 30k
     quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
 """
-LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the model names a longest sequence
+LENGTH_MAX: Final = 32_768  # tokens, if neither the command line nor the model gives a longest sequence
 
 
 Tokens: TypeAlias = Annotated[
@@ -94,7 +94,7 @@ def plan(
     chat_tokens: Chats = None,
     as_json: options.Json = False,
 ) -> None:
-    """Prints how a model's cache would be laid out."""
+    """Prints the layout of a model's cache."""
     from quire import planning
     from quire.cli.plan_report import Budget, Plan, Weights
     from quire.planning.planner import BLOCK_SIZE_MAX
@@ -130,7 +130,7 @@ def plan(
         chats = tuple(_parsed("--chat-tokens", planning.parse_tokens, each) for each in chat_tokens or ())
         budget = None
         if memory is not None:
-            # What is used may hold weights, too: where it is said, they are not added to it by guess.
+            # --used may already include the weights, so an estimate of them is not added to it.
             taken = _weights(weights, model, config) if weights or not used else Weights(0, "")
             used_bytes = (_with_unit("--used", used) if used else 0) - (-taken.byte_count // tensor_parallel)
             budget = Budget.of(layout, _with_unit("--memory", memory), utilization, used_bytes, taken)
@@ -146,15 +146,15 @@ def plan(
 
 
 def _computed_in(dtype: str) -> str | None:
-    """Returns the dtype of a worker's model with keys and values of this one; None where that is the model's own."""
+    """Returns the dtype in which a worker computes if keys and values have `dtype`. None means the model's own."""
     return None if dtype == "auto" or dtype.startswith(("fp8", "float8")) else dtype
 
 
 def _check_dtypes(dtype: str, state_dtype: str) -> None:
-    """Looks at both, also for a model that has only one of keys and states.
+    """Checks both dtypes, even if the model has only keys or only states.
 
     Raises:
-        ValueError: one is unknown.
+        ValueError: a dtype is unknown.
     """
     from quire import planning
 
@@ -164,10 +164,10 @@ def _check_dtypes(dtype: str, state_dtype: str) -> None:
 
 
 def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
-    """Returns what an option says.
+    """Returns an option's parsed value.
 
     Raises:
-        ValueError: it does not say that; with the option's name.
+        ValueError: the text cannot be parsed. The message has the option's name.
     """
     try:
         return parse(text)
@@ -176,10 +176,10 @@ def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
 
 
 def _with_unit(option: str, text: str) -> int:
-    """Returns the bytes of a size with a unit. A reader could take a bare 80 for bytes or for gigabytes.
+    """Returns the bytes of a size with a unit. A unit is required: a bare 80 could mean bytes or gigabytes.
 
     Raises:
-        ValueError: it is no size, or has no unit.
+        ValueError: the text is not a size, or has no unit.
     """
     from quire import planning
 
@@ -190,10 +190,10 @@ def _with_unit(option: str, text: str) -> int:
 
 
 def _weights(said: str | None, model: str, config: dict[str, Any]) -> Weights:
-    """Returns what the weights take: as said, or as the folder's files do, or as can be estimated.
+    """Returns the weights' bytes: the option's value, else the size of the folder's files, else an estimate.
 
     Raises:
-        ValueError: what was said is no size.
+        ValueError: the option's value is not a size.
     """
     from quire import planning
     from quire.cli.plan_report import Weights

@@ -1,4 +1,4 @@
-"""A plan as tables for people and as JSON for programs."""
+"""Prints a plan as tables for people, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.planning import (
 )
 from quire.types import GroupKind
 
-BLOCK_SIZE: Final = 16  # a worker's own choice
+BLOCK_SIZE: Final = 16  # default of a worker
 LEGEND = """blocks: the most that a sequence holds until it is this long
 padding: share of its bytes that nothing can use
 unused: padding, and slots past its end or before its window
@@ -36,7 +36,7 @@ auto: as many as tail, and more while nobody wants the blocks"""
 
 
 class Weights(NamedTuple):
-    """Bytes of a model's weights, all ranks together, and a note about them."""
+    """Bytes of a model's weights on all ranks together, and a note about them."""
 
     byte_count: int
     note: str
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory that the pages of one rank may take."""
+    """The memory for the pages of one rank."""
 
     memory_bytes: int
     utilization: float
@@ -58,7 +58,7 @@ class Budget:
         """Returns the budget with as many blocks as fit.
 
         Raises:
-            ValueError: not even one does, or the utilization is no share.
+            ValueError: not even one block fits, or the utilization is not a share.
         """
         block_count = blocks_for(layout, memory_bytes, utilization=utilization, used_bytes=used_bytes)
         return cls(memory_bytes, utilization, used_bytes, block_count, block_count * layout.page_bytes, weights)
@@ -66,7 +66,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A model's cache, laid out, and the memory it is to fit into, if that was given."""
+    """The layout of a model's cache, and its memory budget, if given."""
 
     cache: ModelCache
     layout: Layout
@@ -78,7 +78,7 @@ class Plan:
     block_size: int
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything, in bytes, tokens and counts."""
+        """Returns the whole plan in bytes, tokens and counts."""
         layout = self.layout
         names = ("group_count", "page_bytes", "buffer_count", "slot_bytes", "token_bytes", "state_bytes")
         more = ("growth_bytes_per_token", "edge_tokens", "checkpoint_tokens", "checkpoint_block_count")
@@ -110,7 +110,7 @@ class Plan:
         }
 
     def show(self) -> None:
-        """Prints tables; they need 80 columns."""
+        """Prints the plan as tables, which need 80 columns."""
         console = output.console()
         facts = Table(box=None, show_header=False, pad_edge=False)
         for name, value in self._facts():
@@ -187,7 +187,7 @@ class Plan:
         return rows
 
     def _worker_options(self) -> str:
-        """Returns what makes the blocks of a worker as large as these; on a CPU its own dtype would be float32."""
+        """Returns the options that give a worker blocks of this size. On a CPU its default dtype would be float32."""
         name = self.cache.dtype
         if name.startswith(("fp8", "float8")):
             dtype = f" --kv-cache-dtype {'fp8_e5m2' if 'e5m2' in name else 'fp8_e4m3'}"
@@ -258,7 +258,7 @@ def _family_as_json(family: Family) -> dict[str, Any]:
 
 
 def _layer_bytes(family: Family) -> list[int]:
-    """Returns the bytes of a layer in a block, for each size of heads, the largest first."""
+    """Returns the bytes of a layer in a block, for each size of heads, largest first."""
     return sorted({family.layer_bytes(layer) for layer in family.layers}, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""`quire pool`: what the allocator knows of its pools."""
+"""`quire pool`: shows an allocator's pools."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def list_all(
     *,
     credentials: options.Credentials,
 ) -> None:
-    """Prints the pools that the allocator knows."""
+    """Prints the allocator's pools."""
     with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.list_pools()
     if as_json:
         listed = [_summary(pool) for pool in found]
         for values in listed:
-            del values["spec"]["quotas"]  # a list leaves them out: show has them
+            del values["spec"]["quotas"]  # Lists leave quotas out. `show` has them.
         output.print_json(listed)
         return
     if not found:
@@ -161,7 +161,7 @@ def _blocks(found: PoolBlocks) -> dict[str, Any]:
 
 def _usage(usage: PoolUsage) -> dict[str, Any]:
     values = asdict(usage)
-    del values["summary"]  # beside it
+    del values["summary"]  # The summary is printed separately.
     for prefix in (*values["longest_prefixes"], *values["most_shared_prefixes"]):
         prefix["digest_prefix"] = prefix["digest_prefix"].hex()
     return values

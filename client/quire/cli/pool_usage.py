@@ -1,4 +1,4 @@
-"""Usage of a pool's memory, as tables and lines under its map."""
+"""Prints the usage of a pool's memory, as tables and lines under its map."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: Final = {
 
 
 class GroupRow(NamedTuple):
-    """Groups of one specification together, which have equal numbers; `held` and `cached` are blocks of each."""
+    """A row for all groups with the same specification. `held` and `cached` are blocks of each group."""
 
     numbers: list[int]
     spec: GroupSpec
@@ -32,13 +32,13 @@ class GroupRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns which groups, and what they are."""
+        """Returns the groups' numbers and kind."""
         window = f" {self.spec.window:,}" if self.spec.window else ""
         return f"{','.join(map(str, self.numbers))} {KINDS.get(self.spec.kind, self.spec.kind.name)}{window}"
 
 
 def group_rows(summary: PoolSummary) -> list[GroupRow]:
-    """Returns one row for each specification of a group, in order."""
+    """Returns one row per distinct group specification, in order."""
     rows: dict[GroupSpec, GroupRow] = {}
     for usage in summary.groups:
         spec = summary.spec.groups[usage.group]
@@ -110,5 +110,5 @@ def _prefixes(title: str, uses: Sequence[PrefixUsage]) -> Table:
 
 
 def repr_of(namespace: str) -> str:
-    """Returns a namespace on a terminal; the one without a name must be seen too."""
+    """Returns a namespace's name for a terminal. The unnamed namespace gets a visible name, too."""
     return printable(namespace).replace("\n", " ") or "(none)"

@@ -1,4 +1,4 @@
-"""Prompts on a command line: text, standard input, token ids, or the messages of a chat."""
+"""Reads prompts from a command line: text, standard input, token ids, or the messages of a chat."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
 
 
 def prompted(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the ways to say a prompt; what they say comes to it as `prompt`.
+    """Adds the options for a prompt to a command. The command gets the prompt as `prompt`.
 
     Raises:
-        UsageError: from the command: none of them is given, or several are, or what is given is none.
+        UsageError: from the command: no prompt or several prompts are given, or the prompt is invalid.
     """
     return replaced(command, "prompt", _OPTIONS, _prompt_of)
 
 
 def tokens_of(client: Client, prompt: Prompt, timeout_s: float) -> Sequence[int]:
-    """Returns a prompt's tokens, which the worker says."""
+    """Returns a prompt's tokens. It asks the worker's tokenizer if necessary."""
     return prompt if isinstance(prompt, tuple) else client.tokenize(prompt, timeout_s=timeout_s)
 
 
@@ -78,7 +78,7 @@ def _messages(text: str) -> list[Mapping[str, Any]]:
 
 
 def content(name: str, text: str) -> str:
-    """Returns a text, or what is in the file that it names after an @.
+    """Returns the text, or the content of the file that it names after an @.
 
     Raises:
         UsageError: the file cannot be read.
@@ -93,10 +93,10 @@ def content(name: str, text: str) -> str:
 
 
 def decoded(what: str, data: bytes) -> str:
-    """Returns a prompt as it was piped in, or given as an argument.
+    """Decodes a prompt from standard input or from an argument.
 
     Raises:
-        UsageError: it is no UTF-8.
+        UsageError: the bytes are not UTF-8.
     """
     try:
         return data.decode()

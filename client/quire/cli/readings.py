@@ -1,4 +1,4 @@
-"""Readings of an allocator and of workers for `quire top`, with rates since the reading before."""
+"""Reads an allocator and workers for `quire top`, and computes rates since the previous reading."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire.views import PoolUsage, RequestInfo, RequestState
 
 From = TypeVar("From")
 Read = TypeVar("Read")
-POOLS_MAX: Final = 16  # that are looked into, in order of their names
+POOLS_MAX: Final = 16  # Only the first pools by name are read.
 
 
 class Rates(NamedTuple):
-    """Tokens a second that a worker generated and began; `cached` is a share of the prompts' tokens."""
+    """Tokens per second that a worker generated and admitted. `cached` is the cached share of prompt tokens."""
 
     output: float
     prompt: float
@@ -27,7 +27,7 @@ class Rates(NamedTuple):
 
 
 class WorkerReading(NamedTuple):
-    """One worker: what it says of itself and its requests, or why it said nothing."""
+    """One worker's status and requests, or the reason why it did not answer."""
 
     address: str
     status: WorkerStatus | None
@@ -37,14 +37,14 @@ class WorkerReading(NamedTuple):
 
 
 class PoolReading(NamedTuple):
-    """One pool, and the blocks a second that were evicted from it."""
+    """One pool, and the blocks evicted from it per second."""
 
     usage: PoolUsage
     evicted: float | None
 
 
 class Tenant(NamedTuple):
-    """One namespace, over all workers and pools that were read."""
+    """One namespace, summed over all workers and pools in the reading."""
 
     namespace: str
     running: int
@@ -54,7 +54,7 @@ class Tenant(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Everything at one time."""
+    """All servers' answers at one time."""
 
     at_s: float
     workers: tuple[WorkerReading, ...]
@@ -62,7 +62,7 @@ class Reading(NamedTuple):
     allocator_error: str = ""
 
     def tenants(self) -> list[Tenant]:
-        """Returns the namespaces, those with the most blocks first."""
+        """Returns the namespaces, most blocks first."""
         requests = [request for worker in self.workers for request in worker.requests]
         uses = [use for pool in self.pools for use in pool.usage.namespaces]
         found = [
@@ -79,7 +79,7 @@ class Reading(NamedTuple):
 
 
 class Reader:
-    """Reads servers side by side, so that one that is silent holds up no other for longer than the clients' timeout."""
+    """Reads all servers in parallel, so that a silent server delays the others by at most the clients' timeout."""
 
     def __init__(self, allocator: Allocator, workers: Sequence[tuple[str, Client]]) -> None:
         self._allocator = allocator
@@ -87,7 +87,7 @@ class Reader:
         self._pool = ThreadPoolExecutor(len(workers) + 1, thread_name_prefix="quire-top")
 
     def read(self, before: Reading | None = None) -> Reading:
-        """Returns what the servers say now, with rates since `before`."""
+        """Returns the servers' current answers, with rates since `before`."""
         asked = [(address, self._pool.submit(_tried, _worker, client)) for address, client in self._workers]
         pools, error = self._pool.submit(_tried, _pools, self._allocator).result()
         answered = [(address, *future.result()) for address, future in asked]
@@ -110,12 +110,12 @@ class Reader:
         )
 
     def close(self) -> None:
-        """Ends the threads that it reads with."""
+        """Ends the threads that read servers."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _tried(read: Callable[[From], Read], server: From) -> tuple[Read | None, str]:
-    """Returns what a server answers, or why it does not."""
+    """Returns a server's answer, or the reason why there is none."""
     try:
         return read(server), ""
     except QuireError as error:
@@ -129,13 +129,13 @@ def _worker(client: Client) -> tuple[WorkerStatus, tuple[RequestInfo, ...]]:
 def _pools(allocator: Allocator) -> list[PoolUsage]:
     found = []
     for pool in allocator.list_pools()[:POOLS_MAX]:
-        with contextlib.suppress(NotFoundError):  # it has gone since
+        with contextlib.suppress(NotFoundError):  # The pool may be gone since it was listed.
             found.append(allocator.get_pool_usage(pool.pool))
     return found
 
 
 def _rates(before: WorkerStatus | None, now: WorkerStatus, seconds: float) -> Rates | None:
-    """Returns what was done between two readings; None where the worker is new, or was started again."""
+    """Returns the rates between two readings, or None if the worker is new or was restarted."""
     if before is None or seconds <= 0 or now.output_token_count < before.output_token_count:
         return None
     prompt = now.prompt_token_count - before.prompt_token_count

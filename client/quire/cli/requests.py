@@ -1,4 +1,4 @@
-"""`quire request`: requests of a worker, why they wait, and what happened to one."""
+"""`quire request`: lists a worker's requests, why they wait, and the history of one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def list_all(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """List the requests that wait and run, and why those that wait do."""
+    """List waiting and running requests, with the reason of each wait."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.requests(with_ended=ended)
     if as_json:
@@ -82,7 +82,7 @@ def show(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Show what happened to a request and when; the worker remembers 256 that have ended."""
+    """Show what happened to a request, and when. The worker remembers 256 ended requests."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.requests(request_id, with_ended=True)
     if not found:
@@ -108,7 +108,7 @@ def cancel(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """End the requests of an id; their callers get CANCELLED."""
+    """Cancel the requests with an id. Their callers get CANCELLED."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         count = client.cancel(request_id)
     if not count:
@@ -120,14 +120,14 @@ def cancel(
 
 
 def state_of(found: RequestInfo) -> str:
-    """Returns the state of a request in a word."""
+    """Returns one word for a request's state."""
     if found.state is not RequestState.ENDED:
         return found.state.name.lower()
     return found.error or "/".join(sorted(set(found.finish_reasons))) or "ended"
 
 
 def why(found: RequestInfo) -> str:
-    """Returns why a request waits; empty if it does not."""
+    """Returns the reason why a request waits, empty if it does not wait."""
     reason, other = found.wait_reason, found.behind_request_id
     if reason is None:
         return ""

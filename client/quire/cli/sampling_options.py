@@ -1,4 +1,4 @@
-"""The options of a command that generates: the fields of `SamplingParams`."""
+"""The sampling options of commands that generate, one for most fields of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ ANSWER_TOKENS: Final = 1_024
 
 
 def samples(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of sampling; what they say comes to it as `params`.
+    """Adds the sampling options to a command. The command gets their values as `params`.
 
     Raises:
-        UsageError: from the command: a bias is none, or a file cannot be read.
+        UsageError: from the command: a bias is invalid, or a file cannot be read.
     """
     return replaced(command, "params", _OPTIONS, _params_of)
 
 
 def answers(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of sampling that have a meaning for one answer; raises what `samples` does."""
+    """Adds the sampling options that apply to a single answer. Raises the same errors as `samples`."""
     chosen = {name: option for name, option in _OPTIONS.items() if name not in _OF_SEVERAL}
     chosen["max_tokens"] = (_OPTIONS["max_tokens"][0], ANSWER_TOKENS)
     others = {name: default for name, (_, default) in _OPTIONS.items() if name in _OF_SEVERAL}

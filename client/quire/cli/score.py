@@ -1,4 +1,4 @@
-"""`quire score`: how likely continuations of a prompt are."""
+"""`quire score`: shows how likely continuations of a prompt are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire allocator`, `quire worker`, `quire gateway`: one server each, with the options of its own command line."""
+"""`quire allocator`, `quire worker` and `quire gateway`: each runs a server, and passes it the options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PASS_ON: Final = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
-PARSERS: Final = {  # modules that have `make_parser`
+PARSERS: Final = {  # modules with a `make_parser` function
     "allocator": "quire_allocator.server",
     "worker": "quire_worker.process.options",
     "gateway": "quire_gateway.options",
@@ -28,10 +28,10 @@ PARSERS: Final = {  # modules that have `make_parser`
 
 
 class PassedOn(TyperCommand):
-    """A command whose options are those of a server; shells complete them all the same."""
+    """A command that passes its options to a server. Shells can still complete them."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Returns what may stand in the place of `incomplete`."""
+        """Returns the completions of `incomplete`."""
         return [CompletionItem(value, help=text) for value, text in completions(str(self.name), ctx.args, incomplete)]
 
 
@@ -60,9 +60,10 @@ def allocator(context: typer.Context) -> None:
 def worker(context: typer.Context) -> None:
     """Hands over to `quire_worker.process.server.main`."""
     require_open_files("quire worker")
-    # Before torch is loaded: its threads sleep between two forward passes instead of spinning on the server's cores.
+    # Must be set before torch is loaded. Its threads then sleep between two forward passes instead of spinning on the
+    # server's cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Help, wrong options, missing files and taken ports are answered before torch is loaded, which takes seconds.
+    # Loading torch takes seconds. Help, wrong options, missing files and taken ports are therefore handled first.
     check_worker(context.args)
     _hand_over("quire_worker.process.server", context.args)
 
@@ -74,15 +75,15 @@ def gateway(context: typer.Context) -> None:
 
 
 def check_worker(arguments: list[str], *, are_ports_ours: bool = True) -> None:
-    """Looks at a worker's command line, as far as that takes no time.
+    """Checks a worker's command line, as far as that is quick.
 
     Args:
-        arguments: of the worker.
-        are_ports_ours: whether its ports are looked at, too.
+        arguments: the worker's command line.
+        are_ports_ours: whether to check its ports, too.
 
     Raises:
-        UsageError: a file is missing, a port is taken, or the pool is too large.
-        SystemExit: there is no such option; its parser has said so.
+        UsageError: a file is missing, a port is in use, or the pool is too large.
+        SystemExit: an option is unknown. The parser has printed the error.
     """
     options = imported("quire_worker.process.options").parse_arguments(arguments)
     preflight = imported("quire_worker.process.preflight")
@@ -93,10 +94,10 @@ def check_worker(arguments: list[str], *, are_ports_ours: bool = True) -> None:
 
 
 def completions(server: str, arguments: list[str], incomplete: str) -> list[tuple[str, str]]:
-    """Returns the options of a server, or the choices of the one that was just given, each with its help."""
+    """Returns the options of a server, or the choices of the preceding option, each with its help."""
     try:
         parser: argparse.ArgumentParser = imported(PARSERS[server]).make_parser()
-    except UsageError:  # it is not installed
+    except UsageError:  # The server is not installed.
         return []
     choices = {
         name: list(map(str, action.choices))
@@ -120,7 +121,7 @@ def imported(name: str) -> Any:
     """Imports a module of a server.
 
     Raises:
-        UsageError: packages that it needs are not installed.
+        UsageError: the module's packages are not installed.
     """
     require_extra(name.partition(".")[0].removeprefix("quire_"))
     return importlib.import_module(name)

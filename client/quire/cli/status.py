@@ -61,7 +61,7 @@ def status(
     *,
     credentials: options.Credentials,
 ) -> None:
-    """Prints what a worker says of itself."""
+    """Prints a worker's status."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.status()
     if as_json:
@@ -91,8 +91,8 @@ def health(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have; over HTTP, /readyz
-    and /healthz."""
+    """Asks grpc.health.v1 for the health of the server and of each Quire service. Over HTTP it asks /readyz or
+    /healthz."""
     if address.startswith(("http://", "https://")):
         state = _state_over_http(address, "/healthz" if live else "/readyz", timeout, credentials.tls)
         _end_with({"server": state}, as_json)
@@ -115,7 +115,7 @@ def health(
 
 
 def _end_with(states: dict[str, str], as_json: bool) -> None:
-    """Prints what was found, and exits with 1 unless all of it serves."""
+    """Prints the states, and exits with 1 unless all of them are serving."""
     if as_json:
         output.print_json(states)
     else:
@@ -146,7 +146,7 @@ def _state_over_http(address: str, path: str, timeout: float, tls: Tls | None) -
 
 
 def _reason(body: bytes) -> str:
-    """Returns what a gateway says of its own state, behind a colon; nothing where it is no gateway."""
+    """Returns a gateway's reason for its state, after a colon. Empty if the server is not a gateway."""
     try:
         return f": {json.loads(body)['error']['message']}"
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""`quire top`: pools, workers, requests and namespaces, live."""
+"""`quire top`: shows pools, workers, requests and namespaces, live."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Examples:
     quire top --json
 """
 BAR: Final = 10  # characters
-WIDE: Final = 80  # columns of a terminal that has room for everything
+WIDE: Final = 80  # terminal columns that are enough for every table column
 _TEXTS: Final = {"worker", "model", "pool", "", "namespace", "request", "state", "waits for"}
 _FOR_WIDE: Final = {"model", "", "empty", "saved", "evicted/s", "prefill/s", "preempted", "blocks", "cached"}
 
@@ -96,7 +96,7 @@ def _live(reader: Reader, interval: float, title: str) -> None:
 
 
 def picture(reading: Reading, width: int, height: int | None) -> RenderableType:
-    """Returns the tables of a reading; of a terminal's `height` lines, requests get what the others leave."""
+    """Returns the tables of a reading. Requests get the terminal lines that the other tables leave free."""
     tenants, requests = reading.tenants(), _ordered(reading.workers)
     parts: list[RenderableType] = [*_workers(reading.workers, width), Text()]
     if reading.allocator_error:
@@ -150,14 +150,14 @@ def _pools(found: Sequence[PoolReading], width: int) -> Table:
 
 
 def _bar(held: int, cached: int, total: int) -> Text:
-    """Returns how full a pool is: held blocks, then cached ones, then empty ones."""
+    """Returns a bar of a pool's blocks: held ones, then cached ones, then empty ones."""
     first = round(BAR * held / total)
     second = min(round(BAR * cached / total), BAR - first)
     return Text.assemble(("█" * first, "cyan"), ("▒" * second, "blue"), ("·" * (BAR - first - second), "dim"))
 
 
 def _ordered(workers: Sequence[WorkerReading]) -> list[RequestInfo]:
-    """Returns the requests that wait, then those that run, the oldest of each first."""
+    """Returns waiting requests, then running ones, each oldest first."""
     found = [request for worker in workers for request in worker.requests]
     return sorted(found, key=lambda each: (each.state is not RequestState.WAITING, -each.age_s))
 
@@ -175,11 +175,11 @@ def _requests(found: Sequence[RequestInfo], width: int) -> Table:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int) -> Table:
-    """Returns a table that cuts names where there is no room, and leaves columns out before it cuts a number."""
+    """Returns a table that fits the width: it truncates names, and omits columns instead of truncating numbers."""
     table = Table(box=None, pad_edge=False)
     kept = [name for name in columns if width >= WIDE or name not in _FOR_WIDE]
     for name in kept:
-        text = name in _TEXTS  # which is cut, while a column that is not to be wrapped keeps its width
+        text = name in _TEXTS  # Text columns are truncated. Number columns keep their width.
         table.add_column(
             Text(name, no_wrap=True, overflow="ellipsis"), justify="left" if text else "right", no_wrap=not text
         )
@@ -202,7 +202,7 @@ def _red(text: str) -> Text:
 
 
 def _as_object(reading: Reading) -> dict[str, Any]:
-    """Returns a reading for programs."""
+    """Returns a reading as a JSON object."""
     return {
         "allocator_error": reading.allocator_error or None,
         "workers": [

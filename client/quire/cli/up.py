@@ -1,4 +1,4 @@
-"""`quire up`: an allocator, a worker and a gateway on this machine."""
+"""`quire up`: runs an allocator, a worker and a gateway on this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Returns the worker's options, which follow --, or the gateway's, which follow another one."""
+    """Returns completions: the worker's options after the first --, the gateway's after the second."""
     given = ctx.params.get("server_arguments") or []
     return completions("gateway" if "--" in given else "worker", given, incomplete)
 
@@ -99,7 +99,7 @@ def up(
     ranks = [] if tensor_parallel is None else ["--tensor-parallel", str(tensor_parallel)]
     of_worker = [*common, *ranks, *worker_arguments]
     of_gateway = [*common, *gateway_arguments]
-    # What cannot go well is said before anything is started.
+    # Errors that can be found early are reported before any server starts.
     require_open_files("quire up")
     require_extra("allocator")
     read_token(token_file)
@@ -130,10 +130,10 @@ def up(
 
 
 def _shared_out(arguments: list[str], context: typer.Context) -> tuple[list[str], list[str]]:
-    """Returns the options of the worker, and those of the gateway, which come after a -- among them.
+    """Splits the arguments at a -- into the worker's options and the gateway's.
 
     Raises:
-        BadParameter: the first is no option.
+        BadParameter: the first argument is not an option.
     """
     if arguments and not arguments[0].startswith("-"):
         meant = f"the model is given as --model {arguments[0]}, and options of the worker come after --"
@@ -143,11 +143,11 @@ def _shared_out(arguments: list[str], context: typer.Context) -> tuple[list[str]
 
 
 def _check_gateway(address: str, arguments: list[str]) -> None:
-    """Looks at a gateway's options, if there are any.
+    """Checks the gateway's options, if there are any.
 
     Raises:
-        UsageError: there is to be no gateway, or its packages are missing.
-        SystemExit: there is no such option; its parser has said so.
+        UsageError: no gateway will run, or its packages are missing.
+        SystemExit: an option is unknown. The parser has printed the error.
     """
     if not arguments:
         return
@@ -157,10 +157,10 @@ def _check_gateway(address: str, arguments: list[str]) -> None:
 
 
 def _require_free(addresses: Mapping[str, str]) -> None:
-    """Looks whether servers can listen at the addresses of options.
+    """Checks that servers can listen at the addresses in these options.
 
     Raises:
-        UsageError: one cannot be listened at.
+        UsageError: a server cannot listen at one of the addresses.
     """
     for option, address in addresses.items():
         if address != NO_GATEWAY:
@@ -168,7 +168,7 @@ def _require_free(addresses: Mapping[str, str]) -> None:
 
 
 def _has_gateway(address: str, console: Console) -> bool:
-    """Tells whether there is a gateway; says so if only its packages are missing."""
+    """Tells whether a gateway will run. Prints a note if only its packages are missing."""
     if address == NO_GATEWAY:
         return False
     is_there = all(importlib.util.find_spec(name) is not None for name in PACKAGES["gateway"])
@@ -178,10 +178,10 @@ def _has_gateway(address: str, console: Console) -> bool:
 
 
 def _make(folder: Path | None) -> None:
-    """Makes the folder of the logs, if there is to be one.
+    """Creates the folder for logs, if one is given.
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: the folder cannot be created.
     """
     try:
         if folder is not None:
@@ -191,7 +191,7 @@ def _make(folder: Path | None) -> None:
 
 
 def _run(stack: LocalStack, console: Console, drain_timeout: float, *, as_json: bool) -> None:
-    """Serves until Ctrl-C, or SIGTERM, which ends it in the same way: by an exception that passes through `stop`."""
+    """Serves until Ctrl-C or SIGTERM. Both raise an exception, so that `stop` runs."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     stopping = f"quire: stopping; answers under way have {drain_timeout:g} s, and Ctrl-C again ends them"
     try:
@@ -219,7 +219,8 @@ def _addresses(stack: LocalStack) -> dict[str, str | None]:
 
 def _usage(stack: LocalStack) -> str:
     allocator, worker = stack.allocator_address, stack.worker_address
-    # The variables say whom commands call where no option does: not these servers, if they are meant for others.
+    # Without an option, commands call the addresses in the environment. If those differ from these servers' addresses,
+    # the printed examples need the option.
     to_worker = "" if worker == os.environ.get("QUIRE_WORKER", DEFAULT_WORKER) else f" --worker {worker}"
     to_allocator = (
         "" if allocator == os.environ.get("QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR) else f" --allocator {allocator}"

@@ -1,4 +1,4 @@
-"""`quire pool watch`: what a pool can hit, and every change of it."""
+"""`quire pool watch`: prints the prefixes that a pool has cached, and every change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def watch(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Prints WatchEvents, a line each."""
+    """Prints the events of WatchEvents, one per line."""
     try:
         session_id = bytes.fromhex(session)
     except ValueError:
@@ -71,7 +71,7 @@ def _tell(error: QuireError) -> None:
 
 
 def line(event: CacheEvent) -> str:
-    """Returns an event for people; digests are cut."""
+    """Returns an event as one line of text, with shortened digests."""
     match event:
         case IndexCleared():
             return f"{event.cursor:>8}  cleared   session {event.session_id.hex()}"
@@ -94,7 +94,7 @@ def _blocks(event: BlocksStored | BlocksRemoved) -> str:
 
 
 def as_object(event: CacheEvent) -> dict[str, Any]:
-    """Returns an event for programs: its kind and all its fields, bytes in hexadecimal."""
+    """Returns an event as a JSON object: its kind and all its fields, with bytes in hexadecimal."""
     kinds = {
         IndexCleared: "cleared",
         SnapshotEnd: "snapshot_end",

@@ -1,4 +1,4 @@
-"""An engine's sequences: what a turn has to say, in what order its answer is taken in, and nothing left to do by hand.
+"""An engine's sequences: builds the operations of each turn, and applies the answer in the allocator's order.
 
     async with AsyncAllocator() as client, client.engine("mine", spec) as engine:
         text = await engine.admit(prompt)
@@ -8,9 +8,9 @@
                 sampled = forward(each.tokens, each.due, each.table)  # writes what is due, samples one token
                 each.append(sampled)
 
-`sequence` is what an engine holds, `agenda` what it has to say (both pure), `operations` the values between; `carriers`
-bring them to the allocator over a Session stream or unary calls; `turns` is the engine for asyncio, `blocking` the same
-for threads. docs/engine.md goes through all of it.
+`sequence` has the state of one sequence, and `agenda` plans the next operations (both are pure). `operations` has their
+values. `carriers` send them to the allocator over a Session stream or unary calls. `turns` is the engine for asyncio,
+`blocking` the engine for threads. docs/engine.md explains all of it.
 """
 
 from quire.engine.agenda import NotAdmittedError

@@ -1,16 +1,16 @@
-"""The next operations of an engine, and the changes that their answer makes; pure: no call, no clock, no lock.
+"""Plans the next operations of an engine, and applies their answer. Pure: no call, no clock, no lock.
 
 Lifecycle of a set of operations:
 
     1. noted      sequences were computed, forked, freed, or lack room; prompts ask to be admitted
-    2. sent       `next_operations` made operations of all that; nothing has changed but room that is given back
+    2. sent       `next_operations` turned all that into operations. So far only room that is given back has changed
     3. answered   `take` changes sequences in the allocator's order: commits and their swaps, frees, forks, grows.
-                  Copies wait for the engine, and until it has them no sequence is due
-    4. failed     `fail`: none of it was applied; admissions end with the error, the rest is sent again
+                  Until the engine has taken the copies, no sequence is due
+    4. failed     `fail`: no operation was applied. Admissions end with the error, the rest is sent again
        lost       `lose`: the pool is empty, every sequence is gone
 
-One set of operations is under way at a time. If blocks are missing for a sequence's next pass, the newest sequences
-first give back the room that they hold ahead. Only if none has any is the pass refused.
+One set of operations is in flight at a time. If a sequence's next pass lacks blocks, the newest sequences give back
+the room that they hold ahead. The pass is refused only if no sequence holds such room.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 from quire.types import GroupKind, PoolSpec
 
 _UINT32_MAX = 2**32 - 1
-LATER = frozenset({Result.NO_SPACE, Result.PENDING, Result.QUOTA})  # what others hold or compute now
+# Refusals that end when other sequences free blocks or finish computing.
+LATER = frozenset({Result.NO_SPACE, Result.PENDING, Result.QUOTA})
 
 
 class NotAdmittedError(ResourceExhaustedError):
-    """A prompt was not admitted; `refusal` says why, and which sequence to free for it."""
+    """A prompt was not admitted. `refusal` has the reason, and the sequence to free for it."""
 
     def __init__(self, refusal: Refusal) -> None:
         missing = f", {refusal.shortfall} blocks are missing" if refusal.shortfall else ""
@@ -42,11 +43,11 @@ class NotAdmittedError(ResourceExhaustedError):
 
     @property
     def is_retryable(self) -> bool:
-        """Tells whether the prompt may be admitted once others have ended, or have computed its prefix."""
+        """Tells whether the prompt may be admitted once other sequences end, or have computed its prefix."""
         return self.refusal.result in LATER
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Is pickled by what it is made of; Exception's own would hand its message to `__init__`."""
+        """Pickles the constructor's arguments. Exception's own method would pass the message to `__init__`."""
         return type(self), (self.refusal,), vars(self)
 
 
@@ -54,12 +55,12 @@ class Agenda:
     """Keeps the sequences of one pool.
 
     Args:
-        spec: of the pool.
-        ahead_tokens: of room beyond the next token that a sequence is to have.
+        spec: the pool's specification.
+        ahead_tokens: tokens of room that a sequence should have beyond its next token.
 
     Attributes:
-        live: sequences that were not freed, the oldest first.
-        free_block_count: blocks that could be granted after the last answer.
+        live: sequences that were not freed, oldest first.
+        free_block_count: blocks that were free to grant after the last answer.
     """
 
     def __init__(self, spec: PoolSpec, ahead_tokens: int) -> None:
@@ -72,17 +73,16 @@ class Agenda:
         self._ahead_tokens = ahead_tokens
         self._increment = Increment.of(*[each.block_size for each in spec.groups if each.kind is not GroupKind.STATE])
         self._has_states = any(each.kind is GroupKind.STATE for each in spec.groups)
-        self._known: dict[
-            int, EngineSequence
-        ] = {}  # to the allocator: the live ones, and those whose free is unanswered
+        # Sequences that the allocator knows: live ones, and those with an unanswered free.
+        self._known: dict[int, EngineSequence] = {}
         self._last_id = 0
         self._freed: list[EngineSequence] = []
         self._forks: list[Fork] = []
         self._admissions: list[Admission] = []
         self._copies: list[Copy] = []
-        self._missing = 0  # blocks for somebody's next pass, which others are to give back
-        self._is_frugal = False  # room ahead was refused: next time only what is needed is asked for
-        self._is_careful = False  # a step with several admissions was refused: one at a time, until none is left
+        self._missing = 0  # blocks that other sequences must give back for the next pass
+        self._is_frugal = False  # Room ahead was refused, so the next step asks only for what is needed.
+        self._is_careful = False  # A step with several admissions was refused, so they are sent one by one.
         self._sent: Operations | None = None
 
     # -- what an engine notes ------------------------------------------------------------------------------------------
@@ -98,12 +98,12 @@ class Agenda:
         is_return: bool = False,
         root: bytes | None = None,
     ) -> Admission:
-        """Returns a prompt that asks to be admitted, with the digests of all that it may share.
+        """Returns the admission of a prompt, with the digests of all blocks that it may share.
 
         Raises:
-            ValueError: there is no token, `token_count_max` is below their number, or a number is out of its range.
+            ValueError: there is no token, more tokens than `token_count_max`, or a number out of range.
             OverflowError: a token has more than 32 bits.
-            TypeError: a token or a number is no integer, or the namespace no text.
+            TypeError: a token or a number is not an integer, or the namespace is not a text.
         """
         require_integer("priority", priority, 0, _UINT32_MAX)
         require_integer("defer_token_count", defer_token_count, 0, _UINT32_MAX)
@@ -131,16 +131,16 @@ class Agenda:
         return admission
 
     def abandon(self, admission: Admission) -> None:
-        """Notes that nobody waits for this admission any more; where it is under way, what it gets is freed."""
+        """Notes that the caller no longer waits for this admission. If it was sent already, its blocks are freed."""
         admission.is_abandoned = True
         if self._sent is None or admission not in self._sent.admissions:
             self._admissions.remove(admission)
 
     def fork(self, parent: EngineSequence) -> EngineSequence:
-        """Returns a child. The next step that can hold the fork sends it to the allocator.
+        """Returns a child. The next step that can contain the fork sends it to the allocator.
 
         Raises:
-            ValueError: nothing of the parent is computed, and the pool keeps states: there is none to share.
+            ValueError: the pool keeps states, and the parent has none to share because none of its tokens are computed.
         """
         if self._has_states and not parent.computed:
             raise ValueError(f"sequence {parent.id} has no state to share, nothing is computed: admit its tokens again")
@@ -153,7 +153,7 @@ class Agenda:
         return child
 
     def free(self, sequence: EngineSequence) -> None:
-        """Notes that nobody needs its blocks any more."""
+        """Notes that the engine no longer needs the sequence's blocks."""
         self.live.pop(sequence.id, None)
         unsent = self._forks[len(self._sent.forks) if self._sent else 0 :]
         own = next((fork for fork in unsent if fork.child is sequence), None)
@@ -163,26 +163,26 @@ class Agenda:
             self._freed.append(sequence)
 
     def is_waiting(self, sequence: EngineSequence) -> bool:
-        """Tells whether a turn comes before its next pass: copies are to run, or its state is to be forked as it is."""
+        """Tells whether a turn must precede its next pass: copies must run, or its current state must be forked."""
         return bool(self._copies) or (self._has_states and any(fork.parent is sequence for fork in self._forks))
 
     def ready(self) -> list[EngineSequence]:
-        """Returns the sequences that have something due, the oldest first."""
+        """Returns the sequences with due tokens, oldest first."""
         return [each for each in self.live.values() if each.due]
 
     def refused(self) -> list[EngineSequence]:
-        """Returns the sequences whose next pass has no room, and that were told why, the oldest first."""
+        """Returns the sequences whose next pass was refused room, oldest first."""
         return [each for each in self.live.values() if each.refusal is not None]
 
     def take_copies(self) -> list[Copy]:
-        """Returns the copies that are to run before the next pass; each is given once."""
+        """Returns the copies that must run before the next pass. Each is returned once."""
         copies, self._copies = self._copies, []
         return copies
 
     # -- what is said --------------------------------------------------------------------------------------------------
 
     def next_operations(self) -> Operations:
-        """Returns all that there is to say now; `take` or `fail` comes before the next ones."""
+        """Returns the operations to send now. Call `take` or `fail` before asking for the next ones."""
         forks = self._next_forks()
         lengths = {fork.parent.id: fork.token_count for fork in forks}
         given = self._given_back()
@@ -194,9 +194,10 @@ class Agenda:
         for commit in commits:
             if commit.keep_token_count:
                 commit.sequence.room = min(commit.sequence.room, commit.keep_token_count)
-        parents = {fork.parent.id for fork in self._forks}  # frees come before forks in a step
+        # In a step, frees precede forks, so a parent with a queued fork is freed in a later step.
+        parents = {fork.parent.id for fork in self._forks}
         frees = [each for each in self._freed if each.id in self._known and each.id not in parents]
-        # Ids only rise: a fork that has to wait has a lower one than a prompt that is admitted now.
+        # Ids must rise. A waiting fork already has an id, so no admission may get a higher one before it is sent.
         admissions = [] if len(forks) < len(self._forks) else self._admissions[: 1 if self._is_careful else None]
         for admission in admissions:
             admission.sequence.id = self._new_id()
@@ -205,7 +206,7 @@ class Agenda:
         return self._sent
 
     def _next_forks(self) -> list[Fork]:
-        """Returns the forks that one step can tell, in order: a parent is committed to one length in it."""
+        """Returns the forks for the next step, in order. Within one step, all forks of a parent have one length."""
         chosen, lengths, born = list[Fork](), dict[int, int](), set(self._known)
         for fork in self._forks:
             if fork.parent.id not in born or lengths.setdefault(fork.parent.id, fork.token_count) != fork.token_count:
@@ -215,15 +216,14 @@ class Agenda:
         return chosen
 
     def _commit(self, sequence: EngineSequence, forked_at: int | None, keep: int) -> Commit | None:
-        """Returns what is to be said of computed tokens: where they fill a block, are to be forked or room is given
-        back."""
+        """Returns the commit of computed tokens if they fill a block, are forked, or room is given back; else None."""
         size, before = self._spec.block_size, sequence.committed
         queued = [fork.token_count for fork in self._forks if fork.parent is sequence]
-        token_count = min([sequence.computed, *queued])  # no further than the next fork of it
+        token_count = min([sequence.computed, *queued])  # The commit stops at the next queued fork of this sequence.
         fills = token_count // size > before // size
         leaves_state = forked_at is not None or (token_count > before and token_count % size == 0)
         if self._has_states and leaves_state and sequence.room > token_count:
-            keep = token_count  # a checkpoint is left, and a state forked, where nothing is granted beyond
+            keep = token_count  # A state can be checkpointed or forked only if no room is granted beyond it.
         if not (fills or keep or (forked_at is not None and token_count > before)):
             return None
         chain = sequence._chain.copy()
@@ -231,7 +231,7 @@ class Agenda:
         return Commit(sequence, token_count, digests, keep, chain)
 
     def _given_back(self) -> dict[int, int]:
-        """Chooses who gives back room ahead for those who lack room, and how much each keeps."""
+        """Chooses the sequences that give back room ahead for those that lack room. Returns how much each keeps."""
         if not self._missing:
             return {}
         return give_back(self._holders(), self._missing, self._increment)
@@ -241,7 +241,7 @@ class Agenda:
         return [(each.id, each.room, _needed(each)) for each in holders]
 
     def _grows(self, born: set[int], *, is_crowded: bool) -> list[Grow]:
-        """Returns who asks for room. While prompts ask for blocks, or some were refused, nobody asks ahead."""
+        """Returns the requests for room. While prompts ask for blocks, or room was refused, no sequence asks ahead."""
         decoding = []
         for each in self.live.values():
             if each.id in self._known or each.id in born:
@@ -253,7 +253,7 @@ class Agenda:
     # -- what the answer changes ---------------------------------------------------------------------------------------
 
     def take(self, outcome: StepOutcome) -> None:
-        """Takes in what the operations under way did.
+        """Applies the outcome of the sent operations.
 
         Raises:
             InternalError: the allocator does not know a sequence that it must know.
@@ -284,8 +284,8 @@ class Agenda:
         self._is_careful = self._is_careful and bool(self._admissions)
 
     def fail(self, error: Exception) -> bool:
-        """Notes that none of the operations under way was applied. Returns whether admissions may be the cause; else it
-        is for the engine's turn. Of several, each is sent alone afterwards, so that one that is wrong ends alone."""
+        """Notes that none of the sent operations was applied. Returns whether admissions may be the cause. If not, the
+        engine's turn raises the error. Several admissions are later sent one by one: only an invalid one then fails."""
         sent, self._sent = self._sent, None
         assert sent is not None, "nothing is under way"
         if len(sent.admissions) == 1:
@@ -296,7 +296,7 @@ class Agenda:
         return bool(sent.admissions)
 
     def lose(self) -> None:
-        """Notes that the pool is empty; prompts that wait to be admitted continue to wait."""
+        """Notes that the pool is empty. Prompts that wait for admission continue to wait."""
         for sequence in (*self._known.values(), *self.live.values()):
             sequence.is_live, sequence.room = False, 0
         for each in (self.live, self._known, self._freed, self._forks, self._copies):
@@ -344,9 +344,9 @@ class Agenda:
 
     def _note_admission(self, admission: Admission, grown: GrowOutcome) -> None:
         if grown.result is Result.NO_SPACE and not admission.is_abandoned and self._can_give_back(grown.shortfall):
-            return  # it stays on the agenda
+            return  # The admission stays on the agenda.
         self._admissions.remove(admission)
-        if admission.answer is not None:  # an error of its own
+        if admission.answer is not None:  # The admission itself failed.
             return
         if grown.result is not Result.OK:
             admission.answer = self._refusal(grown)
@@ -363,7 +363,7 @@ class Agenda:
             sequence.free()
 
     def _can_give_back(self, shortfall: int) -> bool:
-        """Tells whether anybody holds room ahead that can be given back; the next operations ask for it."""
+        """Tells whether a sequence can give back room ahead. If so, the next operations take it back."""
         self._missing += shortfall
         if give_back(self._holders(), self._missing, self._increment):
             return True
@@ -380,7 +380,7 @@ class Agenda:
 
 
 def _needed(sequence: EngineSequence) -> int:
-    """Returns the tokens that it needs room for: those of its next pass; once it has that, one more."""
+    """Returns the length that a sequence needs room for: its next pass, or one token more once it has that room."""
     is_computed_next = sequence.computed < sequence.wanted <= sequence.room
     return min(sequence.wanted + is_computed_next, sequence.token_count_max)
 

@@ -1,7 +1,7 @@
-"""The engine for threads: the same one, on an event loop in a thread of its own.
+"""The engine for threads: an `AsyncEngine` on an event loop in its own thread.
 
-The loop keeps the lease while the caller is busy or idle, as in a notebook. A sequence is changed by the caller's
-thread between two calls, and by the loop only inside of one: nothing is locked, as long as one thread uses an engine.
+The loop keeps the lease while the caller is busy or idle, as in a notebook. The caller's thread changes sequences only
+between two calls, and the loop only during a call. One thread may use an engine, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class AdmitOptions(TypedDict, total=False):
 
 
 class Engine:
-    """Owns a pool and its sequences, for one thread; `with` takes the pool, and gives it back at the end.
+    """Owns a pool and its sequences, for one thread. `with` takes the pool, and gives it back at the end.
 
-    Made by `Allocator.engine`. Methods do and raise what those of `AsyncEngine` do.
+    Made by `Allocator.engine`. Methods act and raise like those of `AsyncEngine`.
 
     Args:
-        make: makes the engine, and what closes the client that it is on; called inside the loop.
+        make: called inside the loop. Returns the engine, and a function that closes its client.
     """
 
     def __init__(self, make: Callable[[], tuple[AsyncEngine, Callable[[], Awaitable[None]]]]) -> None:
@@ -52,25 +52,25 @@ class Engine:
 
     @property
     def connected(self) -> bool:
-        """Tells whether an allocator answers, as far as is known."""
+        """Tells whether the allocator is reachable, as far as is known."""
         return self._engine.connected
 
     @property
     def report_count(self) -> int:
-        """Counts the allocators that were told what the pages hold; 0 over "calls", where none ever is."""
+        """Returns how many allocators got a report of the pages. Always 0 over "calls"."""
         return self._engine.report_count
 
     @property
     def live(self) -> tuple[EngineSequence, ...]:
-        """Returns the sequences that were not freed, the oldest first."""
+        """Returns the sequences that were not freed, oldest first."""
         return self._engine.live
 
     def ready(self) -> list[EngineSequence]:
-        """Returns the sequences that have tokens due, the oldest first: what the next pass computes."""
+        """Returns the sequences with due tokens, oldest first: the next pass computes them."""
         return self._engine.ready()
 
     def refused(self) -> list[EngineSequence]:
-        """Returns the sequences that get no room for their next pass; see `AsyncEngine.refused`."""
+        """Returns the sequences without room for their next pass; see `AsyncEngine.refused`."""
         return self._engine.refused()
 
     def open(self) -> None:
@@ -78,15 +78,15 @@ class Engine:
         self._loop.run(self._engine.open())
 
     def admit(self, tokens: Iterable[int], **options: Unpack[AdmitOptions]) -> EngineSequence:
-        """Lets a prompt in; see `AsyncEngine.admit`."""
+        """Admits a prompt; see `AsyncEngine.admit`."""
         return self._loop.run(self._engine.admit(tokens, **options))
 
     def turn(self) -> list[Copy]:
-        """Says, asks, takes in, and returns what to copy; see `AsyncEngine.turn`."""
+        """Exchanges one step with the allocator, and returns the blocks to copy; see `AsyncEngine.turn`."""
         return self._loop.run(self._engine.turn())
 
     def close(self) -> None:
-        """Gives the pool back, and ends the thread; closing twice is no error."""
+        """Gives the pool back, and ends the thread. Closing twice is not an error."""
         if self._loop.has_ended:
             return
         try:

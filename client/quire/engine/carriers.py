@@ -1,10 +1,10 @@
-"""Carriers of a turn's operations to the allocator: steps of a Session stream, or a unary call for each step.
+"""Carriers send a turn's operations to the allocator: as steps of a Session stream, or as one unary call per step.
 
 | | stream | unary calls |
 | --- | --- | --- |
 | a step | one message | one call |
-| room ahead | asked for, so that decoding continues through an outage | none: a block at a time |
-| the allocator is lost | its successor gets a report of the pages | the pool is lost, and begins anew |
+| room ahead | requested, so that decoding continues through an outage | none: one block at a time |
+| the allocator is lost | its successor gets a report of the pages | the pool is lost, and starts empty |
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from quire.session import AsyncCallSession, AsyncSession, SessionLostError
 
 ReplyT = TypeVar("ReplyT")
 
-BACKOFF_S = (0.05, 1.0)  # between two attempts of a call, before it is spread
-# The session is gone, and the pool with it: forgotten, given to another owner, or with other steps than ours.
+BACKOFF_S = (0.05, 1.0)  # shortest and longest pause between attempts, before jitter
+# With these reasons the session and its pool are lost: the allocator forgot them, gave the pool to another owner, or
+# has applied different steps.
 _LOST = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN, Reason.STEP_MISMATCH, Reason.STEP_GAP})
 _LATER = frozenset({Reason.POOL_OWNED, Reason.LIMIT, Reason.DRAINING})
 
 
 class Carrier(Protocol):
-    """Carries operations; one set of them at a time."""
+    """Sends operations to the allocator, one set at a time."""
 
     @property
     def connected(self) -> bool:
-        """Tells whether an allocator answers, as far as is known."""
+        """Tells whether the allocator is reachable, as far as is known."""
 
     @property
     def report_count(self) -> int:
-        """Counts the allocators that were told what the pages hold."""
+        """Returns how many allocators got a report of the pages."""
 
     async def open(self) -> None:
-        """Takes the pool, waiting as long as that takes."""
+        """Takes the pool. Waits without a limit until that succeeds."""
 
     async def carry(self, operations: Operations) -> StepOutcome:
-        """Has them applied, each once, and returns what they did.
+        """Applies each operation exactly once, and returns the outcome.
 
         Raises:
             SessionLostError: the pool is empty.
-            QuireError: none of them was applied.
+            QuireError: no operation was applied.
         """
 
     async def close(self) -> None:
@@ -81,11 +82,11 @@ class StreamCarrier(Carrier):
 class CallCarrier(Carrier):
     """Carries operations as steps of a unary session.
 
-    A step whose answer was lost is repeated under its number until it is answered, so that it is applied once.
+    If a step's answer is lost, the step is sent again with the same number until it is answered. It is applied once.
 
     Args:
-        new_session: makes a session, not open yet.
-        on_wait: called with the error whenever a call has to be tried again.
+        new_session: returns a new session, not open yet.
+        on_wait: called with the error before each retry of a call.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class CallCarrier(Carrier):
 
     @property
     def session(self) -> AsyncCallSession:
-        """Returns the session that holds the pool now."""
+        """Returns the session that owns the pool now."""
         assert self._session is not None, "the engine has not been opened"
         return self._session
 
@@ -121,7 +122,7 @@ class CallCarrier(Carrier):
         step, session = operations.step(), self.session
         try:
             return await self._persist(lambda: session.step(step), lambda error: error.is_grpcs_own)
-        except InternalError as error:  # an answer that does not fit its step: the pool is not known
+        except InternalError as error:  # The answer does not fit its step, so the pool's state is unknown.
             self._on_wait(error)
         except QuireError as error:
             if error.reason not in _LOST:
@@ -136,7 +137,7 @@ class CallCarrier(Carrier):
             await self._session.close()
 
     async def _persist(self, call: Callable[[], Awaitable[ReplyT]], may_wait: Callable[[QuireError], bool]) -> ReplyT:
-        """Calls again and again while nobody answers in time, or `may_wait` says so."""
+        """Retries a call while the allocator does not answer in time, or `may_wait` accepts the error."""
         backoff = Backoff(*BACKOFF_S)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Operations of one turn: values that the agenda makes, and a carrier takes to the allocator."""
+"""Operations of one turn: values that the agenda makes, and a carrier sends to the allocator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.protocol.steps import StepBuilder
 
 
 class Commit(NamedTuple):
-    """Tokens of a sequence up to `token_count` are computed; `chain` is its digests' when that is known."""
+    """Tokens of a sequence up to `token_count` are computed. `chain` is its digest chain once this is answered."""
 
     sequence: EngineSequence
     token_count: int
@@ -21,7 +21,7 @@ class Commit(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A child shares the first `token_count` tokens of its parent; all of them are computed."""
+    """A child shares the first `token_count` tokens of its parent. All of them are computed."""
 
     parent: EngineSequence
     child: EngineSequence
@@ -29,7 +29,7 @@ class Fork(NamedTuple):
 
 
 class Grow(NamedTuple):
-    """A sequence wants room for so many tokens."""
+    """A sequence requests room for `token_count` tokens."""
 
     sequence: EngineSequence
     token_count: int
@@ -40,10 +40,10 @@ class Admission:
     """A prompt that asks to be admitted, until it has an answer.
 
     Attributes:
-        sequence: what it becomes; its id is set whenever it is asked for.
-        digests: of the blocks that may be shared.
-        answer: the sequence, why not, or the error of the step that asked; None before.
-        is_abandoned: nobody waits for it any more.
+        sequence: the prompt's future sequence. It gets a new id with each request.
+        digests: digests of the blocks that may be shared.
+        answer: the sequence, the refusal, or the error of the requesting step; None before the answer.
+        is_abandoned: whether the caller no longer waits.
     """
 
     sequence: EngineSequence
@@ -62,7 +62,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Operations of one turn, phase by phase; admissions follow the grows."""
+    """Operations of one turn, phase by phase. Admissions follow the grows."""
 
     commits: list[Commit] = field(default_factory=list)
     frees: list[EngineSequence] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Operations:
         return bool(self.commits or self.frees or self.forks or self.grows or self.admissions)
 
     def step(self) -> StepBuilder:
-        """Returns all of it as one step of a Session stream."""
+        """Returns the operations as one step of a Session stream."""
         step = StepBuilder()
         for commit in self.commits:
             step.commit(commit.sequence.id, commit.token_count, commit.digests, commit.keep_token_count)

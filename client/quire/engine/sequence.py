@@ -1,17 +1,17 @@
-"""One sequence of an engine: its tokens, its block tables, and how far both have come.
+"""One sequence of an engine: its tokens, its block tables, and its progress.
 
-Of its tokens, with `committed` <= `computed` <= len(tokens), and `computed` <= `room`:
+Ranges of its tokens, with `committed` <= `computed` <= len(tokens), and `computed` <= `room`:
 
-    [0, committed)              computed, and the allocator knows it: full blocks of it are hit by other prompts
-    [committed, computed)       computed: the engine has said so by `append` or `advance`
-    [computed, len(tokens))     to be computed; `due` as soon as there is room for them
-    [len(tokens), room)         room ahead, for tokens to come
+    [0, committed)              computed, and committed to the allocator: other prompts can hit the full blocks
+    [committed, computed)       computed, as the engine reported by `append` or `advance`
+    [computed, len(tokens))     to be computed; `due` as soon as they have room
+    [len(tokens), room)         room ahead, for future tokens
 
 Lifecycle:
 
-    1. admitted or forked   a child is live at once, and due once the step that forks it was answered
-    2. live                 `due` is computed, `append` or `advance` says so, again and again
-    3. freed                by `free`, or with the whole pool (`SessionLostError`); its tokens can be admitted again
+    1. admitted or forked   a child is live at once, and due once the step with its fork is answered
+    2. live                 the engine computes `due`, and reports it by `append` or `advance`, repeatedly
+    3. freed                by `free`, or with the whole pool (`SessionLostError`). Its tokens can be admitted again
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from quire.hashing import DigestChain
 from quire.protocol.outcomes import NULL_BLOCK, Result
 from quire.types import GroupKind, GroupSpec
 
-TOKEN_MAX: Final = 2**31 - 1  # a digest is made of signed numbers of 32 bits
+TOKEN_MAX: Final = 2**31 - 1  # Digests hash tokens as signed 32-bit integers.
 
 
 class Refusal(NamedTuple):
-    """The reason that a sequence gets no blocks for now.
+    """The reason why a sequence gets no blocks for now.
 
     Attributes:
         result: NO_SPACE, QUOTA, TOO_LONG, PASS_TOO_LONG, PENDING or FORBIDDEN.
-        shortfall: blocks that are missing (NO_SPACE), too many for the namespace (QUOTA) or for the pool at once
-            (PASS_TOO_LONG).
-        victim: the sequence to free (NO_SPACE only), the cheapest to compute again; None if freeing one does not help.
-        pending_token_count: PENDING: tokens of its prefix that others are computing.
+        shortfall: missing blocks (NO_SPACE), blocks above the namespace's quota (QUOTA), or blocks above the pool's
+            size (PASS_TOO_LONG).
+        victim: the sequence to free (NO_SPACE only), the cheapest to recompute; None if freeing one does not help.
+        pending_token_count: tokens of its prefix that other sequences are computing (PENDING only).
     """
 
     result: Result
@@ -44,36 +44,35 @@ class Refusal(NamedTuple):
 
 
 class Host(Protocol):
-    """The part of an agenda that its sequences call."""
+    """The methods of an agenda that its sequences call."""
 
     groups: tuple[GroupSpec, ...]
     chunk_token_count: int
 
     def fork(self, parent: EngineSequence) -> EngineSequence:
-        """Puts a fork on the agenda, and returns the child."""
+        """Adds a fork to the agenda, and returns the child."""
 
     def free(self, sequence: EngineSequence) -> None:
-        """Puts a free on the agenda."""
+        """Adds a free to the agenda."""
 
     def is_waiting(self, sequence: EngineSequence) -> bool:
-        """Tells whether it must not be computed on before the next turn: copies have to run, or a fork needs its
-        state as it is."""
+        """Tells whether a turn must precede its next pass: copies must run, or a fork needs its current state."""
 
 
 class EngineSequence:
-    """One text on the pages of a pool; made by an engine's `admit` or by `fork`.
+    """One text in the pages of a pool. Made by an engine's `admit` or by `fork`.
 
     Attributes:
-        id: its number in the pool.
-        tokens: all that are known; the last ones may not be computed yet. To be read: `append` adds to it.
-        namespace: inside which its prefix is shared.
-        computed, committed: tokens in the pages, and those of them that the allocator was told of.
-        room: tokens that there are blocks for.
-        matched: leading tokens that were in the pages when it was admitted, or forked.
-        attended: leading tokens that would have been, had there been a checkpoint (see docs/hybrid.md).
-        table: a row of block ids for each group, in order of position; `NULL_BLOCK` where a window has moved on. A
-            state's row is its one block.
-        checkpoints: token counts, rising, where a pass has to end so that its state is kept for others.
+        id: its id in the pool.
+        tokens: all known tokens. The last ones may not be computed yet. Read only: `append` adds tokens.
+        namespace: its prefix is shared only inside this namespace.
+        computed, committed: tokens in the pages, and those of them that are committed to the allocator.
+        room: tokens that its blocks can hold.
+        matched: leading tokens that were in the pages when it was admitted or forked.
+        attended: leading tokens that would have matched with a checkpoint (see docs/hybrid.md).
+        table: one row of block ids per group, in order of position. `NULL_BLOCK` marks a block that fell out of a
+            window. A state's row is its one block.
+        checkpoints: rising token counts. A pass must end at each, so that its state is kept for other prompts.
         is_live: whether it holds blocks.
     """
 
@@ -110,8 +109,8 @@ class EngineSequence:
 
     @property
     def wanted(self) -> int:
-        """Returns how many tokens its next pass would end with: all, what one pass may compute, or what is before the
-        next checkpoint."""
+        """Returns the length after its next pass. A pass ends after all tokens, at the limit of a pass, or at the next
+        checkpoint."""
         ends = [len(self.tokens), *(end for end in self.checkpoints if end > self.computed)]
         if self._host.chunk_token_count:
             ends.append(self.computed + self._host.chunk_token_count)
@@ -119,22 +118,22 @@ class EngineSequence:
 
     @property
     def due(self) -> range:
-        """Returns the positions to be computed now: those of a whole pass, or none while there is no room for it."""
+        """Returns the positions to compute now: those of a whole pass, or none while it has no room."""
         end = self.wanted
         can_go = self.is_live and self.room >= end and not self._host.is_waiting(self)
         return range(self.computed, end if can_go else self.computed)
 
     @property
     def refusal(self) -> Refusal | None:
-        """Returns why there is no room for its next pass; None while there is, or where it was not answered yet."""
+        """Returns why its next pass has no room. None if it has room, or its request is not answered yet."""
         return self._refusal if self.is_live and self.room < self.wanted else None
 
     def slot(self, position: int, group: int = 0) -> int:
-        """Returns where a token's keys and values are: block times block size, plus the place inside the block. Of a
-        state, whose block holds no tokens, it is the block.
+        """Returns the slot of a token's keys and values: block * block size + offset in the block. For a state it is
+        the block's id.
 
         Raises:
-            IndexError: there is no room at that position, or the window has moved beyond it.
+            IndexError: the position has no room, or fell out of the window.
         """
         spec, row = self._host.groups[group], self.table[group]
         if not 0 <= position < self.room:
@@ -147,12 +146,12 @@ class EngineSequence:
         return row[number] * spec.block_size + place
 
     def append(self, token: int) -> None:
-        """Notes that all its tokens are computed, and adds the one that was sampled from them.
+        """Notes that all its tokens are computed, and adds the sampled token.
 
         Raises:
-            ValueError: the token has more than 32 bits, or there was no room to compute its tokens.
-            TypeError: the token is no integer.
-            RuntimeError: it was freed, or must wait for the next turn.
+            ValueError: the token has more than 32 bits, or the computed tokens had no room.
+            TypeError: the token is not an integer.
+            RuntimeError: the sequence was freed, or must wait for the next turn.
         """
         require_integer("token", token, -TOKEN_MAX - 1, TOKEN_MAX)
         self.advance(len(self.tokens))
@@ -162,9 +161,9 @@ class EngineSequence:
         """Notes that its first `token_count` tokens are computed: a chunk of a prompt, without sampling.
 
         Raises:
-            ValueError: so many are not known, have no room, or fewer than were computed already.
-            TypeError: it is no integer.
-            RuntimeError: it was freed, or must wait for the next turn.
+            ValueError: `token_count` is above the known tokens or the room, or below `computed`.
+            TypeError: `token_count` is not an integer.
+            RuntimeError: the sequence was freed, or must wait for the next turn.
         """
         require_integer("token_count", token_count)
         if not self.is_live:
@@ -179,21 +178,21 @@ class EngineSequence:
         self.computed = token_count
 
     def fork(self) -> EngineSequence:
-        """Returns a sequence that shares every computed token of this one, a half-filled block included.
+        """Returns a sequence that shares every computed token of this one, including a half-filled block.
 
-        It has those tokens and no more: `append` to it what it goes on with. It copies a block only when it writes to
-        one that others have, too; the next turn says which.
+        The child has only those tokens: continue it with `append`. A shared block is copied when one of its holders
+        writes to it; the next turn returns that copy.
 
         Raises:
-            RuntimeError: it was freed.
-            ValueError: nothing of it is computed, in a pool that keeps states.
+            RuntimeError: the sequence was freed.
+            ValueError: the pool keeps states, and no token of this sequence is computed.
         """
         if not self.is_live:
             raise RuntimeError(f"sequence {self.id} was freed")
         return self._host.fork(self)
 
     def free(self) -> None:
-        """Gives all its blocks back, with the next turn; what was published stays cached. Freeing twice is no error."""
+        """Frees its blocks with the next turn. Published blocks stay cached. Freeing twice is not an error."""
         if self.is_live:
             self.is_live = False
             self._host.free(self)

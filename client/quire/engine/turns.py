@@ -1,7 +1,7 @@
-"""An engine for asyncio: it keeps a pool, and its sequences in step with it.
+"""An engine for asyncio: it owns a pool, and keeps its sequences in step with the allocator.
 
-Any task of the loop that it was opened in may call methods: a task that waits for an answer takes it in for all tasks.
-`turn` does not wait as long as a sequence is due, so no computation has to wait.
+Any task of the event loop that opened it may call methods. A task that waits for an answer applies it for all tasks.
+`turn` does not wait while a sequence is due, so computation never waits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from quire.types import PoolSpec
 
 
 class AsyncEngine:
-    """Owns a pool and its sequences; `async with` takes the pool, and gives it back at the end.
+    """Owns a pool and its sequences. `async with` takes the pool, and gives it back at the end.
 
     Made by `AsyncAllocator.engine`.
 
     Args:
-        pool: its name.
-        spec: its specification.
-        carrier: to the allocator.
-        ahead_tokens: tokens that a sequence is to have room for, beyond its next one.
+        pool: the pool's name.
+        spec: the pool's specification.
+        carrier: sends operations to the allocator.
+        ahead_tokens: tokens of room that a sequence should have beyond its next token.
     """
 
     def __init__(self, pool: str, spec: PoolSpec, carrier: Carrier, ahead_tokens: int) -> None:
@@ -40,36 +40,36 @@ class AsyncEngine:
 
     @property
     def connected(self) -> bool:
-        """Tells whether an allocator answers, as far as is known."""
+        """Tells whether the allocator is reachable, as far as is known."""
         return self._carrier.connected
 
     @property
     def report_count(self) -> int:
-        """Counts the allocators that were told what the pages hold; 0 over "calls", where none ever is."""
+        """Returns how many allocators got a report of the pages. Always 0 over "calls"."""
         return self._carrier.report_count
 
     @property
     def live(self) -> tuple[EngineSequence, ...]:
-        """Returns the sequences that were not freed, the oldest first."""
+        """Returns the sequences that were not freed, oldest first."""
         return tuple(self._agenda.live.values())
 
     def ready(self) -> list[EngineSequence]:
-        """Returns the sequences that have tokens due, the oldest first: what the next pass computes."""
+        """Returns the sequences with due tokens, oldest first: the next pass computes them."""
         return self._agenda.ready()
 
     def refused(self) -> list[EngineSequence]:
-        """Returns the sequences that get no room for their next pass, the oldest first; `refusal` of each says why.
+        """Returns the sequences without room for their next pass, oldest first. `refusal` of each has the reason.
 
-        Room that others held ahead was taken back for them before. Each turn asks for them again; to go on, free the
-        `refusal.victim` or another one, and admit its tokens again later.
+        Other sequences have given back their room ahead already. Each turn asks for room again. To make progress, free
+        `refusal.victim` or another sequence, and admit its tokens again later.
         """
         return self._agenda.refused()
 
     async def open(self) -> None:
-        """Takes the pool, waiting as long as it takes for an allocator that is down or a former owner's lease to end.
+        """Takes the pool. Waits without a limit for an allocator that is down, or for a former owner's lease to end.
 
         Raises:
-            QuireError: the allocator refuses for good (specification, version, token).
+            QuireError: the allocator refuses permanently (specification, version, token).
         """
         await self._carrier.open()
 
@@ -84,23 +84,24 @@ class AsyncEngine:
         is_return: bool = False,
         root: bytes | None = None,
     ) -> EngineSequence:
-        """Lets a prompt in, with the blocks of its leading tokens that are in the pages already, `matched` of them.
+        """Admits a prompt. It shares the cached blocks of its first `matched` tokens.
 
-        What was computed before is told first, so that a prompt hits what its predecessor has just filled.
+        Tokens that were computed before are committed first, so the prompt can hit blocks that were just filled.
 
         Args:
-            tokens: of the prompt, at least one.
-            namespace: prefixes are shared inside it.
-            token_count_max: how long it can ever get; room ahead ends there.
-            priority: for a sequence of one priority none of a higher one is ever named as a victim.
-            defer_token_count: refuse with PENDING if others are computing at least so many tokens of its prefix.
-            is_return: a preempted text returns: its tokens are counted as returned, not as queried.
-            root: where its digests start, for adapters (`quire.hashing.root_digest`); by default that of the pool.
+            tokens: the prompt's tokens, at least one.
+            namespace: prefixes are shared only inside it.
+            token_count_max: the sequence's greatest length. Room ahead ends there.
+            priority: a refusal never names a victim of a higher priority than this one.
+            defer_token_count: refuse with PENDING if other sequences are computing at least this many tokens of its
+                prefix.
+            is_return: the prompt is a preempted text. Its tokens are counted as returned, not as queried.
+            root: root of its digests, for adapters (`quire.hashing.root_digest`); by default the pool's.
 
         Raises:
-            NotAdmittedError: it gets no blocks; its `refusal` says why.
-            SessionLostError: the pool is empty, and every sequence gone: what is wanted of it must be admitted again.
-            ValueError, OverflowError, TypeError: a token or a number is none, or out of its range.
+            NotAdmittedError: the prompt gets no blocks; its `refusal` has the reason.
+            SessionLostError: the pool is empty and every sequence is gone. Admit those that are still wanted again.
+            ValueError, OverflowError, TypeError: a token or a number is invalid, or out of range.
             QuireError: the allocator refused the step.
         """
         agenda = self._agenda
@@ -123,16 +124,16 @@ class AsyncEngine:
         return admission.answer
 
     async def turn(self) -> list[Copy]:
-        """Says what was computed, forked and freed, asks for room, takes in what was answered, and returns what to copy
-        before the next pass: whole blocks of all layers of their group, in this order.
+        """Reports computed, forked and freed tokens, requests room, and applies the answer.
 
-        It waits for the allocator only where nobody has anything due; and comes back if nobody gets room either.
+        Returns the blocks to copy before the next pass, in this order: whole blocks, all layers of their group. It
+        waits for the allocator only while no sequence is due, and returns if no sequence gets room either.
 
         Raises:
-            SessionLostError: the pool is empty, and every sequence gone: what is wanted of it must be admitted again.
-            QuireError: the allocator refused the step; nothing of it was applied, and the next turn says it again.
+            SessionLostError: the pool is empty and every sequence is gone. Admit those that are still wanted again.
+            QuireError: the allocator refused the step. No operation was applied; the next turn sends them again.
         """
-        await asyncio.sleep(0)  # else a loop of turns and passes would let nobody send or hear anything
+        await asyncio.sleep(0)  # Without this, a loop of turns and passes would block all sending and receiving.
         agenda = self._agenda
         while True:
             if self._under_way is None and not self._send():
@@ -149,7 +150,7 @@ class AsyncEngine:
         return agenda.take_copies()
 
     async def close(self) -> None:
-        """Gives the pool back; its sequences hold nothing any more."""
+        """Gives the pool back. Its sequences no longer hold blocks."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.cancel()
@@ -168,15 +169,15 @@ class AsyncEngine:
         return f"<{type(self).__name__} of pool {self.pool}: {len(self._agenda.live)} sequences>"
 
     def _send(self) -> bool:
-        """Sends what there is to say; returns whether there was anything."""
+        """Sends the next operations. Returns whether there were any."""
         operations = self._agenda.next_operations()
         if operations:
-            # A task of its own: a step cannot be called back when a task that waits for it is cancelled.
+            # The step runs in its own task: a sent step cannot be taken back if a waiting task is canceled.
             self._under_way = asyncio.create_task(self._carrier.carry(operations))
         return bool(operations)
 
     async def _take_in(self) -> None:
-        """Waits for the answer, and takes it in unless somebody else has."""
+        """Waits for the answer, and applies it unless another task has."""
         task = self._under_way
         assert task is not None, "nothing is under way"
         await asyncio.wait({task})

@@ -1,4 +1,4 @@
-"""From what a model's layers keep to groups, pages and blocks. Pure: numbers in, numbers out.
+"""Plans groups, pages and blocks from the cache of a model's layers. Pure: numbers in, numbers out.
 
     model = read_config(json.loads(Path("config.json").read_text()), tensor_parallel=8)
     layout = plan_layout(model.layers, token_count_max=32_768)
@@ -6,8 +6,8 @@
     block_count // layout.blocks_peak(4_096)  # sequences of 4,096 tokens that fit
     chats_kept(layout, block_count, 4_096, Retention.TAIL)  # idle chats of 4,096 tokens that can still be hit
 
-`Prices` says what a layout costs, `plan_layout` finds the cheapest, `Layout` says what lies where; docs/layout.md has
-the figures of ten architectures.
+`Prices` computes a layout's cost, and `plan_layout` finds the cheapest one. `Layout` has the place of each layer's
+bytes. docs/layout.md has the figures of ten architectures.
 """
 
 from quire.planning.config import ModelCache, layers_from_config, read_config

@@ -1,4 +1,4 @@
-"""From a model's `config.json` to what each of its layers keeps."""
+"""Reads a model's `config.json`, and returns the cache of each layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.planning.specs import ELEMENT_BYTES, LayerSpec, element_bytes_of
 from quire.planning.states import divided, state_bytes_of
 from quire.types import GroupKind
 
-# Model types whose fields were compared with the caches that transformers makes for them.
+# Model types whose plans were compared with the caches that transformers creates.
 KNOWN: Final = {
     *("apertus", "arcee", "bamba", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4"),
     *("falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4"),
@@ -24,7 +24,7 @@ KNOWN: Final = {
     *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3"),
     *("stablelm", "starcoder2", "youtu", "zamba", "zamba2"),
 }
-# What would change the cache of a model type that is not known, if it means what it seems to mean.
+# Field names that may change the cache of an unknown model type.
 SUSPICIOUS: Final = re.compile(
     r"pattern|interval|layer_ids|hybrid|swa_|global_|ssm|mamba|linear_|index_|cross_att|block_"
 )
@@ -38,14 +38,14 @@ REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The cache that a model needs on one rank, as far as its configuration tells.
+    """The cache that a model needs on one rank, according to its configuration.
 
     Attributes:
-        model_type: of the language model.
-        layers: cache of each layer; layers that keep nothing are left out.
-        dtype: of keys and values.
-        token_count_max: longest sequence that the model was made for; None if the configuration does not say.
-        notes: assumptions that were made, in sentences.
+        model_type: the language model's type.
+        layers: the cache of each layer. Layers that keep nothing are left out.
+        dtype: dtype of keys and values.
+        token_count_max: longest sequence that the model supports; None if the configuration does not say.
+        notes: assumptions of the plan, in sentences.
     """
 
     model_type: str
@@ -58,7 +58,7 @@ class ModelCache:
 def layers_from_config(
     config: Mapping[str, Any], dtype: str = "auto", tensor_parallel: int = 1, state_dtype: str = "auto"
 ) -> tuple[LayerSpec, ...]:
-    """Returns what each layer keeps; see `read_config`."""
+    """Returns the cache of each layer; see `read_config`."""
     return read_config(config, dtype, tensor_parallel, state_dtype).layers
 
 
@@ -74,18 +74,18 @@ def read_config(
     """Reads a parsed `config.json`.
 
     Args:
-        config: as Hugging Face publishes it.
-        dtype: of keys and values; "auto" is the model's own, bfloat16 if it does not say.
-        tensor_parallel: ranks. KV heads are divided, or repeated where there are fewer of them than ranks; latents
-            (MLA) are whole on every rank.
-        state_dtype: of recurrent states; "auto" is float32 unless the configuration says otherwise.
-        state_ranks: ranks that divide the heads of states; 1 where each keeps them whole, as Quire's worker does. All
-            of them, if nothing is said.
-        model_dtype: dtype of the computation, and of states that name none; by default the checkpoint's own.
+        config: the configuration in Hugging Face's format.
+        dtype: dtype of keys and values. "auto" is the model's own, or bfloat16 if the configuration does not say.
+        tensor_parallel: number of ranks. KV heads are divided, or repeated if there are fewer heads than ranks. Every
+            rank keeps latents (MLA) whole.
+        state_dtype: dtype of recurrent states. "auto" is float32 unless the configuration says otherwise.
+        state_ranks: number of ranks that divide the heads of states. By default all ranks. 1 if each rank keeps states
+            whole, as Quire's worker does.
+        model_dtype: dtype of the computation, and of states without their own dtype; by default the checkpoint's own.
 
     Raises:
         ConfigError: a field is missing, is not understood, or does not divide by the ranks.
-        ValueError: a dtype is unknown, or there are no ranks.
+        ValueError: a dtype is unknown, or the number of ranks is below 1.
     """
     require_integer("tensor_parallel", tensor_parallel, 1)
     if state_ranks is not None:
@@ -143,7 +143,7 @@ def _attention(fields: Fields, index: int, kind: LayerKind, ranks: int) -> Layer
 
 
 def _kv_heads(fields: Fields, kind: LayerKind, ranks: int) -> int:
-    """Counts the KV heads of one rank, never below 1."""
+    """Returns the number of KV heads of one rank, at least 1."""
     heads = fields.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
     if fields.has("multi_query") and not fields.has("new_decoder_architecture"):  # Falcon, StarCoder
         count = 1
@@ -163,7 +163,7 @@ def _head_dim(fields: Fields, kind: LayerKind) -> int:
     if fields.has("head_dim", "attention_head_dim", "kv_channels"):
         return fields.integer("head_dim", "attention_head_dim", "kv_channels")
     width = fields.integer("hidden_size", "n_embd", "d_model")
-    if fields.model_type in {"zamba", "zamba2"}:  # attention reads the hidden states and the embeddings side by side
+    if fields.model_type in {"zamba", "zamba2"}:  # Attention reads the concatenation of hidden states and embeddings.
         width *= 2
     if width % heads:
         raise ConfigError(f"'head_dim' is missing, and {heads} heads do not divide a hidden size of {width}")
@@ -171,7 +171,8 @@ def _head_dim(fields: Fields, kind: LayerKind) -> int:
 
 
 def _shared_layers(fields: Fields, kinds: list[LayerKind]) -> dict[int, int]:
-    """Layers that read another's keys and values: the last of the same kind that has its own (Gemma 3n)."""
+    """Returns, for each layer without its own keys and values, the layer that it reads: the last of its kind (Gemma
+    3n)."""
     count = fields.get("num_kv_shared_layers") or 0
     if not isinstance(count, int) or not 0 <= count < len(kinds):
         raise fields.wrong("num_kv_shared_layers", f"from 0 to {len(kinds) - 1}")

@@ -1,17 +1,17 @@
-"""The cost of a layout: one number. The best of several layouts has the smallest.
+"""Computes the cost of a layout as one number. The best layout has the smallest cost.
 
-Each part is a share of the bytes that a sequence has in use. It is averaged over `lengths_up_to` the longest, so that
-every order of magnitude of a length counts equally:
+The cost has three parts. Each is a share of the bytes that a sequence has in use, averaged over `lengths_up_to` the
+longest, so that every order of magnitude of lengths counts equally:
 
-    unused   bytes that it holds beyond those that its last token reads and writes: slots and ends of pages that no
-             sequence can use, and blocks that a window has only partly left
-    groups   `GROUP_COST` for each: a block table per sequence, its copy to the device, and an attention plan per step.
-             A group of states counts as `STATE_GROUP_SHARE` of a group: it has one entry, which only a checkpoint
-             changes. Attention in blocks of 64 has 20 entries at 1,280 tokens
-    edges    `edge_tokens` of the sequence's tokens: on average half of them are computed again after a prefix hit, and
-             half a block is empty at the sequence's end
+    unused   bytes that the sequence holds beyond those that its last token reads and writes: slots and ends of pages
+             that no sequence can use, and blocks that are only partly inside a window
+    groups   `GROUP_COST` per group: a block table per sequence, its copy to the device, and an attention plan per
+             step. A group of states costs only `STATE_GROUP_SHARE` of that. Its table has one entry, which only a
+             checkpoint changes. Attention in blocks of 64 has 20 entries at 1,280 tokens
+    edges    `edge_tokens` as a share of the sequence's tokens: on average half of an edge is computed again after a
+             prefix hit, and half a block is empty at the sequence's end
 
-For example, 10 layers of full attention and 52 of a window of 1,024, up to 32,768 tokens, in blocks of 16:
+For example, 10 layers of full attention and 52 with a window of 1,024, up to 32,768 tokens, in blocks of 16:
 
     layers a group   groups   unused   for groups   for edges   together
     2                    31    0.3 %       15.5 %       1.7 %     17.5 %
@@ -32,13 +32,14 @@ from quire.types import GroupKind
 
 GROUP_COST: Final = 0.005
 STATE_GROUP_SHARE: Final = 1 / 20
-LENGTH_MIN: Final = 256  # tokens; of shorter sequences nobody holds enough for padding to matter
-# In a model with states a hit needs a checkpoint, too. Those are hundreds of tokens apart: finer edges gain nothing.
+LENGTH_MIN: Final = 256  # tokens. In shorter sequences padding does not matter.
+# In a model with states a hit also needs a checkpoint. Checkpoints are hundreds of tokens apart, so smaller blocks
+# gain nothing.
 EDGE_TOKENS_WITH_STATES: Final = 64
 
 
 def lengths_up_to(token_count_max: int) -> tuple[int, ...]:
-    """Returns the lengths to judge a layout by: 256, each four times the one before, and the maximum itself."""
+    """Returns the lengths over which costs are averaged: 256, each four times the previous one, and the maximum."""
     require_integer("token_count_max", token_count_max, 1)
     lengths = [LENGTH_MIN]
     while lengths[-1] * 4 < token_count_max:
@@ -47,7 +48,7 @@ def lengths_up_to(token_count_max: int) -> tuple[int, ...]:
 
 
 class Cost(NamedTuple):
-    """A layout's cost in shares of what a sequence has in use; `total` is what layouts are compared by."""
+    """A layout's cost in shares of the bytes that a sequence has in use. Layouts are compared by `total`."""
 
     unused: float
     groups: float
@@ -55,21 +56,21 @@ class Cost(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Adds the three parts."""
+        """Returns the sum of the three parts."""
         return sum(self)
 
 
 class Prices:
-    """Says what the layouts of one model cost.
+    """Computes the costs of one model's layouts.
 
     Raises:
-        ValueError: there is no sequence to judge by, or a group costs less than nothing.
+        ValueError: `token_count_max` is below 1, or `group_cost` is not from 0 to 1.
     """
 
     def __init__(
         self, layers: Sequence[LayerSpec], *, token_count_max: int = 32_768, group_cost: float = GROUP_COST
     ) -> None:
-        """Takes all layers, and what one group is worth as a share of bytes: 0.01 is 1 %."""
+        """Takes all layers, and the cost of one group as a share of bytes: 0.01 is 1 %."""
         require_share("group_cost", group_cost)
         self._group_cost = group_cost
         own = [layer for layer in layers if layer.shared_with is None]
@@ -80,22 +81,22 @@ class Prices:
         self._edge_tokens_min = EDGE_TOKENS_WITH_STATES if has_states else 1
 
     def held(self, family: Family) -> float:
-        """Returns the bytes that a sequence holds in one family, as a share of what it has in use in all of them."""
+        """Returns the bytes that a sequence holds in one family, as a share of its bytes in use in all families."""
         page_bytes = family.group_count * family.page_bytes
         shares = [family.block_count_peak(length) * page_bytes / live for length, live in self._live_bytes.items()]
         return sum(shares) / len(shares)
 
     def family(self, family: Family) -> float:
-        """Returns what one family adds to a layout but for its edges, so that families can be chosen one by one."""
+        """Returns one family's cost without edges. Families can be chosen one by one by this cost."""
         return self.held(family) + self.groups(family)
 
     def groups(self, family: Family) -> float:
-        """Returns what the groups of one family cost."""
+        """Returns the cost of one family's groups."""
         share = STATE_GROUP_SHARE if family.kind is GroupKind.STATE else 1
         return self._group_cost * share * family.group_count
 
     def edges(self, edge_tokens: int) -> float:
-        """Returns what it costs that hits and sequences end at multiples of so many tokens."""
+        """Returns the cost of hits and sequences that end at multiples of `edge_tokens`."""
         tokens = max(edge_tokens, self._edge_tokens_min)
         return tokens * sum(1 / length for length in self._live_bytes) / len(self._live_bytes)
 

@@ -1,4 +1,4 @@
-"""Layers that may share groups, and the ways to divide them into groups: as evenly as possible, in as few as fit."""
+"""Divides layers that may share groups into groups: as evenly as possible, and into as few as fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quire.planning.family import Family, Run
 from quire.planning.specs import STATE_ALIGNMENT_BYTES, LayerSpec
 from quire.types import GroupKind
 
-STATE_HALVINGS_MAX: Final = 10  # a pool has at most 1,024 groups
+STATE_HALVINGS_MAX: Final = 10  # 2**10, because a pool has at most 1,024 groups
 
 
 def alike(layers: Iterable[LayerSpec]) -> list[Run]:
-    """Puts layers of one kind and window together; full attention comes first, states last."""
+    """Groups layers by kind and window. Full attention comes first, states last."""
 
     def key(layer: LayerSpec) -> tuple[int, int]:
         return (layer.kind.value, layer.window)
@@ -25,7 +25,7 @@ def alike(layers: Iterable[LayerSpec]) -> list[Run]:
 
 
 def by_size(layers: Iterable[LayerSpec]) -> list[Run]:
-    """Puts layers of one size together; the largest come first."""
+    """Groups layers by size, largest first."""
 
     def key(layer: LayerSpec) -> int:
         return -_size(layer)
@@ -34,9 +34,9 @@ def by_size(layers: Iterable[LayerSpec]) -> list[Run]:
 
 
 def divided(layers: Iterable[LayerSpec], count: int) -> tuple[Run, ...]:
-    """Deals layers to so many runs, as evenly as their sizes allow.
+    """Divides layers into `count` runs, as evenly as their sizes allow.
 
-    Each goes to the run that has the fewest bytes so far, the largest layers first (LPT: Graham, 1969,
+    Largest first, each layer goes to the run with the fewest bytes so far (LPT: Graham, 1969,
     https://doi.org/10.1137/0117039). Layers of one size stay in order: 10 of them in 3 runs are 0 to 3, 4 to 6, 7 to 9.
     """
     runs: list[list[LayerSpec]] = [[] for _ in range(count)]
@@ -55,12 +55,12 @@ def divided(layers: Iterable[LayerSpec], count: int) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Divisions:
-    """Has the layers that are to be one family, and all even divisions of them.
+    """All even divisions of the layers of one family.
 
     Attributes:
-        layers: of one kind and window; states are of one size.
-        runs: of the division into one run, into two, and so on to a run for each layer.
-        sizes: for each division, of its largest run: bytes of a token, or of the states.
+        layers: the layers. They have one kind and window; states also have one size.
+        runs: the runs of each division: into one run, into two, and so on up to one run per layer.
+        sizes: for each division, the size of its largest run: bytes of a token, or of the states.
     """
 
     layers: Run
@@ -69,12 +69,12 @@ class Divisions:
 
     @classmethod
     def of(cls, layers: Run) -> Divisions:
-        """Divides layers in every even way."""
+        """Returns the even divisions of layers into every number of runs."""
         runs = tuple(divided(layers, count) for count in range(1, len(layers) + 1))
         return cls(layers, runs, tuple(max(sum(map(_size, run)) for run in division) for division in runs))
 
     def page_sizes(self, block_size: int) -> set[int]:
-        """Returns sizes that the largest run of some division fills, and those of half a state, a quarter and so on."""
+        """Returns candidate page sizes: the largest run of each division, and a state's half, quarter and so on."""
         if not self._are_states:
             return {size * block_size for size in self.sizes}
         smallest = self.sizes[-1]
@@ -82,7 +82,7 @@ class Divisions:
         return {*self.sizes, *(part * STATE_ALIGNMENT_BYTES for part in parts)}
 
     def family(self, block_size: int, page_bytes: int) -> Family | None:
-        """Returns the division into as few groups as such pages allow, or None if a layer does not fit into one."""
+        """Returns the division into the fewest groups for pages of this size; None if a layer does not fit a page."""
         if self._are_states:
             return self._states(page_bytes)
         for runs, size in zip(self.runs, self.sizes, strict=True):
@@ -95,7 +95,7 @@ class Divisions:
         return self.layers[0].kind is GroupKind.STATE
 
     def _states(self, page_bytes: int) -> Family:
-        """Lays states over as few pages as possible; of equals, in the shortest runs, so that few states straddle."""
+        """Puts states on as few pages as possible. Ties go to the shortest runs, so that few states straddle pages."""
         size, count = _size(self.layers[0]), len(self.layers)
 
         def pages(per_run: int) -> tuple[int, int, int]:
@@ -109,5 +109,5 @@ class Divisions:
 
 
 def _size(layer: LayerSpec) -> int:
-    """Bytes of a token, or of a state."""
+    """Returns the bytes of a token, or of a state."""
     return layer.aligned_state_bytes or layer.token_bytes

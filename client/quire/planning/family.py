@@ -1,4 +1,4 @@
-"""Layers that are treated alike, divided into groups, and how many blocks a sequence holds of each group."""
+"""Families: layers with the same kind and window, divided into groups, and the blocks that a sequence holds of each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Run: TypeAlias = tuple[LayerSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Layers of one kind and window, divided.
+    """Layers with the same kind and window, divided into runs.
 
     Attributes:
-        runs: of attention, the layers of one group, which share a page; of states, those that lie end to end in as
-            many pages as they take, each page a group of its own.
+        runs: for attention, the layers of each group, which share a page. For states, layers that lie end to end in as
+            many pages as they need; each page is a group.
         block_size: tokens per block; for states, tokens between two checkpoints.
-        page_bytes: of the pool.
+        page_bytes: bytes of the pool's pages.
 
     Raises:
         ValueError: the layers of one run differ in kind or window, or attention layers of one page are larger than it.
@@ -41,58 +41,59 @@ class Family:
 
     @property
     def layers(self) -> Run:
-        """Returns all of them, run after run."""
+        """Returns all layers, run after run."""
         return tuple(chain.from_iterable(self.runs))
 
     @property
     def kind(self) -> GroupKind:
-        """Returns the kind of all its layers."""
+        """Returns the layers' kind."""
         return self.runs[0][0].kind
 
     @property
     def window(self) -> int:
-        """Returns the window of all its layers, in tokens."""
+        """Returns the layers' window in tokens."""
         return self.runs[0][0].window
 
     @property
     def spec(self) -> GroupSpec:
-        """Returns what the allocator is told, once per group."""
+        """Returns the specification of each of its groups, for the allocator."""
         return GroupSpec(self.kind, self.block_size, self.window)
 
     @property
     def layers_per_run(self) -> int:
-        """Layers of the longest run."""
+        """Returns the number of layers of the longest run."""
         return max(map(len, self.runs))
 
     @property
     def pages_per_run(self) -> int:
-        """Pages of the longest run: 1 for attention."""
+        """Returns the number of pages of the longest run: 1 for attention."""
         return max(map(self.pages_of, self.runs))
 
     @property
     def group_count(self) -> int:
-        """Groups of this family: a block of each holds `block_size` tokens, or one state, of every layer."""
+        """Returns the number of groups. One block of each together holds `block_size` tokens, or one state, of every
+        layer."""
         return sum(map(self.pages_of, self.runs))
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes that nothing can use in one block of each group together."""
+        """Returns the unusable bytes in one block of each group together."""
         used = sum(layer.state_bytes or self.layer_bytes(layer) for layer in self.layers)
         return self.group_count * self.page_bytes - used
 
     def layer_bytes(self, layer: LayerSpec) -> int:
-        """Bytes of one layer in a block; for states, of one state up to the next aligned address."""
+        """Returns the bytes of one layer in a block. For states, these are the bytes of one aligned state."""
         return layer.aligned_state_bytes or self.block_size * layer.token_bytes
 
     def pages_of(self, run: Run) -> int:
-        """Pages that a run takes."""
+        """Returns the number of pages of a run."""
         return -(-sum(map(self.layer_bytes, run)) // self.page_bytes)
 
     def block_count(self, token_count: int, pass_token_count: int = 1) -> int:
-        """Blocks that each group holds of a sequence while the last `pass_token_count` of its tokens are computed.
+        """Returns how many blocks of each group a sequence holds while its last `pass_token_count` tokens are computed.
 
         Blocks before the window of the first of these tokens are given back. Of states only the running one counts:
-        checkpoints are cache, and evicted when others need the blocks.
+        checkpoints are cache, and are evicted when other sequences need the blocks.
         """
         if token_count < 1:
             return 0
@@ -107,8 +108,8 @@ class Family:
         return -(-token_count // self.block_size) - first_kept // self.block_size
 
     def block_count_peak(self, token_count: int, pass_token_count: int = 1) -> int:
-        """Returns the most that `block_count` is on the way to `token_count` tokens (of short sequences perhaps one
-        more, if chunks end inside blocks)."""
+        """Returns the largest `block_count` on the way to `token_count` tokens. It may be one too many for short
+        sequences, if chunks end inside blocks."""
         if token_count < 1 or self.kind is GroupKind.STATE:
             return min(token_count, 1)
         blocks = -(-token_count // self.block_size)
@@ -116,9 +117,10 @@ class Family:
             return blocks
         reach = self.window + pass_token_count - 1
         starts_apart = self.window if self.kind is GroupKind.CHUNKED_LOCAL else 1
-        in_block = self.block_size - math.gcd(self.block_size, starts_apart)  # tokens before the reach, at most
+        # At most this many tokens of the first block precede the reach.
+        in_block = self.block_size - math.gcd(self.block_size, starts_apart)
         return min(blocks, -(-(in_block + reach) // self.block_size))
 
     def live_bytes(self, token_count: int) -> int:
-        """Bytes that computing the last of `token_count` tokens reads and writes, in all layers."""
+        """Returns the bytes that computing the last of `token_count` tokens reads and writes, in all layers."""
         return sum(layer.live_bytes(token_count) for layer in self.layers)

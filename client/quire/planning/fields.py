@@ -1,4 +1,4 @@
-"""Reading a `config.json`: names that differ between models, values left out, errors that say which."""
+"""Reads fields of a `config.json`: it knows models' different names and defaults, and its errors name the field."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-# Where a multi-modal model keeps the configuration of its language model.
+# Field names under which a multimodal model keeps its language model's configuration.
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
 
-# What transformers assumes where a published file says nothing; only what decides about the cache.
+# Defaults of transformers for fields that published files omit. Only fields that affect the cache are here.
 _GEMMA3: Final = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -51,22 +51,22 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-# Fields whose null is a statement: there is no window.
+# Fields in which null means that there is no window.
 NONE_MEANS_NONE: Final = {"sliding_window", "attention_chunk_size"}
 
 
 class ConfigError(ValueError):
-    """A configuration lacks a field, or has one that cannot be understood; the message names it."""
+    """A configuration lacks a field, or has one that cannot be understood. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The language model's part of a configuration, and lookups that fail by name.
+    """The language model's part of a configuration. Failed lookups name the field.
 
     Attributes:
-        values: fields as published, over what transformers assumes.
-        model_type: of the language model.
-        overrides: fields of single layers, where a configuration has `per_layer_config`.
+        values: the published fields, completed by the defaults of transformers.
+        model_type: the language model's type.
+        overrides: fields of single layers, if the configuration has `per_layer_config`.
     """
 
     values: Mapping[str, Any]
@@ -96,25 +96,25 @@ class Fields:
         return cls(values, model_type, {int(layer): fields for layer, fields in overrides.items()})
 
     def has(self, *names: str) -> bool:
-        """Tells whether any of these has a value that is not None, False, 0 or empty."""
+        """Tells whether any of these fields has a value other than None, False, 0 or empty."""
         return any(self.values.get(name) for name in names)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the value as it stands there, unchecked."""
+        """Returns the field's value, unchecked."""
         return self.values.get(name, default)
 
     def at(self, layer: int) -> Fields:
-        """Returns the fields as they are for one layer. What it overrides stands for what holds for its kind, too."""
+        """Returns the fields of one layer. Its overrides also replace the fields that apply to its kind."""
         if layer not in self.overrides:
             return self
         of_kind = dict.fromkeys(("global_head_dim", "num_global_key_value_heads"))
         return replace(self, values={**self.values, **of_kind, **self.overrides[layer]})
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """Returns the first of these fields that is there, an integer of at least 1.
+        """Returns the first of these fields that exists, an integer of at least 1.
 
         Raises:
-            ConfigError: none is there and there is no default, or the value is no such integer.
+            ConfigError: no field exists and there is no default, or the value is not such an integer.
         """
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
@@ -149,12 +149,12 @@ class Fields:
         return value
 
     def missing(self, *names: str) -> ConfigError:
-        """Returns the error of a field that is not there."""
+        """Returns the error of a missing field."""
         wanted = " or ".join(repr(name) for name in names)
         return ConfigError(f"the configuration of model type {self.model_type!r:.80} lacks {wanted}")
 
     def wrong(self, name: str, wanted: str) -> ConfigError:
-        """Returns the error of a field that has an unusable value."""
+        """Returns the error of a field with an unusable value."""
         value = repr(self.values.get(name))
         shown = value if len(value) <= 60 else f"{value[:60]}..."
         return ConfigError(f"{name!r} of model type {self.model_type!r:.80} is {shown}, not {wanted}")

@@ -1,4 +1,4 @@
-"""The kind of each layer of a model, read from the many ways in which configurations say it."""
+"""Reads the kind of each layer of a model. Configurations have many forms for it."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _WORDS: Final = {
     "mlp": LayerKind.NOTHING,
     "moe": LayerKind.NOTHING,
 }
-_LETTERS: Final = {  # of Nemotron-H
+_LETTERS: Final = {  # letters of Nemotron-H's layer pattern
     "M": LayerKind.STATE,
     "*": LayerKind.FULL,
     "-": LayerKind.NOTHING,
     "E": LayerKind.NOTHING,
 }
-_ONE_WINDOW: Final = {"minimax"}  # whose layers of attention all have it, though a list calls them full
+_ONE_WINDOW: Final = {"minimax"}  # All attention layers have the window, although a list calls them full.
 _STATES_ALONE: Final = {"mamba", "mamba2", "falcon_mamba"}
 _EVERY_LAYER_BOTH: Final = {"falcon_h1"}
-# Have states, but no rule by which a layer's index tells which layers have them.
+# Models with states that need an explicit list: no rule maps a layer's index to its kind.
 _NEEDS_A_LIST: Final = {"bamba", "granitemoehybrid", "minimax", "minimax_text_01", "nemotron_h", "zamba", "zamba2"}
 LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers")
-LAYERS_MAX: Final = 4_096  # the largest models have some hundred
+LAYERS_MAX: Final = 4_096  # The largest models have a few hundred.
 
 
 def layer_kinds(fields: Fields) -> list[LayerKind]:
     """Returns one kind per layer.
 
     Raises:
-        ConfigError: a field that decides it is missing or not understood.
+        ConfigError: a necessary field is missing or not understood.
     """
     pattern = fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and not fields.has("layer_types", "layers_block_type"):
@@ -87,7 +87,7 @@ def _kind_of(fields: Fields, name: str, word: str) -> LayerKind:
 
 
 def _hybrid_kinds(fields: Fields, count: int) -> list[LayerKind]:
-    """Reads the kinds of layers of models with states, each in its own words; empty for all others."""
+    """Returns the kinds of layers of a model with states, from its model type's own fields. Empty for other models."""
     if fields.model_type in _STATES_ALONE:
         return [LayerKind.STATE] * count
     if fields.model_type in _EVERY_LAYER_BOTH:
@@ -95,7 +95,7 @@ def _hybrid_kinds(fields: Fields, count: int) -> list[LayerKind]:
     if fields.has("hybrid_layer_ids"):  # Zamba2
         both = set(fields.integers("hybrid_layer_ids"))
         return [LayerKind.FULL_AND_STATE if i in both else LayerKind.STATE for i in range(count)]
-    if fields.has("linear_attn_config"):  # Kimi-Linear counts layers from 1
+    if fields.has("linear_attn_config"):  # Kimi-Linear counts layers from 1.
         full = set(fields.get("linear_attn_config").get("full_attn_layers", ()))
         return [LayerKind.FULL if i + 1 in full else LayerKind.STATE for i in range(count)]
     attention = _attention_layers(fields, count)
@@ -107,7 +107,7 @@ def _hybrid_kinds(fields: Fields, count: int) -> list[LayerKind]:
 
 
 def _attention_layers(fields: Fields, count: int) -> set[int] | None:
-    """Indices of attention layers between layers with states; None if the model does not say so."""
+    """Returns the indices of attention layers among layers with states; None if the fields do not tell."""
     for name in ("attn_layer_indices", "full_attn_idxs"):  # Bamba, LFM2
         if fields.get(name) is not None:
             return set(fields.integers(name))
@@ -123,7 +123,7 @@ def _attention_layers(fields: Fields, count: int) -> set[int] | None:
 
 
 def _attention_kinds(fields: Fields, count: int) -> list[LayerKind]:
-    """Reads the kinds of layers of models of attention alone."""
+    """Returns the kinds of layers of a model with attention only."""
     if fields.has("attention_chunk_size"):
         return _chunked_kinds(fields, count)
     if not fields.has("sliding_window") or fields.get("use_sliding_window") is False:
@@ -139,7 +139,7 @@ def _attention_kinds(fields: Fields, count: int) -> list[LayerKind]:
 
 
 def _chunked_kinds(fields: Fields, count: int) -> list[LayerKind]:
-    """Llama 4: layers without rotary positions (0 in `no_rope_layers`) attend to everything."""
+    """Returns the kinds for Llama 4: layers without rotary positions (0 in `no_rope_layers`) have full attention."""
     rope = fields.get("no_rope_layers")
     if not rope:
         interval = fields.integer("no_rope_layer_interval", default=4)

@@ -1,4 +1,4 @@
-"""The number of blocks that fit into a memory, and sizes with units as people write them."""
+"""Computes how many blocks fit into a memory, and parses sizes with units."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ TOKENS_OF_UNIT: Final = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `80GiB`, `80G` (the same), `80GB` (decimal) or `85899345920`.
+    """Returns the bytes of `80GiB`, `80G` (the same), `80GB` (decimal) or `85899345920`.
 
     Raises:
-        ValueError: it is not a number above 0 with one of these units.
+        ValueError: the text is not a number above 0 with one of these units.
     """
     return _parse(text, BYTES_OF_UNIT, "80GiB, 80GB or a number of bytes")
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of `32k` (32,768), `1M` (1,048,576) or `100000`.
+    """Returns the tokens of `32k` (32,768), `1M` (1,048,576) or `100000`.
 
     Raises:
-        ValueError: it is not a number above 0 with one of these units.
+        ValueError: the text is not a number above 0 with one of these units.
     """
     return _parse(text, TOKENS_OF_UNIT, "32k (32,768), 1M or a number of tokens")
 
 
 def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, used_bytes: int = 0) -> int:
-    """Blocks of a pool: `(memory * utilization - used) // bytes per block`, computed without rounding.
+    """Returns a pool's number of blocks: `(memory * utilization - used) // bytes per block`, without rounding errors.
 
     Args:
-        layout: whose pages the memory is divided into.
-        memory_bytes: of one device, all of it.
-        utilization: share of it that the process may use, above 0 and at most 1.
-        used_bytes: what weights, activations and others take of that share on this device. Where a profiling pass
-            measured it: used - current + peak.
+        layout: the layout of the pool's pages.
+        memory_bytes: total memory of one device.
+        utilization: share of the memory that the process may use, above 0 and at most 1.
+        used_bytes: bytes of that share that weights, activations and others take on this device. If a profiling pass
+            measured them: used - current + peak.
 
     Raises:
         ValueError: an argument is out of range, or not even one block fits.
@@ -76,9 +76,9 @@ def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, u
 
 
 def longest_sequence(layout: Layout, block_count: int) -> int | None:
-    """Tokens of the longest sequence that fits into so many blocks, alone; None if a sequence of any length does.
+    """Returns the length of the longest sequence that fits into `block_count` blocks alone; None if any length fits.
 
-    A sequence without full attention grows no further than its windows and states.
+    Any length fits without full attention: the sequence then grows only to its windows and states.
     """
     require_integer("block_count", block_count)
     if layout.blocks_peak(UNBOUNDED_TOKENS) <= block_count:

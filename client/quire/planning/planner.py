@@ -1,16 +1,16 @@
-"""From layers to a layout: the search for page size, block sizes and groups.
+"""Searches for the layout of a model's layers: page size, block sizes and groups.
 
-Of these candidates, the layout with the smallest cost wins (`quire.planning.cost`):
+The layout with the smallest cost (`quire.planning.cost`) wins among these candidates:
 
-    page size    what the largest group of some family fills, divided as evenly as possible into 1, 2, 3 ... groups; and
-                 a state, its half, its quarter and so on
+    page size    the largest group of each even division of a family into 1, 2, 3 ... groups; and a state, its half,
+                 its quarter and so on
     block size   for attention `block_size`, or a power of two times it up to `block_size_max`, in any mixture
-    families     layers of one kind and window: heads of all sizes together, or those of each size apart
+    families     layers of one kind and window: heads of all sizes together, or one family per size
     groups       as few as the page size allows, divided evenly: 52 layers in pages of 10 are 9, 9, 9, 9, 8 and 8;
-                 states are laid end to end over as few pages as hold them
+                 states lie end to end on as few pages as hold them
 
-A cost is a sum over the families, but for the edges that the largest block makes. So for each page size and largest
-block every family takes what is cheapest for itself, and no better combination is missed.
+Except for edges, which depend on the largest block, a cost is a sum over families. For each page size and largest block
+the search therefore takes the cheapest option of each family, and misses no better combination.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.planning.specs import LayerSpec
 from quire.types import GroupKind
 
 BLOCK_SIZE: Final = 16  # tokens
-BLOCK_SIZE_MAX: Final = 64  # of attention; hundreds would make prefix hits rare and leave last blocks half empty
+BLOCK_SIZE_MAX: Final = 64  # tokens. Hundreds would make prefix hits rare and last blocks half empty.
 GROUP_COUNT_MAX: Final = 1_024
 CHECKPOINT_TOKENS_MIN: Final = 256
 CHECKPOINT_TOKENS_MAX: Final = 4_096
@@ -45,19 +45,18 @@ def plan_layout(
     checkpoint_tokens: int | None = None,
     even_pages: bool = False,
 ) -> Layout:
-    """Returns the layout with the smallest cost; of equals the one with the fewest groups, then with the smallest
-    pages.
+    """Returns the layout with the smallest cost. Ties go to the fewest groups, then to the smallest pages.
 
     Args:
-        layers: of one rank; those with `shared_with` take no pages.
+        layers: the layers of one rank. Those with `shared_with` take no pages.
         block_size: the smallest number of tokens per block.
-        block_size_max: the largest, unless `block_size` is larger.
-        token_count_max: longest sequence; costs are averaged over `lengths_up_to` it.
-        group_cost: what one group less is worth, as a share of a sequence's bytes.
-        group_count_max: groups of a pool. If every candidate has more, the one with the fewest is taken.
-        checkpoint_tokens: interval of state checkpoints, a multiple of every block size. None is the least power of
-            two of blocks whose tokens take as many pages as a checkpoint, but at least 256 and at most 4,096 tokens.
-        even_pages: take only layouts that have them (`Layout.has_even_pages`), where there is one.
+        block_size_max: the largest number of tokens per block, unless `block_size` is larger.
+        token_count_max: the longest sequence. Costs are averaged over `lengths_up_to` it.
+        group_cost: cost of one group, as a share of a sequence's bytes.
+        group_count_max: limit for a pool's groups. If every candidate has more, the one with the fewest is taken.
+        checkpoint_tokens: interval of state checkpoints, a multiple of every block size. With None, it doubles from one
+            block until its tokens take as many pages as a checkpoint, within 256 to 4,096 tokens.
+        even_pages: prefer layouts with even pages (`Layout.has_even_pages`), if any candidate has them.
 
     Raises:
         ValueError: no layer keeps anything, or an argument is out of range.
@@ -87,11 +86,11 @@ def plan_layout(
 
 
 def smallest_count_layout(layers: Iterable[LayerSpec], *, block_size: int = BLOCK_SIZE) -> Layout:
-    """Returns the rule that vLLM follows, for comparison: every group as many layers as the smallest family has.
+    """Returns the layout by vLLM's rule, for comparison: every group has as many layers as the smallest family.
 
-    If the largest family has less than 1.5 times as many, groups are as large as that one. One layer of a page is as
-    large as the largest state, which makes the blocks of attention longer. Attention layers of one kind and window
-    alone are one group, even if their heads differ in size.
+    If the largest family has less than 1.5 times as many layers, every group has as many as that one. One layer's part
+    of a page is as large as the largest state, so attention blocks become longer. If all layers have attention of one
+    kind and window, they are one group, even if their heads differ in size.
 
     Raises:
         ValueError: no layer keeps anything.
@@ -116,7 +115,8 @@ def smallest_count_layout(layers: Iterable[LayerSpec], *, block_size: int = BLOC
 
 
 def full_attention_bytes(layers: Iterable[LayerSpec], token_count: int, *, block_size: int = BLOCK_SIZE) -> int:
-    """Bytes of one sequence if every layer kept every token: one group, windows ignored; states as they are."""
+    """Returns the bytes of one sequence in a single group without windows: every layer keeps every token. States are
+    included."""
     require_integer("token_count", token_count)
     require_integer("block_size", block_size, 1)
     padded = -(-token_count // block_size) * block_size
@@ -124,17 +124,17 @@ def full_attention_bytes(layers: Iterable[LayerSpec], token_count: int, *, block
 
 
 class _Option(NamedTuple):
-    """One family in pages of one size, and what it adds to the cost."""
+    """One family in pages of one size, and its part of the cost."""
 
     cost: float
     family: Family
 
 
 def _own(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
-    """Returns those that keep something of their own.
+    """Returns the layers that have their own cache.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no layer has one.
     """
     own = [layer for layer in layers if layer.shared_with is None]
     if not own:
@@ -143,7 +143,7 @@ def _own(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
 
 
 def _candidates(layers: list[LayerSpec], block_sizes: list[int], prices: Prices) -> Iterator[Layout]:
-    """Yields the cheapest layout for each page size that holds a layer of each family, and each largest block."""
+    """Yields the cheapest layout for each largest block, and each page size that can hold a layer of every family."""
     ways = [[[Divisions.of(family) for family in way] for way in _ways(together)] for together in alike(layers)]
     every = [divisions for alternatives in ways for way in alternatives for divisions in way]
     page_sizes = {size for divisions in every for tokens in block_sizes for size in divisions.page_sizes(tokens)}
@@ -160,7 +160,7 @@ def _candidates(layers: list[LayerSpec], block_sizes: list[int], prices: Prices)
 
 
 def _ways(together: tuple[LayerSpec, ...]) -> list[list[tuple[LayerSpec, ...]]]:
-    """Yields attention that differs in the sizes of heads as one family, and as a family for each size."""
+    """Returns the ways to form families. Attention layers with different head sizes are one family, or one per size."""
     apart = by_size(together)
     if len(apart) == 1 or together[0].kind is GroupKind.STATE:
         return [apart]
@@ -173,25 +173,26 @@ def _options(divisions: Divisions, block_sizes: list[int], page_bytes: int, pric
 
 
 def _cheapest(options: list[_Option], block_size_max: int) -> _Option:
-    """Returns the cheapest with blocks of so many tokens at most; of equals the one with the smallest blocks."""
+    """Returns the cheapest option with blocks of at most `block_size_max` tokens. Ties go to the smallest blocks."""
     allowed = (option for option in options if option.family.block_size <= block_size_max)
     return min(allowed, key=lambda option: (_comparable(option.cost), option.family.block_size))
 
 
 def _comparable(cost: float) -> float:
-    """Costs that differ only by how they were rounded are equal."""
+    """Rounds a cost, so that costs that differ only by rounding errors are equal."""
     return round(cost, 9)
 
 
 def _with_checkpoints(layout: Layout, block_size: int, checkpoint_tokens: int | None) -> Layout:
-    """Computes the same with the interval of checkpoints as block size of its state groups."""
+    """Returns the layout with the interval of checkpoints as the block size of its state groups."""
     largest = max((f.block_size for f in layout.families if f.kind is not GroupKind.STATE), default=block_size)
     interval = largest if checkpoint_tokens is None else checkpoint_tokens
     if interval < 1 or interval % largest:
         raise ValueError(f"checkpoints every {interval} tokens: must be a multiple of blocks of {largest} tokens")
     if checkpoint_tokens is None:
         checkpoint_bytes = layout.checkpoint_block_count * layout.page_bytes
-        growth = layout.growth_bytes_per_token or checkpoint_bytes  # states alone: as often as is allowed
+        # A model that has only states gets checkpoints as often as allowed.
+        growth = layout.growth_bytes_per_token or checkpoint_bytes
         while interval < CHECKPOINT_TOKENS_MIN or interval * growth < checkpoint_bytes:
             if interval * 2 > CHECKPOINT_TOKENS_MAX:
                 break

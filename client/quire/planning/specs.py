@@ -1,4 +1,4 @@
-"""The cache that one layer of a model keeps per token or per sequence, on one tensor-parallel rank."""
+"""Specifies the cache of one layer per token or per sequence, on one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 from quire._numbers import require_integer
 from quire.types import GroupKind
 
-STATE_ALIGNMENT_BYTES: Final = 256  # where each state starts, for wide loads
-# Bytes of one element, by the names that configurations and command lines use.
+STATE_ALIGNMENT_BYTES: Final = 256  # alignment of each state's start, for wide loads
+# Bytes per element, by the type names in configurations and on command lines.
 ELEMENT_BYTES: Final = {
     "float32": 4,
     "fp32": 4,
@@ -28,10 +28,10 @@ ELEMENT_BYTES: Final = {
 
 
 def element_bytes_of(dtype: str) -> int:
-    """Bytes of one element of a dtype.
+    """Returns the bytes of one element of a dtype.
 
     Raises:
-        ValueError: the dtype is none of `ELEMENT_BYTES`.
+        ValueError: the dtype is not in `ELEMENT_BYTES`.
     """
     name = dtype.removeprefix("torch.").lower()
     if name not in ELEMENT_BYTES:
@@ -41,23 +41,23 @@ def element_bytes_of(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One cache of one layer. A layer that has both attention and a state (Falcon-H1) is two of these.
+    """One cache of one layer. A layer with both attention and a state (Falcon-H1) has two caches.
 
     Attributes:
         layer: index in the model.
         kind: how the layer uses its blocks.
-        kv_head_count: of this rank. Latent attention (MLA) has one head, which every rank keeps whole.
+        kv_head_count: heads on this rank. Latent attention (MLA) has one head, which every rank keeps whole.
         head_dim: elements of a key.
-        value_head_dim: elements of a value, where they differ from a key's; 0 for latent attention, whose one vector
-            is both.
-        element_bytes: of keys and values.
+        value_head_dim: elements of a value, if they differ from a key's. 0 for latent attention: one vector is both key
+            and value.
+        element_bytes: bytes of one element of keys and values.
         window: tokens, for SLIDING_WINDOW and CHUNKED_LOCAL; 0 otherwise.
-        state_bytes: of one sequence's state, for STATE; 0 otherwise.
-        shared_with: index of the layer whose keys and values this one reads; it then takes no pages.
+        state_bytes: bytes of one sequence's state, for STATE; 0 otherwise.
+        shared_with: index of another layer. This layer reads that one's keys and values, and takes no pages.
 
     Raises:
-        ValueError: a size is missing, negative, or given to a kind that has none.
-        TypeError: one is no integer.
+        ValueError: a size is missing, negative, or not applicable to the kind.
+        TypeError: a size is not an integer.
     """
 
     layer: int
@@ -86,22 +86,22 @@ class LayerSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in this layer, keys and values together; 0 for a state."""
+        """Returns the bytes of one token in this layer, keys and values together; 0 for a state."""
         value_head_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
         return self.kv_head_count * (self.head_dim + value_head_dim) * self.element_bytes
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the key of one token; 0 for a state."""
+        """Returns the bytes of one token's key; 0 for a state."""
         return self.kv_head_count * self.head_dim * self.element_bytes
 
     @property
     def aligned_state_bytes(self) -> int:
-        """Bytes of one state up to the next address where another may start; 0 for attention."""
+        """Returns the bytes of one state, rounded up to the alignment of states; 0 for attention."""
         return -(-self.state_bytes // STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES
 
     def live_bytes(self, token_count: int) -> int:
-        """Bytes that computing the last of `token_count` tokens reads and writes."""
+        """Returns the bytes that computing the last of `token_count` tokens reads and writes."""
         if token_count < 1:
             return 0
         tokens = token_count

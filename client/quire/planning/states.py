@@ -1,8 +1,8 @@
-"""Bytes of the recurrent state of one layer and one sequence.
+"""Computes the bytes of the recurrent state of one layer and one sequence.
 
-Sizes are what transformers keeps: a convolution state of `kernel` columns in the model's dtype, and a recurrent state
-in float32 (lightning attention: in the model's dtype) unless the configuration names another. A tensor-parallel rank
-has its share of the heads; groups of B and C that do not divide are kept by every rank that needs them.
+Sizes are those of transformers: a convolution state of `kernel` columns in the model's dtype, and a recurrent state
+in float32 (lightning attention: in the model's dtype) unless the configuration names another dtype. A tensor-parallel
+rank has its share of the heads. If groups of B and C do not divide, every rank that needs a group keeps it.
 
     mamba       conv [intermediate, kernel]                              recurrent [intermediate, state]
     mamba 2     conv [heads * head_dim + 2 * groups * state, kernel]     recurrent [heads, head_dim, state]
@@ -25,7 +25,7 @@ _LIGHTNING = ("minimax", "minimax_text_01")
 
 
 class Elements(NamedTuple):
-    """Elements of the two parts of a state, and in which dtype the second is kept if nothing else is said."""
+    """Elements of the two parts of a state, and the default dtype of the second part."""
 
     convolution: int
     recurrent: int
@@ -33,16 +33,16 @@ class Elements(NamedTuple):
 
 
 def state_bytes_of(fields: Fields, *, tensor_parallel: int, element_bytes: int, dtype: str = "auto") -> int:
-    """Bytes of a state layer on one rank.
+    """Returns the bytes of a state layer on one rank.
 
     Args:
-        fields: of the model.
-        tensor_parallel: ranks that divide the heads.
-        element_bytes: of the model's dtype.
-        dtype: of the recurrent part; "auto" follows the configuration.
+        fields: the model's fields.
+        tensor_parallel: number of ranks that divide the heads.
+        element_bytes: bytes per element of the model's dtype.
+        dtype: dtype of the recurrent part; "auto" follows the configuration.
 
     Raises:
-        ConfigError: a field is missing, or the heads do not divide.
+        ConfigError: a field is missing, or the heads do not divide by the ranks.
     """
     elements = _elements(fields, tensor_parallel, element_bytes)
     recurrent_bytes = elements.recurrent_bytes
@@ -55,10 +55,10 @@ def state_bytes_of(fields: Fields, *, tensor_parallel: int, element_bytes: int, 
 
 
 def divided(fields: Fields, what: str, count: int, tensor_parallel: int) -> int:
-    """Returns one rank's share of heads or channels.
+    """Returns one rank's share of `count` heads or channels.
 
     Raises:
-        ConfigError: they do not divide.
+        ConfigError: `count` does not divide by the ranks.
     """
     if count % tensor_parallel:
         raise ConfigError(
@@ -110,7 +110,7 @@ def _mamba2(fields: Fields, ranks: int) -> Elements:
 
 def _gated_delta(fields: Fields, ranks: int) -> Elements:
     kimi = fields.get("linear_attn_config") or {}
-    if kimi or fields.has("linear_num_heads"):  # Kimi delta attention: keys and values have the same heads
+    if kimi or fields.has("linear_num_heads"):  # In Kimi delta attention, keys and values have the same heads.
         named = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
         named["linear_conv_kernel_dim"] = "short_conv_kernel_size"
         inner = {to: kimi[name] for to, name in named.items() if name in kimi}

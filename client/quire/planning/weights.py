@@ -1,7 +1,7 @@
-"""Bytes of a model's weights, from its configuration: near enough to plan with, before they are downloaded.
+"""Estimates the bytes of a model's weights from its configuration, to plan before they are downloaded.
 
-The sum counts embeddings, attention, MLPs and experts. It leaves out norms, biases and routers, together some
-thousandths.
+The sum counts embeddings, attention, MLPs and experts. It leaves out norms, biases and routers, which are together a
+few thousandths.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from quire.planning.fields import ConfigError, Fields
 from quire.planning.kinds import LayerKind, layer_kinds
 from quire.planning.specs import element_bytes_of
 
-_TWO_MATRICES: Final = {"falcon", "gpt2", "gpt_neox", "nemotron", "phi", "starcoder2"}  # MLPs without a gate
+_TWO_MATRICES: Final = {"falcon", "gpt2", "gpt_neox", "nemotron", "phi", "starcoder2"}  # models whose MLPs have no gate
 _TIED: Final = {"cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text"}
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
-_MXFP4_BYTES: Final = Fraction(17, 32)  # 4 bits, and a scale of 8 for each 32 of them
+_MXFP4_BYTES: Final = Fraction(17, 32)  # per weight: 4 bits, plus an 8-bit scale for each 32 weights
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int | None:
-    """Returns an estimate; None for layers that are not attention followed by an MLP.
+    """Returns an estimate, or None if a layer is not attention followed by an MLP.
 
     Raises:
         ConfigError: a field is missing, or is not understood.
@@ -61,7 +61,7 @@ def _attention(fields: Fields, width: int) -> int:
 
 
 def _mlp(fields: Fields, index: int, width: int) -> tuple[int, int]:
-    """Returns the parameters of one layer's dense MLP and shared experts, and of its routed experts."""
+    """Returns the parameters of one layer's dense MLP and shared experts, and those of its routed experts."""
     matrices = 2 if fields.model_type in _TWO_MATRICES else 3
     inner = fields.get("intermediate_size", fields.get("n_inner"))
     if isinstance(inner, list):
@@ -75,7 +75,7 @@ def _mlp(fields: Fields, index: int, width: int) -> tuple[int, int]:
     of_expert = fields.get("moe_intermediate_size") or inner
     shared = (fields.get("n_shared_experts") or 0) * of_expert + (fields.get("shared_expert_intermediate_size") or 0)
     if fields.model_type == "llama4_text":
-        shared = inner  # one expert that every token passes
+        shared = inner  # one shared expert for every token
     return matrices * width * shared, matrices * width * of_expert * experts
 
 
@@ -88,7 +88,7 @@ def _has_experts(fields: Fields, index: int) -> bool:
 
 
 def _bytes_of_quantised(config: Mapping[str, Any], fields: Fields, own: int) -> tuple[Fraction, Fraction]:
-    """Returns the bytes of a parameter of dense layers, and of experts."""
+    """Returns the bytes per parameter of dense layers, and of experts."""
     found = config.get("quantization_config") or fields.get("quantization_config") or {}
     method = str(found.get("quant_method", ""))
     if method == "mxfp4":

@@ -1,1 +1,1 @@
-"""Values of the session protocol, for both sides: steps, their packed columns, limits, permissions, state digest."""
+"""Values of the session protocol that both sides share: steps, packed columns, limits, permissions, state digest."""

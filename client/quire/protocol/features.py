@@ -1,8 +1,8 @@
-"""Critical features of the protocol, by name.
+"""Names of the protocol's critical features.
 
-A receiver ignores fields that it does not know. What it may not ignore has a name here. The owner of a pool names what
-it relies on in `PoolSpec.features`; an allocator refuses a name that it does not know, and tells the names it knows
-when a session begins.
+A receiver ignores fields that it does not know. A feature that it must not ignore has a name here. The owner of a pool
+lists the features that it relies on in `PoolSpec.features`. An allocator refuses unknown names, and sends its known
+names when a session begins.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FEATURES: Final = (APPEND_ONLY, FIRST_BLOCK_ID, TELLS_REMOVED)
 
 
 def check_served(asked: Iterable[str], served: Iterable[str]) -> None:
-    """Checks that an allocator knows each feature that its owner relies on.
+    """Checks that an allocator knows each feature that an owner relies on.
 
     Raises:
-        FailedPreconditionError: VERSION, with the names that it does not know.
+        FailedPreconditionError: VERSION, with the unknown names.
     """
     missing = sorted(set(asked) - set(served))
     if missing:

@@ -1,4 +1,4 @@
-"""Enums of messages, with room for numbers that a later version adds."""
+"""Enums of messages that accept numbers from later versions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class OpenEnum(enum.IntEnum):
-    """An enum with a value for each number. One that this version does not know is called UNKNOWN_ and its number."""
+    """An enum that accepts every number. A number that this version does not know is named UNKNOWN_ plus the number."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:

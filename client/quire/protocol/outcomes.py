@@ -1,4 +1,4 @@
-"""Outcomes of a step of a Session stream, operation by operation; `read_reply` reads them from a reply's columns."""
+"""Outcomes of a step of a Session stream, per operation. `read_reply` reads them from a reply's columns."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from quire.protocol.packing import unpack_uint32, unpack_uint64
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
-_Told: TypeAlias = dict[str, Any]  # the fields of a reply that are not empty, by name
+_Told: TypeAlias = dict[str, Any]  # non-empty fields of a reply, by name
 _SELDOM_TOLD: Final = frozenset({"swaps", "copies", "takeovers", "emptied_blocks", "outside_drops", "removed"})
 _NOTHING_REMOVED: Final = pb.Removed()
-NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of a window
+NULL_BLOCK: Final = 0xFFFFFFFF  # table entry of a block that fell out of the window
 
 
 class Result(OpenEnum):
-    """The result of one operation, numbered as in `quire.v1.Result`. Only OK is true; all others change nothing, an
-    unknown one included."""
+    """The result of one operation, numbered as in `quire.v1.Result`. Only OK is true. With any other result, even an
+    unknown one, the operation has changed nothing."""
 
     OK = 0
     NO_SPACE = 1
     NOT_FOUND = 2
-    EXISTS = 3  # a live sequence has the id of the new one
+    EXISTS = 3  # A live sequence has the new sequence's id.
     TOO_LONG = 4
-    PENDING = 5  # asked to be deferred, and others are computing its prefix
-    QUOTA = 6  # the namespace would hold too many blocks
-    UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
-    FORBIDDEN = 8  # a new sequence in a namespace that the caller's certificate does not permit
-    PASS_TOO_LONG = 9  # it would fit, computed in smaller passes
-    ID_TOO_LOW = 10  # the id of a new sequence is not higher than every earlier one, and no live one has it
+    PENDING = 5  # The caller asked to defer, and another sequence is computing the prefix.
+    QUOTA = 6  # The namespace would exceed its quota of blocks.
+    UNCOMMITTED = 7  # A recurrent state cannot be forked beyond the committed tokens.
+    FORBIDDEN = 8  # The caller's certificate does not permit the namespace.
+    PASS_TOO_LONG = 9  # The sequence would fit if it were computed in smaller passes.
+    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has it.
 
     def __bool__(self) -> bool:
         return self is Result.OK
@@ -42,8 +42,8 @@ class Result(OpenEnum):
 
 
 class Swap(NamedTuple):
-    """A table entry of a sequence that now names the block which was published first. In an append-only pool the entry
-    stays, and the sequence holds that block beside its own, as its twin."""
+    """A table entry now names the earlier published block with the same digest. In an append-only pool the entry stays,
+    and the sequence holds that block beside its own, as a twin."""
 
     sequence_id: int
     group: int
@@ -52,7 +52,7 @@ class Swap(NamedTuple):
 
 
 class Takeover(NamedTuple):
-    """From a position on, a sequence's own blocks in a group are published. They replace its twins, which are empty."""
+    """A sequence's own blocks in a group are published, from a position on. They replace its twins, now empty."""
 
     sequence_id: int
     group: int
@@ -60,7 +60,7 @@ class Takeover(NamedTuple):
 
 
 class CacheDrop(NamedTuple):
-    """A part of the cache to forget: of a namespace (None: of all), behind the kept ones of some digests."""
+    """A part of the cache to drop: of a namespace (None: of all), behind the kept digests of a prefix."""
 
     namespace: str | None
     digests: bytes
@@ -68,7 +68,7 @@ class CacheDrop(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Digests that left the index, concatenated, in the groups of one specification."""
+    """Digests removed from the index, concatenated, in the groups of one specification."""
 
     namespace: str
     groups: tuple[int, ...]
@@ -76,14 +76,14 @@ class Removed(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A whole block to copy, all layers of its group, before any write of the step."""
+    """A whole block to copy, with all layers of its group, before the engine writes to the step's blocks."""
 
     source: int
     destination: int
 
 
 class Victim(NamedTuple):
-    """The live sequence that is cheapest to preempt, and the tokens that it would have to compute again."""
+    """The live sequence that is cheapest to preempt, and the tokens that it would then recompute."""
 
     sequence_id: int
     token_count: int
@@ -96,17 +96,17 @@ class GrowOutcome(NamedTuple):
         sequence_id: the sequence.
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or FORBIDDEN.
         matched_token_count: leading tokens that need not be computed (new sequences only).
-        blocks: per group the last entries of its table, which replace the old ones; of a new sequence all of them.
-            `NULL_BLOCK` where a windowed group holds none.
-        shortfall: blocks that were missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
-            (PASS_TOO_LONG).
-        pending_token_count: tokens after the matched ones that others are computing (new sequences only).
+        blocks: per group, the last entries of the table, which replace the old ones; all entries of a new sequence.
+            `NULL_BLOCK` if a windowed group holds no block there.
+        shortfall: missing blocks (NO_SPACE), blocks above the namespace's quota (QUOTA), or blocks above the pool's
+            size (PASS_TOO_LONG).
+        pending_token_count: tokens after the matched ones that other sequences are computing (new sequences only).
         victim: the sequence to preempt (NO_SPACE only), if preempting one helps.
-        token_count: tokens that were asked for, or that matched, if those are more. With OK there is room for them, and
-            the last entries of the tables are for the last of them.
-        attended_token_count: leading tokens that would have matched, had there been a checkpoint. A commit that ends
-            there makes one. 0 if that would gain nothing (new sequences only).
-        stops: token counts, rising, where a later prompt's hit may end. Commits that end there make checkpoints (new
+        token_count: the larger of the requested and the matched tokens. With OK the sequence has room for all of them,
+            and the tables' last entries are for the last of them.
+        attended_token_count: leading tokens that would have matched with a checkpoint. A commit that ends there makes
+            one. 0 if that would gain nothing (new sequences only).
+        stops: rising token counts where a later prompt's hit may end. Commits that end there make checkpoints (new
             sequences only).
     """
 
@@ -123,15 +123,15 @@ class GrowOutcome(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """The outcome of a step; its lists run parallel to the operations in the order in which they were added.
+    """The outcome of a step. Lists of results have one entry per operation, in the order in which these were added.
 
     Attributes:
-        free_block_count: blocks that can be granted after it, empty and cached.
+        free_block_count: blocks that are free to grant after the step, empty and cached ones.
         takeovers: twins that were replaced before the grows (append-only pools only).
-        dropped: the number of blocks that each drop forgot.
-        outside_drops: drops by others since the previous step.
-        removed: digests that could be hit before it, or that it published, and that cannot be hit after it (only if the
-            pool says `tells_removed`); with `is_removed_cut` a part of them.
+        dropped: the number of blocks that each drop removed.
+        outside_drops: drops by other callers since the previous step.
+        removed: digests that could be hit before the step, or were published by it, but cannot be hit after it. Only if
+            the pool has `tells_removed`. With `is_removed_cut` it is only a part of them.
         emptied: blocks that became empty and were not granted (only if a quota limits the cached blocks).
     """
 
@@ -151,12 +151,12 @@ class StepOutcome(NamedTuple):
 
 
 def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> StepOutcome:
-    """Returns what `step` did, from its reply.
+    """Returns the outcome of `step` from its reply.
 
     Raises:
         ValueError: the reply does not fit the step.
     """
-    # Asking a message for a field costs as much where it is empty, and most fields of most replies are.
+    # Reading an empty field costs as much as a full one, and most fields of most replies are empty.
     told: _Told = {field.name: value for field, value in reply.ListFields()}
     commit_ids = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
     commits = _results(told, "commit_results", len(commit_ids))
@@ -185,13 +185,13 @@ def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> 
 
 
 def highest_created(step: packed.Step, outcome: StepOutcome, before: int) -> int:
-    """Returns the highest id of a sequence that was ever created, after a step; `before` is the one before it."""
+    """Returns the highest id of any sequence created so far, after a step. `before` is the highest before the step."""
     forked = [child for child, done in zip(unpack_uint64(step.forks.children), outcome.forks, strict=True) if done]
     return max([before, *forked, *(grown.sequence_id for grown in outcome.grows if grown.result)])
 
 
 def read_drop(drop: pb.CacheDrop) -> CacheDrop:
-    """Returns what was to be forgotten."""
+    """Converts a message to a drop."""
     namespace = drop.namespace if drop.HasField("namespace") else None
     return CacheDrop(namespace, drop.digests, drop.kept_digest_count)
 
@@ -218,7 +218,7 @@ def _takeovers(takeovers: packed.Takeovers) -> list[Takeover]:
 
 
 def _rows(first: Sequence[int], *columns: bytes) -> Iterable[tuple[int, ...]]:
-    """Returns parallel columns row by row, the first one as numbers; ValueError where they differ in length."""
+    """Returns parallel columns row by row. Raises ValueError if their lengths differ."""
     return zip(first, *map(unpack_uint32, columns), strict=True)
 
 
@@ -230,7 +230,7 @@ def _dropped(step: packed.Step, told: _Told) -> Sequence[int]:
 
 
 def _results(told: _Told, column: str, count: int) -> list[Result]:
-    """Reads a column of results; an empty one means that every operation was OK."""
+    """Reads a column of results. An empty column means that every operation was OK."""
     values: Sequence[int] = told.get(column, ())
     if values and len(values) != count:
         raise ValueError(f"{len(values)} results for {count} operations")
@@ -238,7 +238,7 @@ def _results(told: _Told, column: str, count: int) -> list[Result]:
 
 
 def _optional(data: bytes, count: int) -> Iterable[int]:
-    """Reads a column of uint32 of the grows; an empty one means that every number is 0."""
+    """Reads a column of uint32 with a number per grow. An empty column means that every number is 0."""
     if not data:
         return repeat(0, count)
     values = unpack_uint32(data)
@@ -248,7 +248,7 @@ def _optional(data: bytes, count: int) -> Iterable[int]:
 
 
 def _grows(step: packed.Step, told: _Told, group_count: int) -> list[GrowOutcome]:
-    """Most grows of a step change nothing: what is not in the reply must not cost more than its outcome."""
+    """Returns the outcomes of the grows. Most grows change nothing and are not in the reply, so they must be cheap."""
     sequences = unpack_uint64(step.grows.sequences)
     count = len(sequences)
     token_counts: Iterable[int] = unpack_uint32(step.grows.token_counts)
@@ -297,7 +297,7 @@ def _stops(stops: packed.Stops, count: int) -> list[tuple[int, ...]]:
 
 
 def _tables(told: _Told, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
-    """Returns for each grow and group the table's last entries; empty where the reply does not name the grow."""
+    """Returns the table's last entries per grow and group. They are empty if the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
     rows, sizes, blocks = (_numbers(told, column) for column in ("granted_grows", "block_counts", "blocks"))
     if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):

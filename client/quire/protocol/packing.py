@@ -1,6 +1,6 @@
-"""Arrays of numbers as they travel: little-endian on every machine; made and read in bulk.
+"""Packs and unpacks arrays of numbers for the wire, in bulk: little-endian on every machine.
 
-Protobuf makes an object of every entry of a repeated field, which took a third of a large step's time.
+Protobuf makes an object for every entry of a repeated field, which took a third of a large step's time.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _UINT64: Final = array("Q")
 
 
 def pack_uint32(numbers: Iterable[int], name: str = "") -> bytes:
-    """Packs 4 bytes for each. With `name`, of the parameter that they are, an error names it.
+    """Packs each number into 4 bytes. `name` is the parameter's name for error messages.
 
     Raises:
         ValueError: a number does not fit.
-        TypeError: something is no number; of a parameter, True and False are none either.
+        TypeError: an entry is not a number. With `name`, True and False are not numbers either.
     """
     return _pack("I", numbers, name)
 
 
 def pack_column(numbers: Sequence[int], name: str = "") -> bytes:
-    """Packs a column of a step or its answer, 4 bytes for each: one of zeros is empty. Raises as `pack_uint32` does."""
+    """Packs a column of a step or its answer like `pack_uint32`, but a column of zeros becomes empty."""
     return _pack("I", numbers, name) if any(numbers) else b""
 
 
 def pack_uint64(numbers: Iterable[int], name: str = "") -> bytes:
-    """Packs 8 bytes for each, otherwise as `pack_uint32` does."""
+    """Packs each number into 8 bytes, otherwise like `pack_uint32`."""
     return _pack("Q", numbers, name)
 
 
@@ -44,22 +44,22 @@ def pack_uint32s(columns: Iterable[array[int]]) -> bytes:
 
 
 def unpack_uint32(data: bytes) -> array[int]:
-    """Returns the numbers; ValueError if the length is no multiple of 4."""
+    """Returns the numbers. Raises ValueError if the length is not a multiple of 4."""
     return _unpack(_UINT32, data)
 
 
 def unpack_uint64(data: bytes) -> array[int]:
-    """Returns the numbers; ValueError if the length is no multiple of 8."""
+    """Returns the numbers. Raises ValueError if the length is not a multiple of 8."""
     return _unpack(_UINT64, data)
 
 
 def entry_uint32(data: bytes, row: int) -> int:
-    """Returns one number of a column; 0 in one that is empty because all are."""
+    """Returns one number of a column. An empty column has only zeros."""
     return int.from_bytes(data[4 * row : 4 * row + 4], "little")
 
 
 def _unpack(empty: array[int], data: bytes) -> array[int]:
-    column = empty[:]  # copying an empty array takes less than half the time of making one by its type code
+    column = empty[:]  # Copying an empty array takes less than half the time of creating one from its type code.
     column.frombytes(data)
     if not IS_LITTLE_ENDIAN:
         column.byteswap()
@@ -77,7 +77,7 @@ def _pack(code: str, numbers: Iterable[int], name: str = "") -> bytes:
         column.byteswap()
     data = column.tobytes()
     if name:
-        # True and False pack as 1 and 0. Few columns have these, so a search of the bytes comes first: it is cheap.
+        # True and False pack as 1 and 0. Few columns contain these values, so a cheap search of the bytes comes first.
         width = column.itemsize
         if (1).to_bytes(width, "little") in data or bytes(width) in data:
             _refuse(code, numbers, name)

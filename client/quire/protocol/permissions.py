@@ -1,13 +1,13 @@
 """Permissions of callers, as values and as URIs in a caller's certificate.
 
-    quire://pool/NAME          may own the pool of that name, and look into it
-    quire://observe/NAME       may look into it
-    quire://namespace/NAME     may use the namespace; without a name it is the nameless one
+    quire://pool/NAME          may own and observe the pool
+    quire://observe/NAME       may observe the pool
+    quire://namespace/NAME     may use the namespace; an empty NAME is the unnamed namespace
 
-A NAME that ends in `*` stands for every name that begins so; `*` alone for all. Characters that a URI cannot have are
-percent-encoded, and so is a literal `*`. A URI of another kind is ignored and permits nothing.
+A NAME that ends in `*` matches every name with that beginning, and `*` alone matches all. Characters that a URI cannot
+have are percent-encoded, and so is a literal `*`. A URI of another kind permits nothing.
 
-Pure: no wire, no clock; the state machine of a session asks these too.
+Pure: no wire, no clock. A session's state machine uses these, too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Names:
     """A set of names.
 
     Attributes:
-        exact: these.
-        prefixes: and all that begin with one of these.
+        exact: names in the set.
+        prefixes: beginnings of further names in the set.
     """
 
     exact: frozenset[str] = frozenset()
@@ -38,12 +38,12 @@ class Names:
 
     @property
     def are_all(self) -> bool:
-        """Tells whether every name is one of them."""
+        """Tells whether the set contains every name."""
         return "" in self.prefixes
 
 
 class Patterns(NamedTuple):
-    """Permissions as one writes them down, by kind; a trailing `*` is any ending."""
+    """Permissions in written form, by kind. A trailing `*` matches any ending."""
 
     pool: Sequence[str] = ()
     observe: Sequence[str] = ()
@@ -55,10 +55,10 @@ class Permissions:
     """The permissions of one caller.
 
     Attributes:
-        pools: names of pools that it may own: attach, open a session, apply operations.
-        observed: names of further pools that it may look into.
-        namespaces: names of namespaces that it may use: create sequences there, ask for their prefixes, generate text.
-            Where it looks into a pool, it sees the prefixes of these namespaces.
+        pools: names of pools that the caller may own: attach, open a session, apply operations.
+        observed: names of further pools that the caller may observe.
+        namespaces: names of namespaces that the caller may use: create sequences, look up prefixes, generate text. In a
+            pool that it observes, it sees only the prefixes of these namespaces.
     """
 
     pools: Names = Names()
@@ -66,30 +66,30 @@ class Permissions:
     namespaces: Names = Names()
 
     def may_own(self, pool: str) -> bool:
-        """Tells whether it may attach to this pool and change it."""
+        """Tells whether the caller may attach to this pool and change it."""
         return pool in self.pools
 
     def may_observe(self, pool: str) -> bool:
-        """Tells whether it may know of this pool."""
+        """Tells whether the caller may observe this pool."""
         return pool in self.pools or pool in self.observed
 
     @property
     def may_own_any(self) -> bool:
-        """Tells whether there is a pool that it may own."""
+        """Tells whether the caller may own any pool."""
         return bool(self.pools.exact or self.pools.prefixes)
 
     @property
     def may_observe_all(self) -> bool:
-        """Tells whether it may know of every pool, as who reads the metrics does."""
+        """Tells whether the caller may observe every pool, which reading metrics requires."""
         return self.pools.are_all or self.observed.are_all
 
     def may_use(self, namespace: str) -> bool:
-        """Tells whether it may have to do with what is in this namespace."""
+        """Tells whether the caller may use this namespace."""
         return namespace in self.namespaces
 
 
 def uris_of(patterns: Patterns) -> list[str]:
-    """Returns what a certificate says to permit this."""
+    """Returns the URIs of a certificate with these permissions."""
     return [
         f"{SCHEME}{kind}/{quote(pattern.removesuffix('*'), safe='/')}{'*' if pattern.endswith('*') else ''}"
         for kind, of_kind in zip(KINDS, patterns, strict=True)
@@ -98,7 +98,7 @@ def uris_of(patterns: Patterns) -> list[str]:
 
 
 def permissions_of(uris: Iterable[str]) -> Permissions:
-    """Returns what a certificate with these URIs permits."""
+    """Returns the permissions of a certificate with these URIs."""
     exact: dict[str, set[str]] = {kind: set() for kind in KINDS}
     prefixes: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for uri in uris:
@@ -110,7 +110,7 @@ def permissions_of(uris: Iterable[str]) -> Permissions:
                 prefixes[kind].add(unquote(name[:-1], errors="strict"))
             else:
                 exact[kind].add(unquote(name, errors="strict"))
-        except UnicodeDecodeError:  # not the name of anything
+        except UnicodeDecodeError:  # The URI does not encode a valid name.
             continue
     return Permissions(*(Names(frozenset(exact[kind]), tuple(sorted(prefixes[kind]))) for kind in KINDS))
 

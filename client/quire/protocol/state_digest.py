@@ -1,14 +1,14 @@
-"""The digest of a pool's state: both sides compute it, and find out that they disagree before anybody's text does.
+"""The digest of a pool's state. Both sides compute it, and so detect a disagreement before it can spoil a text.
 
-SHA-256 over every live sequence by rising id:
+It is a SHA-256 over every live sequence, by rising id:
 
     id              uint64
     token counts    uint32 granted, uint32 committed
     namespace       uint32 length, UTF-8
     tables          of each group: uint32 length, then uint32 block ids; 0xFFFFFFFF for an entry without a block
 
-All numbers little-endian. What is cached is not part of it: an owner does not see which of it has been evicted until
-the blocks are granted anew.
+All numbers are little-endian. Cached blocks are not part of it: an owner does not learn of an eviction until the block
+is granted again.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Final, TypeAlias
 
 from quire.protocol.packing import IS_LITTLE_ENDIAN
 
-STATE_DIGEST_STEPS: Final = 64  # every so many steps the reply carries one
-# A digest must not hold up a step: in a larger pool each covers the next 16,384 entries, until all sequences had their
-# turn.
+STATE_DIGEST_STEPS: Final = 64  # The reply to every 64th step carries a digest.
+# A digest must not delay a step. In a larger pool each digest covers the next 16,384 entries, until all sequences
+# have been covered.
 STATE_DIGEST_ENTRIES_MAX: Final = 16_384
-SEQUENCE_ENTRIES: Final = 128  # as many entries cost what a sequence costs by itself
+SEQUENCE_ENTRIES: Final = 128  # fixed cost of a sequence, in entries
 _GOLDEN: Final = 0x9E3779B9  # 2**32 divided by the golden ratio
 _SEQUENCE: Final = struct.Struct("<QIII").pack
 _LENGTH: Final = struct.Struct("<I").pack
 
 
-# One live sequence, as both sides know it: id, granted tokens, committed tokens, namespace, tables. No class: making
-# objects took as long as all the rest.
+# One live sequence: id, granted tokens, committed tokens, namespace, tables. It is a tuple because creating objects of
+# a class took as long as all the rest.
 SequenceRow: TypeAlias = tuple[int, int, int, str, Sequence["array[int]"]]
 
 
 def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
-    """Returns the ids in the order in which the digest after step `number` takes them: rising from a start that moves
-    with each digest, then from the lowest on.
+    """Returns the ids in the order of the digest after step `number`: rising from a start that moves with each digest,
+    then from the lowest on.
 
-    Multiples of the golden ratio spread evenly over any number of places, however many of them a digest covers.
+    The start uses multiples of the golden ratio, which spread evenly however many sequences a digest covers.
     """
     if not sequence_ids:
         return ()
@@ -50,9 +50,9 @@ def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
 
 
 def state_digest(sequences: Iterable[SequenceRow], entries_max: int | None = None) -> bytes:
-    """Returns 32 bytes; the sequences come by rising id, or `in_turn` until there are `entries_max` table entries, to
-    which a sequence adds `SEQUENCE_ENTRIES`."""
-    data, entry_count = bytearray(), 0  # hashed at once: an update for each sequence costs more than its bytes
+    """Returns a digest of 32 bytes over sequences by rising id, or `in_turn`. It stops at `entries_max` table entries;
+    each sequence itself counts as `SEQUENCE_ENTRIES`."""
+    data, entry_count = bytearray(), 0  # Hashed in one call: an update per sequence costs more than its bytes.
     for sequence_id, token_count, committed, namespace, tables in sequences:
         name = namespace.encode()
         data += _SEQUENCE(sequence_id, token_count, committed, len(name))

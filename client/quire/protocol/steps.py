@@ -1,6 +1,6 @@
-"""Building a step of a Session stream; `outcomes.py` reads what it did.
+"""Builds steps of a Session stream. `outcomes.py` reads their replies.
 
-The wire carries structs of arrays; `StepBuilder` and `read_reply` are the only places where an owner deals with them.
+The wire carries structs of arrays. Only `StepBuilder` and `read_reply` convert them for an owner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.v1 import allocator_pb2 as pb
 
 
 class _New(NamedTuple):
-    """Holds what a grow of a new sequence says beyond one of a live sequence: a column each."""
+    """The additional values of a grow that creates a sequence, one per column."""
 
     row: int
     digest_count: int
@@ -29,14 +29,14 @@ class _New(NamedTuple):
 class StepBuilder:
     """Collects the operations of one step. They are applied phase by phase: commits, frees, drops, forks, grows.
 
-    Digests are given concatenated, or as a sequence of 32 bytes each. Numbers are checked when the message is made.
+    Digests are passed concatenated, or as a sequence of 32 bytes each. Numbers are checked when the message is made.
     Each method returns the builder itself: `StepBuilder().free(1).allocate(2, 64)`.
     """
 
     def __init__(self) -> None:
         self._commits: list[int] = []
         self._commit_token_counts: list[int] = []
-        self._commit_digests: list[bytes] = []  # of each commit, concatenated
+        self._commit_digests: list[bytes] = []  # concatenated digests of each commit
         self._keep_token_counts: list[int] = []
         self._frees: list[int] = []
         self._drops: list[pb.CacheDrop] = []
@@ -53,17 +53,17 @@ class StepBuilder:
 
     @property
     def operation_count(self) -> int:
-        """Counts the operations of all phases."""
+        """Returns the number of operations in all phases."""
         operations = len(self._commits) + len(self._frees) + len(self._parents) + len(self._grows)
         return operations + len(self._drops)
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes | Sequence[bytes] = b"", keep_token_count: int = 0
     ) -> Self:
-        """Notes that tokens up to `token_count` are computed; one digest for each digest block that this fills.
+        """Reports that tokens up to `token_count` are computed, with one digest for each digest block that this fills.
 
-        With `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back:
-        those granted ahead for draft tokens that were not accepted.
+        With `keep_token_count`, the sequence keeps room only for that many tokens, and at least `token_count`. It gives
+        back further blocks, such as those granted ahead for draft tokens that were not accepted.
         """
         self._commits.append(sequence_id)
         self._commit_token_counts.append(token_count)
@@ -72,22 +72,26 @@ class StepBuilder:
         return self
 
     def free(self, sequence_id: int) -> Self:
-        """Drops a sequence and all that it holds."""
+        """Frees a sequence and all its blocks."""
         self._frees.append(sequence_id)
         return self
 
     def drop(
         self, namespace: str | None = None, digests: bytes | Sequence[bytes] = b"", kept_digest_count: int = 0
     ) -> Self:
-        """Forgets cached blocks: all of a namespace, or of the pool without one. With `digests` of a prefix from the
-        root, only those behind the kept ones, and with full attention all that continue them. Blocks that live
-        sequences hold after this step's frees stay."""
+        """Drops cached blocks: all of a namespace, or of the whole pool without a namespace.
+
+        With `digests` of a prefix from the root, it drops only the blocks behind the kept digests; with full attention
+        also all blocks that continue these. Blocks that live sequences hold after this step's frees stay.
+        """
         self._drops.append(cache_drop(namespace, digests, kept_digest_count))
         return self
 
     def fork(self, parent_id: int, child_id: int) -> Self:
-        """Creates a sequence that shares what its parent has committed. Ids only rise. The child may grow in the same
-        step, or after the answer. If the fork was refused, its grow answers NOT_FOUND."""
+        """Creates a sequence that shares its parent's committed tokens. Its id must be higher than all earlier ids.
+
+        The child may grow in the same step, or after the answer. If the fork is refused, that grow answers NOT_FOUND.
+        """
         self._parents.append(parent_id)
         self._children.append(child_id)
         return self
@@ -104,18 +108,19 @@ class StepBuilder:
         defer_token_count: int = 0,
         is_return: bool = False,
     ) -> Self:
-        """Creates a sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
+        """Creates a sequence with room for `token_count` tokens. It shares the published blocks of `digests`.
 
         Args:
-            sequence_id: higher than every earlier one. It may be grown once it was answered that it exists.
-            token_count: tokens to hold: the prompt, or its first chunk. It holds more where more is shared.
-            digests: of the prompt's blocks, as many as may be shared.
-            namespace: prefixes are shared inside it.
-            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: admitted
-                only if all of it would fit, and the rest is kept free from later admissions.
-            priority: for a sequence of one priority none of a higher one is ever named as a victim.
-            defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
-            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
+            sequence_id: an id above all earlier ids. The sequence may grow once an answer has confirmed it.
+            token_count: tokens of room: the prompt, or its first chunk. The room is larger if more tokens are shared.
+            digests: digests of the prompt's blocks that may be shared.
+            namespace: prefixes are shared only inside it.
+            prompt_token_count: length of the whole prompt, if `token_count` is only its first chunk. The sequence is
+                admitted only if the whole prompt would fit. The rest is reserved against later admissions.
+            priority: a refusal never names a victim of a higher priority than this one.
+            defer_token_count: answer PENDING if other sequences are computing at least this many tokens of its prefix.
+                0 never defers.
+            is_return: the sequence is a preempted request. Its tokens are counted as returned, not as queried.
         """
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
@@ -131,18 +136,18 @@ class StepBuilder:
         return self
 
     def names_no_newer(self, created: int) -> bool:
-        """Tells whether nothing is to be created, and no sequence grows whose id is higher than the highest so far."""
+        """Tells whether the step creates no sequence, and grows none with an id above `created`."""
         return not (self._new or self._parents) and max(self._grows, default=0) <= created
 
     def check_ids(self, created: int, highest: int) -> None:
-        """Checks whether ids are new, or known, as the operations say.
+        """Checks that created ids are new, and all others known.
 
         Args:
-            created: the highest id of a sequence that was created.
-            highest: the highest that any unanswered step may create; at least that.
+            created: the highest id created so far.
+            highest: the highest id that an unanswered step may create, at least `created`.
 
         Raises:
-            ValueError: one is not.
+            ValueError: an id fails the check.
         """
         highest, children = max(highest, *self._children, 0), frozenset(self._children)
         new = {each.row for each in self._new}
@@ -157,17 +162,17 @@ class StepBuilder:
 
     @property
     def message(self) -> packed.Step:
-        """Returns all that was collected so far, as a new message. Raises as `fill` does."""
+        """Returns the operations collected so far as a new message. Raises the same errors as `fill`."""
         step = packed.Step()
         self.fill(step)
         return step
 
     def fill(self, step: packed.Step) -> None:
-        """Puts all that was collected so far into an empty message; arrays of zeros are left out.
+        """Puts the operations collected so far into an empty message. Arrays of zeros are left out.
 
         Raises:
             ValueError: a number does not fit its field.
-            TypeError: something is no number, as True is none, or a digest no bytes.
+            TypeError: a value is not a number (True is not), or a digest is not bytes.
         """
         if self._commits:
             commits = step.commits
@@ -190,7 +195,7 @@ class StepBuilder:
             self._fill_new(step.grows)
 
     def _fill_new(self, grows: packed.GrowPhase) -> None:
-        """Fills the columns that only new sequences have, in a phase that has the others."""
+        """Fills the columns that only new sequences have. The other columns are filled already."""
 
         def column(name: str) -> bytes:
             values = [getattr(new, name) for new in self._new]
@@ -208,18 +213,18 @@ class StepBuilder:
         grows.defer_token_counts = column("defer_token_count")
         grows.returns = column("is_return")
         grows.digests = b"".join(self._new_digests)
-        if any(self._namespaces):  # without any, all are in the one that has no name
+        if any(self._namespaces):  # An empty list puts all sequences in the unnamed namespace.
             grows.namespaces.extend(self._namespaces)
 
 
 def cache_drop(
     namespace: str | None = None, digests: bytes | Iterable[bytes] = b"", kept_digest_count: int = 0
 ) -> pb.CacheDrop:
-    """Returns a message that names the part of a cache to forget.
+    """Returns a message with the part of a cache to drop.
 
     Raises:
-        ValueError: digests without a namespace, or more are kept than there are.
-        TypeError: the number of those to keep is none.
+        ValueError: digests have no namespace, or `kept_digest_count` exceeds their number.
+        TypeError: `kept_digest_count` is not a number.
     """
     data = concatenated(digests)
     if data and namespace is None:
@@ -231,11 +236,11 @@ def cache_drop(
 
 
 def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
-    """Returns the digests as they travel, from either form. One by one they may have 16 bytes, of a foreign hash: these
-    are filled up with zeros.
+    """Returns the digests concatenated, from either form. Single digests may have 16 bytes, from another engine's hash.
+    They are padded with zeros.
 
     Raises:
-        ValueError: one has neither 32 bytes nor 16.
+        ValueError: a digest has neither 32 nor 16 bytes.
     """
     if isinstance(digests, bytes):
         if len(digests) % DIGEST_BYTES:

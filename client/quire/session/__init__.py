@@ -1,10 +1,10 @@
-"""Sessions: ownership of a pool by numbered steps, over a stream or by a unary call each.
+"""Sessions own a pool by numbered steps, over a stream or with one unary call per step.
 
     session = client.session("mine", spec)  # of `Allocator` or `AsyncAllocator`
 
-`AsyncSession` is the stream for asyncio, `Session` the same for threads. `AsyncCallSession` and `CallSession` send each
-step as a call. A step is built with `StepBuilder` and answered by a `StepOutcome`; `RoomAhead` asks for room of
-sequences that decode on. The state machine is `owner`, without a wire; `pool_session` drives it over gRPC.
+`AsyncSession` is the stream for asyncio, `Session` the stream for threads. `AsyncCallSession` and `CallSession` send
+each step as a call. `StepBuilder` builds a step, and a `StepOutcome` is its answer. `RoomAhead` requests room for
+sequences that continue to decode. `owner` is the state machine, without a wire. `pool_session` drives it over gRPC.
 """
 
 from quire.errors import AnswersMissedError, SessionLostError

@@ -1,8 +1,8 @@
-"""The steps of a session that have no answer yet, and the answers that nobody was there to take.
+"""Keeps a session's unanswered steps, and answers whose callers were canceled.
 
-A step cannot be called back: what its caller was cancelled for is applied all the same, and its answer has blocks to
-note and copies to run. It is kept until an engine asks for it. A step is refused while its engine has not learned that
-an earlier one failed: the later one was planned for a pool in which the earlier one is in force.
+A sent step cannot be taken back. If its caller is canceled, the step is still applied, and its answer has blocks to
+note and copies to run. Such an answer is kept until the engine asks for it. A new step is refused while the engine has
+not learned that an earlier step failed: the new step assumed that the earlier one was applied.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quire.protocol.steps import StepBuilder
 
 
 class Pending(asyncio.Future[StepOutcome]):
-    """The answer to come to a step that was submitted. Who is cancelled while awaiting it has missed it, also where it
-    came in the same moment."""
+    """The future answer to a submitted step. A caller that is canceled while awaiting it has missed it, even if the
+    answer arrived at the same moment."""
 
     def __init__(self, answers: Answers, number: int, operations: StepBuilder) -> None:
         super().__init__()
@@ -38,16 +38,16 @@ class Pending(asyncio.Future[StepOutcome]):
 
 
 class Answers:
-    """Keeps the answers to come, by the numbers of their steps, and those that were missed."""
+    """Keeps pending answers, by the numbers of their steps, and missed answers."""
 
     def __init__(self) -> None:
         self._asked: dict[int, Pending] = {}
         self._missed: dict[int, tuple[StepBuilder, StepOutcome]] = {}
-        # The error that left steps without an answer, until somebody has awaited it.
+        # The error that left steps without an answer, until a caller has received it.
         self._untold: Exception | None = None
 
     def check(self, refusal: QuireError | None) -> None:
-        """Raises what a caller has to know before it submits a step, if there is anything."""
+        """Raises an error that a caller must know before it submits a step, if there is one."""
         untold, self._untold = self._untold, None
         if untold is not None:
             raise untold
@@ -57,12 +57,12 @@ class Answers:
             raise AnswersMissedError("the caller of a step was cancelled: its answer, in `missed`, comes first")
 
     def expect(self, number: int, operations: StepBuilder) -> Pending:
-        """Notes that a step was submitted, and returns its answer to come."""
+        """Notes that a step was submitted, and returns the future of its answer."""
         asked = self._asked[number] = Pending(self, number, operations)
         return asked
 
     def take(self, number: int, outcome: StepOutcome) -> None:
-        """Hands the allocator's answer to the caller that waits for it."""
+        """Passes the allocator's answer to the waiting caller, or keeps it if the caller was canceled."""
         asked = self._asked.pop(number)
         if asked.done():
             self._missed[number] = asked.operations, outcome
@@ -70,7 +70,7 @@ class Answers:
             asked.set_result(outcome)
 
     def miss(self, asked: Pending) -> None:
-        """Keeps an answer whose caller was cancelled in the moment it came; `take` keeps one that comes later."""
+        """Keeps an answer whose caller was canceled when it arrived. `take` keeps answers that arrive later."""
         if asked.done() and not asked.cancelled() and asked.exception() is None:
             self._missed[asked.number] = asked.operations, asked.result()
 
@@ -83,14 +83,14 @@ class Answers:
             self._untold = error
             if not asked.done():
                 asked.set_exception(error)
-                asked.exception()  # marks it as seen: asyncio would log an error that nobody awaits
+                asked.exception()  # Reading the error marks it as seen. Otherwise asyncio logs it if nobody awaits.
 
     def fail_all(self, error: Exception) -> None:
         """Fails the answers to all steps."""
         self.fail(list(self._asked), error)
 
     def lose_pool(self) -> None:
-        """Fails all answers and drops the missed ones, because the pool is empty now."""
+        """Fails all pending answers and drops the missed ones, because the pool is now empty."""
         self._untold = error = SessionLostError()
         self._missed.clear()
         self.fail_all(error)
@@ -101,11 +101,11 @@ class Answers:
             self._untold = None
 
     def are_coming(self) -> bool:
-        """Tells whether steps of cancelled callers are still unanswered."""
+        """Tells whether steps of canceled callers are still unanswered."""
         return any(asked.done() for asked in self._asked.values())
 
     def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
-        """Returns the missed answers, oldest first; each is given once."""
+        """Returns the missed answers, oldest first. Each is returned once."""
         missed = [self._missed[number] for number in sorted(self._missed)]
         self._missed.clear()
         return missed

@@ -1,10 +1,11 @@
-"""A pool's block report, made of its owner's ledger, in chunks that every allocator takes.
+"""Makes a pool's block report from its owner's ledger, in chunks that every allocator accepts.
 
     for chunk in report_chunks(ledger):    # then `ReportEnd`, see `report_end`
         ...
 
-Published blocks go as stretches: consecutive ones of one prefix, each with its digest. Of two blocks with one digest
-only the later published one is reported, unless the earlier one is held: the other has been evicted long ago.
+Published blocks are sent as stretches: consecutive blocks of one prefix, each with its digest. If two blocks have the
+same digest, only the later published one is reported: the allocator has evicted the earlier one. An earlier block that
+a sequence holds is reported, too.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from quire.session.ledger import Ledger, LedgerSequence
 from quire.session.pages import DigestSpace, Pages, PublishedStretch
 from quire.v1 import allocator_pb2 as pb
 
-# Sequences and stretches of one chunk. One costs an allocator as much as many blocks, and it serves others only between
-# chunks.
+# Sequences and stretches per chunk. Each costs an allocator as much as many blocks, and the allocator serves other
+# owners only between chunks.
 HEADS_MAX: Final = 512
 
-# What a part of a chunk takes at most, in bytes: tags are one byte, lengths three, for no chunk reaches 2 MiB.
-FRAME_BYTES: Final = 1 + 3  # of a message, a string, or an array of numbers
-NUMBER_BYTES: Final = 1 + 5  # a uint32 of its own
-SEQUENCE_BYTES: Final = 3 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # its id, and seven numbers; stops beside them
+# Upper bounds for the encoded parts of a chunk, in bytes. A tag takes one byte. A length takes three, because no chunk
+# reaches 2 MiB.
+FRAME_BYTES: Final = 1 + 3  # tag and length of a message, a string, or an array of numbers
+NUMBER_BYTES: Final = 1 + 5  # a single uint32
+SEQUENCE_BYTES: Final = 3 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # the id and seven numbers, without stops
 STOP_BYTES: Final = 4
 TABLE_BYTES: Final = 2 * FRAME_BYTES  # a message around an array
 TABLE_ENTRY_BYTES: Final = 4
 STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 * FRAME_BYTES
 STRETCH_ENTRY_BYTES: Final = DIGEST_BYTES + 4
-FREED_BYTES: Final = 4 * FRAME_BYTES  # once in a chunk
+FREED_BYTES: Final = 4 * FRAME_BYTES  # once per chunk
 FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # block, step, operation, rank
 
 
@@ -42,8 +44,8 @@ class _Chunker:
     """Fills chunks one after the other.
 
     Attributes:
-        chunk: the current one.
-        entries_left, bytes_left, heads_left: what may still be added to it.
+        chunk: the current chunk.
+        entries_left, bytes_left, heads_left: the room that is left in it.
     """
 
     def __init__(self) -> None:
@@ -57,20 +59,20 @@ class _Chunker:
         self._names: dict[str, int] = {}
 
     def make_room(self, size: int) -> None:
-        """Begins a new chunk unless one more entry fits the current one, and so many bytes."""
+        """Begins a new chunk unless one more entry and `size` bytes fit the current one."""
         if not self.entries_left or not self.heads_left or size > self.bytes_left:
             self.finish()
 
     def add_head(self, namespace: str, size: int, entry_size: int) -> int:
-        """Makes room for the fixed bytes of a sequence or stretch and one entry of it, counts the fixed bytes, and
-        returns the index of its namespace."""
+        """Makes room for the fixed bytes of a sequence or stretch and for one of its entries. It counts the fixed
+        bytes, and returns the index of the namespace."""
         self.make_room(self._name_bytes(namespace) + size + entry_size)
         self.bytes_left -= self._name_bytes(namespace) + size
         self.heads_left -= 1
         return self._names.setdefault(namespace, len(self._names))
 
     def finish(self) -> None:
-        """Ends the current chunk, if there is anything in it."""
+        """Ends the current chunk, unless it is empty."""
         if self.entries_left < REPORT_CHUNK_ENTRIES_MAX:
             self.chunk.namespaces.extend(self._names)
             self.done.append(self.chunk)
@@ -81,7 +83,7 @@ class _Chunker:
 
 
 def report_chunks(ledger: Ledger) -> list[pb.ReportChunk]:
-    """Makes the whole report; empty for an empty pool."""
+    """Returns all chunks of the report, none for an empty pool."""
     chunker = _Chunker()
     for sequence_id, sequence in ledger.sequences.items():
         _add_sequence(chunker, sequence_id, sequence)
@@ -99,7 +101,7 @@ def report_chunks(ledger: Ledger) -> list[pb.ReportChunk]:
 
 
 def report_end(chunks: Sequence[pb.ReportChunk], *, last_step: int, last_sequence_id: int) -> pb.ReportEnd:
-    """Makes the message that closes the report."""
+    """Returns the message that ends the report."""
     return pb.ReportEnd(chunk_count=len(chunks), last_step=last_step, last_sequence_id=last_sequence_id)
 
 
@@ -131,7 +133,8 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence)
 
 
 def _reported_tables(sequence: LedgerSequence) -> list[array[int]]:
-    """Returns one table for each group; where it keeps blocks, those with the twins, and behind them what it keeps."""
+    """Returns one table per group. If the sequence has twins, they replace its own blocks in these tables, and further
+    tables with the replaced blocks follow."""
     if not sequence.twins:
         return sequence.tables
     kept = [array("I", [NULL_BLOCK]) * len(table) for table in sequence.tables]
@@ -141,8 +144,8 @@ def _reported_tables(sequence: LedgerSequence) -> list[array[int]]:
 
 
 def _may_repeat(parts: Sequence[PublishedStretch]) -> bool:
-    """Tells whether two blocks of one group and namespace might carry one digest. It compares only the first 8 bytes of
-    each digest, which is quick and may say yes in vain."""
+    """Tells whether two blocks of one group and namespace might carry the same digest. It compares only the first 8
+    bytes of each digest, which is quick, but may give a false positive."""
     words: dict[DigestSpace, list[int]] = {}
     for part in parts:
         first_words = memoryview(part.digests).cast("Q")[:: DIGEST_BYTES // 8]
@@ -151,7 +154,7 @@ def _may_repeat(parts: Sequence[PublishedStretch]) -> bool:
 
 
 def _outdated(pages: Pages, held: Set[int]) -> set[int]:
-    """Returns the blocks whose digest another block carries now."""
+    """Returns the blocks whose digest a later block carries."""
     carriers: dict[tuple[int, str, bytes], int] = {}
     outdated = set()
     for block, carried in pages.carried().items():

@@ -1,11 +1,12 @@
-"""A session for threads: steps are submitted from any thread, and their answers waited for as long as the caller likes.
+"""A session for threads: any thread submits steps, and waits for their answers as long as it likes.
 
     with client.session("mine", spec) as session:
         answer = session.submit(step)          # sent at once; returns at once
         outcome = answer.result(timeout=0.02)  # TimeoutError: it is still to come, and stays so
 
-The stream is `AsyncSession`, on an event loop in a thread of its own, which keeps the lease and attaches again after an
-outage, independently of the callers. A step is applied even if no caller waits for its answer: it has blocks to note.
+The stream is an `AsyncSession` on an event loop in its own thread. That thread keeps the lease and attaches again after
+an outage, independently of the callers. A step is applied even if no caller waits for its answer, which has blocks to
+note.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from quire.session.pool_session import AsyncSession
 
 
 class Session:
-    """Owns one pool over a stream; made by `Allocator.session`. `with` opens and closes it.
+    """Owns one pool over a stream. Made by `Allocator.session`. `with` opens and closes it.
 
     Args:
-        make: makes the session, and what closes the client that it is on; called inside the loop.
+        make: called inside the loop. Returns the session, and a function that closes its client.
     """
 
     def __init__(self, make: Callable[[], tuple[AsyncSession, Callable[[], Awaitable[None]]]]) -> None:
@@ -46,35 +47,37 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        """Tells whether a stream is up and attached."""
+        """Tells whether a stream is attached."""
         return self._session.connected
 
     def open(self, timeout_s: float | None = None) -> None:
-        """Attaches, waiting for an allocator that is down, or for a former owner's lease to end.
+        """Attaches. Waits for an allocator that is down, or for a former owner's lease to end.
 
         Raises:
-            TimeoutError: no allocator has admitted it so far; the session is closed.
-            QuireError: as `AsyncSession.open`.
+            TimeoutError: no allocator has admitted the session in time. The session is closed.
+            QuireError: as in `AsyncSession.open`.
         """
         self._loop.run(self._opened(), timeout_s)
 
     def submit(self, operations: StepBuilder) -> Future[StepOutcome]:
-        """Sends a step behind those submitted before, and returns the answer to come, which has `done()` and
-        `result(timeout)`. It raises what `AsyncSession.submit` and its future raise. No step is called back: cancelling
-        an answer does nothing."""
+        """Sends a step after all earlier ones, and returns a future of its answer.
+
+        The future's `result(timeout)` raises the errors of `AsyncSession.submit` and of its future. A sent step cannot
+        be taken back: canceling the future does nothing.
+        """
         answer: Future[StepOutcome] = Future()
         answer.set_running_or_notify_cancel()
         try:
             if self._loop.has_ended:
                 raise RuntimeError
             self._loop.loop.call_soon_threadsafe(self._steps.put_nowait, (operations, answer))
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:  # The event loop is closed.
             answer.set_exception(self._loop.ended())
         return answer
 
     def close(self) -> None:
-        """Gives the pool back, within some seconds, and ends the thread; closing twice is no error. A forked child
-        leaves it to its parent."""
+        """Gives the pool back, within some seconds, and ends the thread. Closing twice is not an error. In a forked
+        child it does nothing, because the parent owns the session."""
         if self._loop.has_ended:
             return
         with self._closing:
@@ -106,7 +109,7 @@ class Session:
         self._sender = asyncio.create_task(self._send())
 
     async def _send(self) -> None:
-        """Submits step after step; where the window is full or the allocator away, the next ones wait here."""
+        """Submits step after step. While the window is full or the allocator is down, further steps wait here."""
         while True:
             operations, answer = await self._steps.get()
             try:
@@ -114,7 +117,7 @@ class Session:
             except asyncio.CancelledError:
                 answer.set_exception(UnavailableError("the session is closed"))
                 raise
-            except Exception as error:  # of any kind: its caller is to know
+            except Exception as error:  # Every kind of error goes to the caller.
                 answer.set_exception(error)
                 continue
             assert isinstance(pending, Pending)
@@ -123,7 +126,7 @@ class Session:
             teller.add_done_callback(self._tellers.discard)
 
     async def _close(self) -> None:
-        """Ends all that is under way: a caller that waits for an answer gets the error that the session is closed."""
+        """Ends all running work. Callers that wait for an answer get the error that the session is closed."""
         try:
             await self._session.close()
         finally:
@@ -138,7 +141,7 @@ class Session:
 
 
 async def _tell(pending: Pending, answer: Future[StepOutcome]) -> None:
-    """Hands an answer on."""
+    """Passes a step's answer, or its error, to the caller's future."""
     try:
         answer.set_result(await pending)
     except (asyncio.CancelledError, CancelledError):

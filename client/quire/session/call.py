@@ -1,7 +1,7 @@
-"""One Session call as its owner sees it: connected, written to and read from until it ends.
+"""One Session call on the owner's side: it connects, writes and reads until the call ends.
 
-grpc.aio raises the same error for a cancelled call as for a cancelled task; this module tells the two apart. Cancelling
-a call must not cancel the tasks that happen to write to it.
+grpc.aio raises the same error for a canceled call and for a canceled task. This module distinguishes the two: canceling
+a call must not cancel the tasks that write to it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.session.exchange import exchange, may_exchange
 from quire.v1 import _packed_pb2 as packed
 
 METHOD: Final = "/quire.v1.AllocatorService/Session"
-LOOK_S: Final = 0.25  # seconds between two looks at whether an unconnected call was cancelled
+LOOK_S: Final = 0.25  # seconds between two checks for cancellation of an unconnected call
 
 
 class EndedError(Exception):
-    """The call is over; `said` is why, if the other side said so."""
+    """The call has ended. `said` is the other side's error, if it sent one."""
 
     def __init__(self, said: QuireError | None) -> None:
         super().__init__(said)
@@ -34,10 +34,10 @@ class EndedError(Exception):
 
 
 class SessionStub:
-    """`AllocatorServiceStub` of the one call that carries steps, with the messages whose columns are bytes."""
+    """A stub with only the Session call of `AllocatorServiceStub`. Its messages have packed columns as bytes."""
 
     def __init__(self, channel: aio.Channel) -> None:
-        stream_stream: Any = channel.stream_stream  # its stubs know no defaults
+        stream_stream: Any = channel.stream_stream  # Any, because the stubs declare no defaults.
         self.Session: Any = stream_stream(
             METHOD,
             request_serializer=packed.SessionRequest.SerializeToString,
@@ -49,8 +49,8 @@ class SessionStub:
 class SessionCall:
     """Writes and reads one stream of the Session RPC: one task at a time writes, another one reads.
 
-    Who reads where nothing comes before something is sent waits in `answer`: what is sent then and what answers it cost
-    less than what is written and read.
+    If the next message can only be the answer to a message that is still to be sent, the reader waits in `answer`. One
+    operation for sending and receiving costs less than a write and a read.
     """
 
     def __init__(self, call: aio.StreamStreamCall[packed.SessionRequest, packed.SessionReply]) -> None:
@@ -58,18 +58,18 @@ class SessionCall:
         self._ending = Ending(call)
         self._is_cancelled = False
         self._sending = asyncio.Lock()
-        self._asked: asyncio.Future[packed.SessionRequest | None] | None = None  # while `answer` waits for a question
+        # Set while `answer` waits for a question.
+        self._asked: asyncio.Future[packed.SessionRequest | None] | None = None
         self._is_asking = False
         call.add_done_callback(lambda _call: self._read_on())
 
     async def connect(self) -> None:
-        """Waits until there is a connection.
+        """Waits until the call is connected.
 
-        Nothing may be written before: gRPC never wakes who waits to write on a call that is cancelled while it has no
-        connection.
+        Do not write earlier: if a call without a connection is canceled, gRPC never wakes a task that waits to write.
 
         Raises:
-            EndedError: the call was cancelled meanwhile.
+            EndedError: the call was canceled meanwhile.
         """
         connecting = asyncio.create_task(_connection(self._call))
         try:
@@ -84,7 +84,7 @@ class SessionCall:
         """Returns the next message.
 
         Raises:
-            EndedError: there is none.
+            EndedError: the call has ended without another message.
         """
         try:
             reply: Any = await self._call.read()
@@ -96,7 +96,7 @@ class SessionCall:
             raise EndedError(await self._ending.error()) from None
         if reply is aio.EOF:  # type: ignore[attr-defined]
             raise EndedError(await self._ending.error())
-        if reply is None:  # grpc's word for bytes that are no message
+        if reply is None:  # gRPC returns None for bytes that do not parse.
             raise EndedError(_spoiled())
         message: packed.SessionReply = reply
         return message
@@ -107,10 +107,10 @@ class SessionCall:
         return self._sending.locked()
 
     async def send(self, outbox: deque[packed.SessionRequest], *, asks: bool) -> None:
-        """Sends all messages in turn, and takes them out; where the call ends meanwhile `read` says why.
+        """Sends all messages in the outbox, and removes them. If the call ends meanwhile, `read` raises the reason.
 
-        Who `asks` sends nothing more until a message is answered: one by itself goes to `answer`, where that waits, and
-        until it returns others stay in the outbox.
+        With `asks`, the caller sends nothing more until a message is answered. If `answer` is waiting, a single message
+        is passed to it, and further messages stay in the outbox until it returns.
         """
         if asks and len(outbox) == 1 and self._asked is not None and not self._asked.done():
             self._is_asking = True
@@ -121,10 +121,10 @@ class SessionCall:
                 pass
 
     async def answer(self) -> packed.SessionReply:
-        """Waits until something is asked, or written, and returns the next message.
+        """Waits until `send` passes a message or writes one, and returns the next message from the other side.
 
         Raises:
-            EndedError: there is none.
+            EndedError: the call has ended.
         """
         if not may_exchange(self._call) or self._call.done() or self.is_sending:
             return await self.read()
@@ -156,7 +156,7 @@ class SessionCall:
         return True
 
     def cancel(self) -> None:
-        """Ends the call; who reads it notices."""
+        """Ends the call. The task that reads it gets an EndedError."""
         self._is_cancelled = True
         self._call.cancel()
 
@@ -166,6 +166,6 @@ def _spoiled() -> UnavailableError:
 
 
 async def _connection(call: Any) -> None:
-    """Returns when there is a connection, or the call has failed, which who reads it is told, too."""
+    """Returns when the call is connected or has failed. A failure is not raised here: reading raises it."""
     with contextlib.suppress(aio.AioRpcError):
         await call.wait_for_connection()

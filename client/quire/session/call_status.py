@@ -1,9 +1,9 @@
-"""The reason that a call ended, as the peer said it.
+"""Records the reason that a peer gave for the end of a call.
 
-A message that is written while the call ends fails, and grpc.aio puts INTERNAL, "Internal error from Core", in the
-place of the status that is there already (seen with 1.85: `_write` in its `_call.py`, and `set_internal_error`). An
-owner that sends one step after the other would often not learn why one of them was refused. So the status is looked at
-in the moment in which it is set.
+If a message is written while the call ends, the write fails. grpc.aio then replaces the status that is already set by
+INTERNAL, "Internal error from Core" (seen with 1.85: `_write` in its `_call.py`, and `set_internal_error`). An owner
+that sends one step after another would often not learn why a step was refused. This module therefore reads the status
+at the moment it is set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Ending:
-    """Notes how one call ended. It must be made before anything is written to the call."""
+    """Records the end of one call. It must be made before anything is written to the call."""
 
     def __init__(self, call: aio.Call) -> None:
         self._status: aio.AioRpcError | None = None
@@ -33,13 +33,13 @@ class Ending:
         call.add_done_callback(self._note)
 
     async def status(self) -> aio.AioRpcError:
-        """Waits for the end of the call, and returns how it ended; an OK, too, comes as an error that is not raised."""
+        """Waits for the end of the call, and returns its status as an error that is not raised, even for OK."""
         await self._ended.wait()
         assert self._status is not None, "noted before"
         return self._status
 
     async def error(self, timeout_s: float = SILENCE_S) -> QuireError | None:
-        """Says why the call ended; None if it ended well, was cancelled here, or does not say in time."""
+        """Returns why the call ended. None if it succeeded, was canceled here, or has no status in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 status = await self.status()
@@ -48,18 +48,17 @@ class Ending:
         return None if status.code() in _WELL else from_rpc_error(status)
 
     def _note(self, call: Any) -> None:
-        """Notes the first status that is set; gRPC calls this before anything else can happen."""
+        """Records the first status. gRPC calls this as soon as a status is set, before any other code can run."""
         code, details = _at_once(call.code()), _at_once(call.details())
-        if (
-            self._status is None and (code, details) != _PUT_IN_ITS_PLACE
-        ):  # skip gRPC's own; the peer's is still to come
+        # gRPC may set a placeholder first. The peer's status comes later.
+        if self._status is None and (code, details) != _PUT_IN_ITS_PLACE:
             trailing = _at_once(call.trailing_metadata())
             self._status = aio.AioRpcError(code, aio.Metadata(), trailing, details, details)
             self._ended.set()
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine that need not wait, since its status is set, and returns its result."""
+    """Runs a coroutine that never waits, because the call's status is set, and returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:

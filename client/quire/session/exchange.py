@@ -1,11 +1,11 @@
-"""A message sent and the next one received as one operation of gRPC's core, where grpc.aio makes two of it.
+"""Sends a message and receives the next one as one operation of gRPC's core. grpc.aio uses two operations.
 
-Each operation that ends goes from the thread that completes calls to the event loop: two wake-ups, some system calls,
-two rounds of the loop. That a message is out is of no interest to who waits for its answer anyway; asked for together
-they take a fifth less CPU of a round trip (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
+The thread that completes calls reports each finished operation to the event loop: two wake-ups, some system calls, two
+rounds of the loop. A caller that waits for the answer does not need to know that its message was sent. One operation
+for both takes a fifth less CPU per round trip (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
 
-grpc.aio does not offer it. What is used here, `execute_batch` and two kinds of operations, is its own way to the core,
-and not public: releases of gRPC that nobody has looked at yet go the public way.
+grpc.aio has no public way to do this. This module uses its internal `execute_batch` and two kinds of operations.
+Untested releases of gRPC use the public way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 from quire._transport.grpc_io import is_at_most
 from quire.v1 import _packed_pb2 as packed
 
-LAST_KNOWN: Final = (1, 85)  # release of gRPC
+LAST_KNOWN: Final = (1, 85)  # newest tested gRPC release
 _NO_FLAGS: Final = 0
 
 
@@ -29,16 +29,17 @@ else:
 
 
 def may_exchange(call: Any) -> bool:
-    """Tells whether `exchange` can be used on a call; on one with interceptors it cannot."""
+    """Tells whether `exchange` can be used on a call. It cannot on a call with interceptors."""
     return IS_OFFERED and hasattr(call, "_cython_call")
 
 
 async def exchange(call: Any, request: packed.SessionRequest) -> packed.SessionReply | None:
-    """Sends a message on a call, and returns the next one that arrives. Nobody else may write or read meanwhile. None
-    means that the call has ended; reading it tells more.
+    """Sends a message on a call, and returns the next message that arrives. No other task may write or read meanwhile.
+
+    None means that the call has ended. Reading the call then raises the reason.
 
     Raises:
-        DecodeError: the bytes are no message.
+        DecodeError: the bytes do not parse.
     """
     receiving = cygrpc.ReceiveMessageOperation(_NO_FLAGS)
     sending = cygrpc.SendMessageOperation(request.SerializeToString(), _NO_FLAGS)

@@ -1,13 +1,13 @@
-"""The owner's knowledge of its pool: block tables of live sequences, and the digests that its pages carry.
+"""The owner's record of its pool: block tables of live sequences, and the digests of its pages.
 
-The owner has the pages, so this is the truth. An allocator that has lost its state makes it anew from this ledger
+The owner has the pages, so this ledger is the truth. An allocator that has lost its state rebuilds it from the ledger
 (`block_report.py`). Everything here, and in `pages.py`, follows from steps and their replies:
 
-    published    a commit filled a block and its digest went along, until the block is granted anew
-    released     the last free (or grow or commit that let go of it) that named a published block
+    published    a commit filled the block and had its digest. Ends when the block is granted again
+    released     the last free (or the last grow or commit that let go of the block) of a published block
 
-A block that the allocator has evicted and not granted yet still counts as published: its page has not been touched.
-If a quota limits the cached blocks, it does not count: the allocator tells which blocks became empty.
+A block that the allocator has evicted, but not granted again, still counts as published: its page is unchanged. If a
+quota limits the cached blocks it does not count, because the allocator then reports which blocks became empty.
 
 Pure: no call, clock or lock.
 """
@@ -31,16 +31,16 @@ from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
 _SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
-KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
+KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # order in which an allocator frees a sequence's groups
 
 
 class LedgerSequence:
     """One live sequence.
 
     Attributes:
-        prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
-        stops: token counts, rising, where states make checkpoints and windows keep the blocks before them.
-        twins: in an append-only pool, by group and position, the published blocks that it holds beside its own.
+        prompt_token_count, chunk_token_count: the values of its first grow; 0 for a fork.
+        stops: rising token counts. At each, states make checkpoints and windows keep the blocks before it.
+        twins: in an append-only pool, the published blocks that it holds beside its own, by group and position.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class LedgerSequence:
         self.twins: dict[tuple[int, int], int] = {}
 
     def path(self, group: int) -> array[int]:
-        """Returns a table with the published blocks in the place of those that it keeps beside them."""
+        """Returns a group's table in which twins replace the sequence's own blocks."""
         table = self.tables[group]
         if self.twins:
             table = table[:]
@@ -70,13 +70,13 @@ class LedgerSequence:
 
 
 class Ledger:
-    """One pool of that specification.
+    """The record of one pool.
 
     Attributes:
-        sequences: live ones, by rising id.
-        pages: what they carry.
-        free_block_count: blocks that could be granted after the last answer, empty and cached.
-        last_sequence_id: highest so far.
+        sequences: live sequences, by rising id.
+        pages: the published contents of the pages.
+        free_block_count: blocks that were free to grant after the last answer, empty and cached ones.
+        last_sequence_id: the highest id so far.
     """
 
     def __init__(self, spec: pb.PoolSpec) -> None:
@@ -93,7 +93,7 @@ class Ledger:
         self._step = self._operation = self._rank = 0
 
     def apply(self, step: packed.Step, outcome: StepOutcome) -> None:
-        """Takes in what a step did; once for every step, in order."""
+        """Applies a step's outcome. Call it once for every step, in order."""
         self._step, self._operation = step.number, -1
         self.free_block_count = outcome.free_block_count
         for drop in outcome.outside_drops:
@@ -115,15 +115,15 @@ class Ledger:
             self.pages.grant(outcome.emptied)
 
     def digest(self) -> bytes:
-        """Returns the digest of the whole state; `protocol/state_digest.py` says how it is made."""
+        """Returns the digest of the whole state, as defined in `protocol/state_digest.py`."""
         return state_digest(self.rows())
 
     def digest_after(self, number: int) -> bytes:
-        """Returns the digest that the answer to that step has."""
+        """Returns the digest that the answer to step `number` must have."""
         return state_digest(self.rows(in_turn(list(self.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
 
     def rows(self, sequence_ids: Iterable[int] | None = None) -> Iterator[SequenceRow]:
-        """Returns live sequences, all by rising id or those asked for."""
+        """Yields rows of live sequences: those in `sequence_ids`, or all by rising id."""
         for sequence_id in self.sequences if sequence_ids is None else sequence_ids:
             sequence = self.sequences[sequence_id]
             yield (
@@ -135,7 +135,7 @@ class Ledger:
             )
 
     def held_blocks(self) -> set[int]:
-        """Returns the blocks that are in at least one table."""
+        """Returns the blocks in at least one table."""
         held = {block for sequence in self.sequences.values() for table in sequence.tables for block in table}
         held.discard(NULL_BLOCK)
         if self._append_only:
@@ -206,7 +206,7 @@ class Ledger:
         self.pages.publish(DigestSpace(sequence.namespace, group), first, earlier, digests, table[first:end])
 
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
-        """Publishes the running block as a checkpoint, if one belongs there and no other sequence has the block."""
+        """Publishes the running block as a checkpoint, if one is due here and no other sequence has the block."""
         block = sequence.tables[group][0]
         if token_count % self.groups[group].block_size and token_count not in sequence.stops:
             return
@@ -221,7 +221,7 @@ class Ledger:
         return digests[start : start + DIGEST_BYTES]
 
     def _settle(self, sequence: LedgerSequence, alike: Sequence[int], first: int) -> None:
-        """Releases blocks that fell out of a window, deepest first."""
+        """Releases the blocks that fell out of a window, deepest first."""
         table = sequence.tables[alike[0]]
         end = begin = min(first, len(table))
         while begin and table[begin - 1] != NULL_BLOCK:
@@ -236,7 +236,7 @@ class Ledger:
             sequence.twins = {at: twin for at, twin in sequence.twins.items() if at[0] not in alike or at[1] >= end}
 
     def _apply_takeovers(self, takeovers: Sequence[Takeover]) -> None:
-        """Notes that own blocks carry what their twins did, which are empty now."""
+        """Notes that sequences' own blocks carry the digests of their twins, which are now empty."""
         for sequence_id, group, first in takeovers:
             sequence = self.sequences[sequence_id]
             for position in sorted(at for of, at in sequence.twins if of == group and at >= first):
@@ -256,7 +256,7 @@ class Ledger:
                 self._free(self.sequences.pop(sequence_id))
 
     def _free(self, sequence: LedgerSequence) -> None:
-        """Releases a sequence's blocks, tail first, groups of one specification together."""
+        """Releases a sequence's blocks, tail first, with groups of equal specification together."""
         if not self.pages.published:
             return
         for alike in self._managed:
@@ -266,7 +266,7 @@ class Ledger:
     def _fork(self, parent: LedgerSequence, child_id: int) -> None:
         length = parent.committed_token_count
         child = LedgerSequence(parent.namespace, length, length, parent.priority)
-        if parent.prompt_token_count:  # neither has the stops of the answer from now on
+        if parent.prompt_token_count:  # After a fork, neither parent nor child keeps the answer's stops.
             parent.stops = tuple([stop for stop in parent.stops if stop < parent.prompt_token_count])
         child.stops = parent.stops
         for group, spec in enumerate(self.groups):
@@ -285,7 +285,7 @@ class Ledger:
             if grown[1] is not ok:
                 continue
             sequence, blocks = sequences.get(grown[0]), grown[3]
-            if is_plain and sequence is not None and not any(blocks):  # usual while decoding: no table changes
+            if is_plain and sequence is not None and not any(blocks):  # While decoding, most grows change no table.
                 sequence.token_count = max(sequence.token_count, wanted)
                 continue
             self._operation, self._rank = before + row, 0
@@ -322,12 +322,12 @@ class Ledger:
                 self.pages.grant(added)
         if wanted > sequence.token_count:
             sequence.token_count = wanted
-            for group in self._states:  # a checkpoint written to without a copy is a checkpoint no more
+            for group in self._states:  # Writing to a checkpoint without a copy destroys it.
                 if not blocks[group]:
                     self.pages.grant(sequence.tables[group])
 
     def _let_go_of_sources(self, copies: list[Copy], grown: GrowOutcome) -> None:
-        """Releases the sources of one grow's copies, which are taken from the end of `copies`."""
+        """Releases the sources of one grow's copies, and removes these from the end of `copies`."""
         own = {block for table in grown.blocks for block in table}
         while copies and copies[-1].destination in own:
             self._release([array("I", [copies.pop().source])], 0, 1)
@@ -339,8 +339,8 @@ class Ledger:
         self._rank = 0
 
     def _release(self, tables: Sequence[array[int]], begin: int, end: int) -> None:
-        """Releases the blocks of positions [begin, end) of the tables of groups of one specification, the deepest first
-        and at each position group by group."""
+        """Releases the blocks at positions [begin, end) in tables of groups with equal specifications. The order is
+        deepest first, and at each position group by group."""
         width = len(tables)
         for number, table in enumerate(tables):
             rank = self._rank + number
@@ -355,7 +355,7 @@ class Ledger:
 
 
 def _first_held(table: array[int]) -> int:
-    """Returns where the blocks of a table begin: what fell out of a window comes first."""
+    """Returns the position of a table's first block. Entries before it fell out of a window."""
     return 0 if table and table[0] != NULL_BLOCK else bisect_left(table, True, key=_is_there)
 
 
@@ -364,14 +364,14 @@ def _is_there(block: int) -> bool:
 
 
 def first_needed(spec: pb.GroupSpec, token_count: int) -> int:
-    """Returns the first token that the token after `token_count` others still reads in a windowed group."""
+    """Returns the first position that the token after `token_count` others reads in a windowed group."""
     if spec.kind == _CHUNKED:
         return token_count // spec.window * spec.window
     return max(0, token_count - spec.window + 1)
 
 
 def _groups_alike(groups: Sequence[pb.GroupSpec]) -> list[list[int]]:
-    """Returns the groups of one specification together, in the order in which a free goes through them."""
+    """Returns lists of groups with equal specifications, in the order in which a free releases them."""
     alike: dict[bytes, list[int]] = {}
     for number, group in enumerate(groups):
         alike.setdefault(group.SerializeToString(deterministic=True), []).append(number)

@@ -1,13 +1,13 @@
-"""Silence of the other side of a stream, in seconds during which this process could hear it."""
+"""Measures the silence of a stream's other side, in seconds during which this process could receive messages."""
 
 from __future__ import annotations
 
 
 class Silence:
-    """Seconds of silence, counted in ticks.
+    """Counts seconds of silence in ticks.
 
-    A tick that comes late counts as two at most. A process that was paused reads its messages only when it
-    continues: the time of its pause says nothing about the other side.
+    A late tick counts as two at most. A paused process reads its messages only when it continues, so the time of its
+    pause says nothing about the other side.
     """
 
     def __init__(self, now: float) -> None:
@@ -15,11 +15,11 @@ class Silence:
         self.seconds = 0.0
 
     def heard(self) -> None:
-        """Starts the count anew, because something came."""
+        """Restarts the count, because a message arrived."""
         self.seconds = 0.0
 
     def tick(self, now: float, tick_s: float) -> float:
-        """Time has passed, `tick_s` seconds if this tick came in time; returns the seconds of silence until now."""
+        """Counts one tick, and returns the seconds of silence until now. Ticks on time are `tick_s` seconds apart."""
         self.seconds += min(now - self._ticked_at, 2 * tick_s)
         self._ticked_at = now
         return self.seconds

@@ -1,19 +1,19 @@
-"""Room for tokens to come, so that decoding goes on while the allocator is slow, or gone.
+"""Requests room for future tokens, so that decoding continues while the allocator is slow or down.
 
-Of a sequence that decodes, in tokens, with `length` its tokens (the one that is being sampled is one of them) and
-`last` those that it can ever compute:
+Ranges of a decoding sequence, in tokens. `length` includes the token that is being sampled, and `last` is the most that
+the sequence can ever compute:
 
     [0, length)                                needed
     [length, min(length + ahead, last))        granted ahead, rounded up to whole blocks
 
 With `ahead` 64 and blocks of 16 tokens:
 
-    who asks        as soon as one sequence has room for fewer than 64 tokens beyond its length, all with room for fewer
-                    than 80 ask in the same step
-    for how much    80 tokens beyond its length, rounded up to whole blocks, so that the next asking comes 17 to 32
-                    turns later
-    from what       free blocks that no sequence needs, the oldest sequence first; admission counts them as free
-    given back      by the newest sequences, in the step in which somebody needs them
+    trigger         one sequence has room for fewer than 64 tokens beyond its length. Then all sequences with room for
+                    fewer than 80 ask in the same step
+    amount          80 tokens beyond its length, rounded up to whole blocks. The next request follows 17 to 32 turns
+                    later
+    source          free blocks that no sequence needs, oldest sequence first. Admission counts them as free
+    given back      by the newest sequences, in the step in which another sequence needs the blocks
 
     session = allocator.session("default", spec, ahead_tokens=64)
     ...
@@ -22,9 +22,8 @@ With `ahead` 64 and blocks of 16 tokens:
     answer = await session.submit(step)  # meanwhile the forward pass of sequences with room runs: sequence 7
     for grown in (await answer).grows: ...  # each has room for `grown.token_count` tokens, once its blocks are noted
 
-`granted` must come from answers that the engine has taken in, not from the ledger. The ledger hears of an answer
-earlier; an engine that computes on it before running the copies writes into pages of others. Pure: no call, clock or
-lock.
+`granted` must come from answers that the engine has applied, not from the ledger. The ledger applies an answer earlier:
+an engine that uses its room before running the copies writes into other sequences' pages. Pure: no call, clock or lock.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ K = TypeVar("K")
 
 
 class Decoding(NamedTuple, Generic[K]):
-    """A sequence that decodes on, in tokens: the room that it was granted in answers that its engine has taken in, its
-    length when the pass that runs now has been computed, and how long it can ever get."""
+    """A decoding sequence, in tokens: its granted room in answers that its engine has applied, its length after the
+    running pass, and its greatest possible length."""
 
     sequence: K
     granted: int
@@ -53,16 +52,16 @@ class Decoding(NamedTuple, Generic[K]):
 
     @property
     def lacks_room(self) -> bool:
-        """Tells whether its next token has no room. That room is needed, apart from any room ahead."""
+        """Tells whether its next token has no room. That room is necessary, unlike room ahead."""
         return min(self.length, self.last) > self.granted
 
 
 class Increment(NamedTuple):
-    """The tokens by which tables grow, and the blocks that they take, all groups together.
+    """The unit by which tables grow, in tokens and in blocks of all groups together.
 
     Attributes:
-        token_count, block_count: of the least that leaves no group with a half-filled block.
-        sizes: tokens per block of each group that grows; states do not.
+        token_count, block_count: the smallest unit that fills whole blocks in every group.
+        sizes: tokens per block of each group that grows. States do not grow.
     """
 
     token_count: int
@@ -71,7 +70,7 @@ class Increment(NamedTuple):
 
     @classmethod
     def of(cls, *sizes: int) -> Increment:
-        """Makes the increment of groups of these block sizes."""
+        """Returns the increment of groups with these block sizes."""
         token_count = math.lcm(*sizes)
         return cls(token_count, sum(token_count // size for size in sizes), sizes)
 
@@ -80,31 +79,31 @@ class Increment(NamedTuple):
         return -(-token_count // self.token_count) * self.token_count
 
     def least(self, token_count: int) -> int:
-        """Rounds up to a whole block of the group with the smallest."""
+        """Rounds up to whole blocks of the group with the smallest blocks."""
         size = min(self.sizes, default=1)
         return -(-token_count // size) * size
 
     def blocks(self, token_count: int) -> int:
-        """Counts the blocks in the tables of a sequence with room for so many tokens."""
+        """Returns the number of blocks in the tables of a sequence with room for `token_count` tokens."""
         return sum(-(-token_count // size) for size in self.sizes)
 
     def full(self, token_count: int) -> int:
-        """Counts the blocks that so many tokens fill. One more may be shared, and is copied when the sequence grows."""
+        """Returns how many blocks `token_count` tokens fill. One more may be shared, and is copied on the next grow."""
         return sum(token_count // size for size in self.sizes)
 
 
 class RoomAhead:
-    """Asks for the room that a session takes ahead.
+    """Requests a session's room ahead.
 
-    Where a pool has recurrent states, a sequence that was granted more than it commits leaves no checkpoint: where one
-    belongs, the commit gives back what is beyond (`keep_token_count`).
+    In a pool with recurrent states, a sequence with more room than committed tokens leaves no checkpoint. A commit that
+    should leave one therefore gives back the room beyond (`keep_token_count`).
 
     Args:
-        owner: of the pool.
-        token_count: of room beyond the next token; 0: none.
+        owner: the pool's owner.
+        token_count: tokens of room beyond the next token; 0 requests none.
 
     Raises:
-        ValueError: there is no such room.
+        ValueError: `token_count` is below 0.
     """
 
     def __init__(self, owner: PoolOwner, token_count: int) -> None:
@@ -117,17 +116,17 @@ class RoomAhead:
         )
 
     def ask(self, step: StepBuilder, decoding: Sequence[Decoding[int]], free_block_count: int | None = None) -> None:
-        """Adds the grows that are due, which may be none, to the next step.
+        """Adds the due grows to the next step, if there are any.
 
-        Unanswered grows are not counted: an engine asks in one step at a time. Asking for the same room twice changes
-        nothing, and neither does a refused grow. If a sequence then has no room for its next token, its engine asks
-        again. After a QUOTA, which is not known here, it passes a `free_block_count` of 0.
+        Unanswered grows are not counted, so an engine must ask in one step at a time. Asking for the same room twice
+        changes nothing, and neither does a refused grow. If a sequence still has no room for its next token, its engine
+        asks again. After a QUOTA, which this class does not see, the engine passes 0 as `free_block_count`.
 
         Args:
-            step: of the engine.
-            decoding: oldest first: live sequences, by their ids.
-            free_block_count: blocks it may take; by default all that were free after the last answer. Pass fewer
-                if this step also admits prompts, or chunks of some are left. With 0, it asks for next tokens alone.
+            step: the engine's next step.
+            decoding: live sequences by their ids, oldest first.
+            free_block_count: blocks that may be taken; by default all that were free after the last answer. Pass fewer
+                if this step also admits prompts, or if chunks of prompts are left. With 0, only next tokens get room.
         """
         free = self._owner.ledger.free_block_count if free_block_count is None else free_block_count
         for sequence_id, token_count in needs_of(
@@ -136,11 +135,12 @@ class RoomAhead:
             step.grow(sequence_id, token_count)
 
     def give_back(self, block_count: int, holders: Sequence[tuple[int, int, int]]) -> dict[int, int]:
-        """Chooses who gives back so many blocks, or all there are, with the `keep_token_count` for the commit of each.
+        """Chooses sequences that give back `block_count` blocks, or as many as they can. Returns `keep_token_count` for
+        the commit of each.
 
         Args:
-            block_count: how many blocks are missing.
-            holders: oldest first: id of a live sequence, tokens of room that it was granted, and those that it needs.
+            block_count: number of missing blocks.
+            holders: for each live sequence, oldest first: its id, its granted room and its needed room, in tokens.
         """
         return give_back(holders, block_count, self._increment)
 
@@ -148,16 +148,16 @@ class RoomAhead:
 def needs_of(
     decoding: Sequence[Decoding[K]], free_block_count: int, *, ahead_tokens: int, increment: Increment
 ) -> list[tuple[K, int]]:
-    """Chooses who asks for room while it is computed, and for how many tokens: whole increments.
+    """Chooses the sequences that request room while they are computed, and their new room in whole increments.
 
-    Whose next token has no room asks for it in any case; the rest is within `free_block_count`. Where that is not even
-    enough for an increment for each of them, they ask for no more than their next token takes.
+    A sequence without room for its next token always asks for it. `free_block_count` limits all further room. If it
+    does not suffice for one increment for each sequence in need, these ask only for the room of their next token.
 
     Args:
-        decoding: oldest first.
-        free_block_count: blocks that nobody else needs.
-        ahead_tokens: of room beyond the next token.
-        increment: by what tables grow.
+        decoding: the sequences, oldest first.
+        free_block_count: blocks that no other sequence needs.
+        ahead_tokens: tokens of room beyond the next token.
+        increment: unit by which tables grow.
     """
     if all(granted >= min(length + ahead_tokens, last) for _, granted, length, last in decoding):
         return []
@@ -181,7 +181,7 @@ def needs_of(
 
 
 def _room_within(block_count: int, held: int, wanted: int, increment: Increment) -> int:
-    """Counts the tokens of room, in whole increments up to `wanted`, that so many blocks are enough for."""
+    """Returns the room, in whole increments up to `wanted`, that `block_count` more blocks can provide."""
     begun = increment.up(held)
     left = block_count - (increment.blocks(begun) - increment.blocks(held))
     if wanted <= held or left < 0:
@@ -193,12 +193,13 @@ def _room_within(block_count: int, held: int, wanted: int, increment: Increment)
 
 
 def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, increment: Increment) -> dict[K, int]:
-    """Chooses who gives back so many blocks, or all there are, newest first, and for how many tokens each keeps room.
+    """Chooses sequences that give back `block_count` blocks, or as many as they can, newest first. Returns the room, in
+    tokens, that each keeps.
 
     Args:
-        holders: oldest first: sequence, tokens of room that it was granted, and those that it needs.
-        block_count: how many blocks are missing.
-        increment: by what tables grow.
+        holders: for each sequence, oldest first: the sequence, its granted room and its needed room, in tokens.
+        block_count: number of missing blocks.
+        increment: unit by which tables grow.
     """
     kept: dict[K, int] = {}
     size = min(increment.sizes, default=0)

@@ -1,19 +1,19 @@
-"""The owner's side of the session protocol, without a wire: what to send, and what the answers mean.
+"""The owner's side of the session protocol, without a wire: it decides what to send, and interprets the answers.
 
 Lifecycle of a `PoolOwner`:
 
-    1. idle       no stream; steps may be submitted, they wait
-    2. attaching  a stream begins with Attach, under a higher epoch than ever before
-    3. reporting  the allocator has no state for us: the ledger goes out as a block report, and comes back in force
-    4. open       steps go out as they are submitted, at most `window` of them unanswered; answers come in order
-    5. idle       the stream was lost (`lose_stream`) or given up by us because both sides disagree: back to 2
+    1. idle       there is no stream. Submitted steps wait
+    2. attaching  a stream begins with Attach, under a higher epoch than all before
+    3. reporting  the allocator has no state for this owner. The ledger is sent as a block report, and takes effect
+    4. open       submitted steps are sent at once, at most `window` of them unanswered. Answers arrive in order
+    5. idle       the stream was lost (`lose_stream`), or given up by this owner because both sides disagree: back to 2
 
-A step keeps its number until it is answered. After Resumed the same bytes go out again, after Ready the same operations
-under the new session id. They may have been applied before. Even so, the ledger's state gets each of them exactly once.
+A step keeps its number until it is answered. After Resumed, the same bytes are sent again; after Ready, the same
+operations under the new session id. They may have been applied before, but the ledger applies each exactly once.
 
-Pure: no call, clock, randomness or lock. `session.AsyncSession` is the shell around it for asyncio; an engine with an
-event loop of its own writes another one: send everything in `outbox` in order, hand every answer of the current
-stream, and none of an older one, to `receive`.
+Pure: no call, clock, randomness or lock. `session.AsyncSession` is its shell for asyncio. An engine with another event
+loop can write its own shell: send all messages in `outbox` in order, and pass every answer of the current stream, but
+none of an older one, to `receive`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quire.v1 import server_pb2
 
 
 class Phase(enum.Enum):
-    """The phase of the owner's current stream; IDLE if there is none."""
+    """The phase of the owner's current stream; IDLE without a stream."""
 
     IDLE = enum.auto()
     ATTACHING = enum.auto()
@@ -46,11 +46,11 @@ class Phase(enum.Enum):
 
 
 class LedgerLostError(InternalError):
-    """An answer could be read but not be true: the ledger of the pool cannot be relied on any more."""
+    """An answer could be read, but contradicts the ledger, which is therefore no longer reliable."""
 
 
 class Answer(NamedTuple):
-    """One step was applied."""
+    """The answer to an applied step."""
 
     number: int
     outcome: StepOutcome
@@ -60,17 +60,17 @@ class Verdict(enum.Enum):
     """The meaning of a stream's end for its owner."""
 
     AGAIN = enum.auto()  # attach again at once
-    LATER = enum.auto()  # attach again later, when a lease has ended or a place is free
-    LOST = enum.auto()  # the allocator refuses our report: the pool begins empty
-    STEP_REFUSED = enum.auto()  # the oldest unanswered step was wrong; none from it on was applied
-    # This allocator refuses an owner that it, or an earlier one, had admitted: try again later, another one may accept.
+    LATER = enum.auto()  # attach again later: a lease must end, or a place become free
+    LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
+    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither it nor any later step was applied.
+    # This allocator refuses an owner that was admitted before. A later allocator may accept it, so the owner retries.
     REFUSED = enum.auto()
-    FINAL = enum.auto()  # the allocator refuses an owner that was never admitted: give up
+    FINAL = enum.auto()  # The allocator refuses an owner that was never admitted. The owner gives up.
 
 
 _MISREADINGS_MAX: Final = 3
-_HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
-_PERIOD_S_MIN: Final = 0.01  # whatever an allocator says: the owner's loop is not to spin
+_HEARTBEATS_PER_LEASE: Final = 3  # least number, so that two may be late
+_PERIOD_S_MIN: Final = 0.01  # The owner's loop must not spin, whatever period an allocator sends.
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
 _SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session id and acknowledgement, added when a step is sent
 _AGAIN: Final = frozenset(
@@ -85,23 +85,23 @@ class PoolOwner:
     """Owns one pool.
 
     Args:
-        pool: its name.
-        spec: its specification.
-        incarnation: 16 random bytes, new for every life of the process that holds the pages.
+        pool: the pool's name.
+        spec: the pool's specification.
+        incarnation: 16 random bytes, new for every process that holds the pages.
         window: steps that may be unanswered at a time, 1 to 8.
 
     Raises:
-        ValueError: no step could ever be sent with such a window; one that is too wide the allocator refuses.
+        ValueError: the window is not a positive number. The allocator refuses one that is too wide.
 
     Attributes:
-        ledger: what is known of the pool after the last answer.
-        outbox: messages to send on the current stream, in order; the sender takes each of them out.
-        session_id: of the session that the ledger belongs to; empty before the first, and where it must not go on.
-        last_step: number of the last step whose answer was taken in.
-        heartbeat_s, silence_s: how long this side may be silent, and after what silence it leaves its stream; as the
-            last allocator said.
-        lease_s: of silence, after which the allocator drops the pool; infinite until it is known.
-        report_count, disagreement_count: reports that were asked for; times that both sides' states differed.
+        ledger: record of the pool after the last answer.
+        outbox: messages to send on the current stream, in order. The sender removes each.
+        session_id: id of the ledger's session. Empty before the first session, and if it must not be resumed.
+        last_step: number of the last answered step.
+        heartbeat_s, silence_s: interval of this side's heartbeats, and the allocator's silence after which this side
+            replaces its stream. The last allocator has set both.
+        lease_s: seconds of silence after which the allocator drops the pool; infinite until known.
+        report_count, disagreement_count: number of requested reports; how often both sides' states differed.
     """
 
     def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
@@ -123,7 +123,7 @@ class PoolOwner:
         self.report_count = 0
         self.disagreement_count = 0
         self._was_open = False
-        self._misread_count = 0  # consecutive reports after which the allocator's state was not ours
+        self._misread_count = 0  # consecutive reports after which the allocator's state still differed
         self._unanswered: deque[packed.SessionRequest] = deque()
         self._unheard_heartbeats = 0
 
@@ -134,24 +134,24 @@ class PoolOwner:
 
     @property
     def unanswered_count(self) -> int:
-        """Counts the steps that were submitted and not answered yet."""
+        """Returns the number of submitted steps without an answer."""
         return len(self._unanswered)
 
     @property
     def beat_s(self) -> float:
-        """Returns the seconds between two heartbeats, of which three fit into a lease."""
+        """Returns the seconds between two heartbeats. At least three heartbeats fit into a lease."""
         return min(self.heartbeat_s, self.lease_s / _HEARTBEATS_PER_LEASE)
 
     @property
     def is_quiet(self) -> bool:
-        """Tells whether the allocator has nothing to say before it is sent something."""
+        """Tells whether the allocator has nothing to send until it gets another message."""
         is_answered = not self._unanswered and not self._unheard_heartbeats
         return self.phase is Phase.OPEN and is_answered and not self.outbox
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Begins a stream under a new epoch; messages of older streams are ignored."""
+        """Begins a stream under a new epoch. Messages of older streams are ignored."""
         self.epoch += 1
         self.phase = Phase.ATTACHING
         self.outbox.clear()
@@ -171,17 +171,17 @@ class PoolOwner:
         )
 
     def lose_stream(self) -> None:
-        """Notes that the stream is gone; unanswered steps are sent again on the next one."""
+        """Notes that the stream is lost. Unanswered steps are sent again on the next one."""
         self.phase = Phase.IDLE
         self.outbox.clear()
 
     def disown(self) -> None:
-        """Makes the next stream report instead of resuming, because the allocator's state is not ours."""
+        """Makes the next stream report instead of resume, because the allocator's state differs from this owner's."""
         self.lose_stream()
         self.session_id = b""
 
     def start_over(self) -> list[int]:
-        """Empties the ledger and returns the numbers of the steps that are given up."""
+        """Empties the ledger and returns the numbers of the abandoned steps."""
         self.disown()
         last_sequence_id = self.ledger.last_sequence_id
         self.ledger = Ledger(self.spec)
@@ -189,15 +189,15 @@ class PoolOwner:
         return self.give_up_steps()
 
     def give_up_steps(self) -> list[int]:
-        """Forgets what is unanswered; only where it is certain that none of it was or will be applied."""
+        """Abandons unanswered steps. Call it only if none of them was or will be applied."""
         numbers = [request.step.number for request in self._unanswered]
         self._unanswered.clear()
         return numbers
 
     def judge(self, error: QuireError | None) -> Verdict:
-        """Says what to do about a stream that ended with `error`; None where it gave no reason. Changes nothing."""
+        """Decides what to do after a stream ended with `error`, which is None if it gave no reason. Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
-            return Verdict.AGAIN  # an error without a reason is of gRPC itself, under any code
+            return Verdict.AGAIN  # An error without a reason comes from gRPC itself, whatever its code.
         if self.phase is Phase.OPEN:
             return Verdict.STEP_REFUSED
         if error.reason in _LATER:
@@ -207,7 +207,7 @@ class PoolOwner:
         return Verdict.REFUSED if self._was_open else Verdict.FINAL
 
     def ended(self, error: QuireError | None) -> tuple[Verdict, list[int]]:
-        """Takes in that the allocator ended the stream; returns what that means, and the steps that fail with it."""
+        """Notes that the allocator ended the stream. Returns the verdict, and the steps that fail with it."""
         verdict = self.judge(error)
         if error is not None and error.reason in _DISAGREE:
             self.disagreement_count += 1
@@ -222,11 +222,11 @@ class PoolOwner:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def submit(self, operations: StepBuilder) -> int:
-        """Submits the next step and returns its number. There must be room in the window.
+        """Submits the next step and returns its number. The window must have room.
 
         Raises:
-            ResourceExhaustedError: TOO_LARGE, the allocator takes fewer operations or bytes; nothing was submitted.
-            ValueError: a number does not fit the message, or an id is not new, or not known; nothing was submitted.
+            ResourceExhaustedError: TOO_LARGE, the allocator accepts fewer operations or bytes. Nothing was submitted.
+            ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was submitted.
         """
         assert self.has_room, "the window is full"
         request = packed.SessionRequest()
@@ -243,10 +243,10 @@ class PoolOwner:
         return number
 
     def _check_ids(self, operations: StepBuilder) -> None:
-        """Refuses ids that are not new, or not known. The wire has nothing but the id: a reused id would get another
-        sequence's blocks, and an unknown one would create a sequence that nobody frees."""
+        """Refuses ids that are not new, or unknown. Only the id identifies a sequence on the wire. A reused id would
+        get another sequence's blocks, and an unknown one would create a sequence that is never freed."""
         created = self.ledger.last_sequence_id
-        if operations.names_no_newer(created):  # decoding, most of the time
+        if operations.names_no_newer(created):  # This is the usual case while decoding.
             return
         highest = created
         for request in self._unanswered:
@@ -256,33 +256,34 @@ class PoolOwner:
 
     @staticmethod
     def _check_size(what: str, count: int, most: int) -> None:
-        """Refuses a count above `most`; 0 means that no allocator has named a limit."""
+        """Refuses a count above `most`. 0 means that no allocator has sent a limit."""
         if 0 < most < count:
             raise QuireError.of(Reason.TOO_LARGE, f"the step has {count} {what}, and at most {most} are taken")
 
     def heartbeat(self) -> None:
-        """Keeps the lease, and lets watchers see what the last steps did."""
+        """Keeps the lease. The acknowledgement in it lets watchers see the changes of the last steps."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
-            self._unheard_heartbeats += self.phase is Phase.OPEN  # a report is answered first
+            # While reporting, the allocator answers the report before any heartbeat.
+            self._unheard_heartbeats += self.phase is Phase.OPEN
             self.outbox.append(packed.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
 
     def detach(self) -> None:
-        """Gives the pool back; the allocator then ends the stream."""
+        """Gives the pool back. The allocator then ends the stream."""
         if self.phase is Phase.OPEN:
             self.outbox.append(packed.SessionRequest(detach=pb.Detach()))
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
     def receive(self, reply: packed.SessionReply) -> Answer | None:
-        """Takes in the current stream's next message.
+        """Applies the current stream's next message.
 
-        Returns what a step did, if it is an answer to one. The owner may be IDLE afterwards: both sides disagree, and
-        the stream must be left for a new one.
+        Returns the answer if the message answers a step. If the owner is IDLE afterwards, both sides disagree, and the
+        stream must be replaced.
 
         Raises:
-            InternalError: the allocator broke the protocol; the owner is IDLE and its session is not resumed.
+            InternalError: the allocator broke the protocol. The owner is IDLE, and its session is not resumed.
             FailedPreconditionError: VERSION, the allocator does not know a feature of the pool.
-            LedgerLostError: it did so in a way that spoiled the ledger; the owner begins anew, empty.
+            LedgerLostError: the allocator broke the protocol and spoiled the ledger. The owner starts over, empty.
         """
         kind = reply.WhichOneof("message")
         try:
@@ -316,7 +317,7 @@ class PoolOwner:
         self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
-                self.outbox.append(request)  # the same bytes
+                self.outbox.append(request)  # The request is sent again unchanged.
             else:
                 self._send_step(request)
 
@@ -337,7 +338,7 @@ class PoolOwner:
             if self._misread_count >= _MISREADINGS_MAX:
                 raise InternalError("the allocator makes another state of our report, time and again")
             self.disagreement_count += 1
-            self.disown()  # unanswered steps go out under the session that the next report opens
+            self.disown()  # The next report opens a new session. Unanswered steps are sent under that one.
             return
         self._misread_count = 0
         self.session_id = ready.session_id

@@ -1,8 +1,8 @@
-"""Contents of a pool's pages: published blocks and their digests, and when each was released last.
+"""The contents of a pool's pages: published blocks with their digests, and the last release of each.
 
-Blocks are published in stretches, and released in ranges of them (`releases.py`): one object serves thousands of
-blocks, and a block costs an entry in a table. A free of a whole stretch, or of its beginning, looks at no block. A
-stretch shrinks by blocks that are granted anew; when half of it is gone, it is built anew.
+Blocks are published in stretches, and released in ranges of stretches (`releases.py`). One object serves thousands of
+blocks, and each block costs only an entry in a table. Freeing a whole stretch, or its beginning, visits no block. A
+stretch loses the blocks that are granted again. When half of them are gone, the stretch is rebuilt.
 
 Pure: no call, clock or lock.
 """
@@ -26,8 +26,8 @@ class Published(NamedTuple):
     """The digest that one block carries, and its place in a prefix.
 
     Attributes:
-        parent: digest of the block before it in its group; empty at the root and where it is not known.
-        position: index in the table; of STATE, digest blocks up to and with the checkpoint.
+        parent: digest of the block before it in its group; empty at the root and if unknown.
+        position: index in the table. For STATE, the number of digest blocks up to and including the checkpoint.
     """
 
     digest: bytes
@@ -38,7 +38,7 @@ class Published(NamedTuple):
 
 
 class DigestSpace(NamedTuple):
-    """Inside one, a digest names one block."""
+    """The scope of a digest: inside it, a digest identifies one block."""
 
     namespace: str
     group: int
@@ -48,11 +48,11 @@ class PublishedStretch:
     """Consecutive blocks of one prefix in one group, each at most once.
 
     Attributes:
-        parent: digest of the block before the first one; empty at the root and where it is not known.
-        digests: concatenated.
-        live: blocks that still carry their digest.
-        sparse_at: half of them, when they were all there.
-        released: which of them were let go of, and when last.
+        parent: digest of the block before the first one; empty at the root and if unknown.
+        digests: digests of the blocks, concatenated.
+        live: number of blocks that still carry their digest.
+        sparse_at: half of the original number of blocks. With that few live ones, the stretch is rebuilt.
+        released: the last releases of its blocks.
     """
 
     __slots__ = ("blocks", "digests", "first_position", "live", "parent", "released", "scope", "sparse_at")
@@ -70,18 +70,18 @@ class PublishedStretch:
         self.released: list[Release] = []
 
     def index_of(self, block: int, position: int) -> int:
-        """Returns where a block of it stands, most likely at that position of its prefix."""
+        """Returns a block's index in the stretch. `position` is the likely position in the prefix."""
         index = position - self.first_position
         if 0 <= index < len(self.blocks) and self.blocks[index] == block:
             return index
         return self.blocks.index(block)
 
     def digest_at(self, index: int) -> bytes:
-        """Returns the digest of one block."""
+        """Returns the digest of the block at `index`."""
         return bytes(self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
 
     def part(self, start: int, end: int) -> PublishedStretch:
-        """Returns the blocks of [start, end) as a stretch of their own."""
+        """Returns the blocks [start, end) as a separate stretch."""
         parent = self.digest_at(start - 1) if start else self.parent
         digests = bytes(self.digests[start * DIGEST_BYTES : end * DIGEST_BYTES])
         part = PublishedStretch(self.scope, self.first_position + start, parent, digests, self.blocks[start:end])
@@ -89,7 +89,7 @@ class PublishedStretch:
         return part
 
     def extend(self, digests: bytes, blocks: array[int]) -> None:
-        """Adds blocks at the end of a stretch that is whole."""
+        """Adds blocks at the end of a stretch without gaps."""
         self.digests += digests
         self.blocks.extend(blocks)
         self.live += len(blocks)
@@ -97,7 +97,7 @@ class PublishedStretch:
 
 
 class LetGo(NamedTuple):
-    """Published blocks that one operation released, in this order; `ranks` has their order within the operation."""
+    """Published blocks that one operation released, in this order. `ranks` has their order within the operation."""
 
     step: int
     operation: int
@@ -106,10 +106,10 @@ class LetGo(NamedTuple):
 
 
 class Pages:
-    """Knows what the pages of a pool carry.
+    """Records the contents of a pool's pages.
 
     Attributes:
-        published: of every block that carries a digest the stretch that it is in.
+        published: the stretch of each block that carries a digest.
     """
 
     def __init__(self) -> None:
@@ -120,9 +120,9 @@ class Pages:
     def publish(
         self, scope: DigestSpace, first_position: int, before: int | None, digests: bytes, blocks: array[int]
     ) -> None:
-        """Notes that consecutive blocks carry these digests; `before` is the block before them, if there is one."""
+        """Notes that consecutive blocks carry these digests. `before` is the block before them, if there is one."""
         published = self.published
-        if not published.keys().isdisjoint(blocks):  # a commit was swapped to blocks that others have published
+        if not published.keys().isdisjoint(blocks):  # A commit was swapped to blocks that others have published.
             for index, block in enumerate(blocks):
                 digest = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
                 earlier = published.get(block)
@@ -148,13 +148,13 @@ class Pages:
             published.update(dict.fromkeys(blocks, stretch))
 
     def grant(self, blocks: Sequence[int]) -> None:
-        """Notes that these blocks are written anew and carry nothing."""
+        """Notes that these blocks are granted again, and so no longer carry digests."""
         if not self.published.keys().isdisjoint(blocks):
             for block in blocks:
                 self._forget(block)
 
     def drop(self, drop: CacheDrop, held: Set[int], full_groups: Set[int]) -> None:
-        """Forgets the contents of the blocks that a drop names and no sequence holds."""
+        """Forgets the digests of the dropped blocks, except for blocks that sequences hold."""
         if drop.digests:
             self._drop_path(drop, held, full_groups)
             return
@@ -162,7 +162,7 @@ class Pages:
         self.grant([block for block in meant if block not in held])
 
     def _drop_path(self, drop: CacheDrop, held: Set[int], full_groups: Set[int]) -> None:
-        """Forgets the blocks behind the kept digests of a path; in groups of full attention also all blocks below."""
+        """Forgets the blocks behind the kept digests of a path; with full attention also their successors."""
         starts = range(drop.kept_digest_count * DIGEST_BYTES, len(drop.digests), DIGEST_BYTES)
         named = {drop.digests[start : start + DIGEST_BYTES] for start in starts}
         carried = [(block, what) for block, what in self.carried().items() if what.namespace == drop.namespace]
@@ -181,16 +181,16 @@ class Pages:
     def release(
         self, step: int, operation: int, rank: int, table: array[int], *, begin: int, end: int, stride: int = 1
     ) -> int:
-        """Notes that an operation let go of table[begin:end], the last block first; returns how many are published.
+        """Notes that an operation released table[begin:end], last block first. Returns how many are published.
 
         Args:
-            step: its number.
-            operation: index of the operation in it.
-            rank: of the last block within the operation; that of each block before it is higher by `stride`.
-            table: most often a sequence's: a block is found sooner at its position in its prefix.
-            begin: of the first block.
-            end: after the last block.
-            stride: how many groups the operation goes through at each position.
+            step: the step's number.
+            operation: index of the operation in the step.
+            rank: the last block's rank within the operation. The rank of each block before it is higher by `stride`.
+            table: usually a sequence's table. Blocks at their position in the prefix are found fastest.
+            begin: index of the first block.
+            end: index after the last block.
+            stride: number of groups that the operation releases at each position.
         """
         published, at, count = self.published, end, 0
         while at > begin:
@@ -210,11 +210,11 @@ class Pages:
     # -- what is there -------------------------------------------------------------------------------------------------
 
     def stretches(self) -> list[PublishedStretch]:
-        """Returns every stretch, in the order in which they were published."""
+        """Returns all stretches, in the order of their publication."""
         return list(dict.fromkeys(self.published.values()))
 
     def parts(self, stretch: PublishedStretch, without: Set[int] = _NOTHING) -> Iterator[PublishedStretch]:
-        """Yields the parts of a stretch that still carry their digests, leaving out `without`."""
+        """Yields the parts of a stretch that still carry their digests, without the blocks in `without`."""
         if stretch.live == len(stretch.blocks) and without.isdisjoint(stretch.blocks):
             yield stretch
             return
@@ -229,8 +229,7 @@ class Pages:
             yield stretch.part(start, len(stretch.blocks))
 
     def releases(self) -> list[LetGo]:
-        """Returns the last release of every published block that was let go of, also of those that are held again; the
-        first one first."""
+        """Returns the last release of every published block, oldest first. It includes blocks that are held again."""
         entries: dict[tuple[int, int], list[tuple[Sequence[int], list[int]]]] = {}
         for stretch in self.stretches():
             for release in stretch.released:
@@ -242,13 +241,13 @@ class Pages:
             parts.sort(key=lambda entry: entry[0][0])
             if all(before[0][-1] < after[0][0] for before, after in pairwise(parts)):
                 found += [LetGo(step, operation, *entry) for entry in parts]
-            else:  # groups of one specification are let go of together, position by position
+            else:  # Groups with equal specifications free their blocks together, position by position.
                 rows = sorted(row for ranks, blocks in parts for row in zip(ranks, blocks, strict=True))
                 found.append(LetGo(step, operation, [row[0] for row in rows], [row[1] for row in rows]))
         return found
 
     def carried(self) -> dict[int, Published]:
-        """Returns what every published block carries, in the order in which they were published."""
+        """Returns the digest and place of every published block, in the order of publication."""
         found: dict[int, Published] = {}
         for stretch in self.stretches():
             for part in self.parts(stretch):
@@ -261,14 +260,14 @@ class Pages:
         return {block: found[block] for block in self.published}
 
     def digest_of(self, block: int) -> bytes:
-        """Returns the digest that a published block carries."""
+        """Returns the digest of a published block."""
         return self._digest(self.published[block], block)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _together(self, stretch: PublishedStretch, end: int, table: array[int], begin: int, at: int) -> int:
-        """Counts the last blocks of table[begin:at] that the stretch has just before its index `end`, and that still
-        carry its digests; the very last one does."""
+        """Returns how many of the last blocks of table[begin:at] are also the blocks before index `end` of the stretch,
+        and still carry its digests. It is at least 1."""
         count, published = min(end, at - begin), self.published
         own, others = stretch.blocks[end - count : end], table[at - count : at]
         if own == others and (
@@ -281,7 +280,7 @@ class Pages:
         return same
 
     def _let_go(self, stretch: PublishedStretch, release: Release) -> tuple[Sequence[int], list[int]]:
-        """Returns ranks and blocks of what a release let go of and is published still, the deepest first."""
+        """Returns the ranks and blocks of a release that are still published, deepest first."""
         blocks = stretch.blocks[release.first : release.end].tolist()
         blocks.reverse()
         ranks = range(release.rank, release.rank + len(blocks) * release.stride, release.stride)
@@ -295,7 +294,7 @@ class Pages:
         return stretch.digest_at(stretch.blocks.index(block))
 
     def _forget(self, block: int) -> None:
-        """Notes that the block carries nothing any more, if it did."""
+        """Notes that the block no longer carries a digest, if it did."""
         stretch = self.published.pop(block, None)
         if stretch is None:
             return

@@ -2,22 +2,22 @@
 
 Lifecycle:
 
-    1. open       attach under a fresh incarnation; the pool starts empty
-    2. step       sent at once, up to `window` of them unanswered; answered in order; heartbeats in between
-    3. lost       the stream broke or was silent for 3 s, or what the allocator has told (`Limits.silence_ms`): attach
-                  again with a higher epoch, as often as it takes. If the allocator still has the session, unanswered
-                  steps are sent again byte for byte. If not (it was restarted, replaced by another one, or the lease
-                  ended), it is told what the pages hold, and goes on with the same sequences on the same blocks:
-                  callers notice nothing but the time it takes
-    4. refused    another allocator behind the name will not have us (token, version, specification): as lost, until it
-                  or the next one does; only a session that was never open is refused for good
-    5. close      detach: the allocator drops the pool at once. An `open` that fails or is cancelled closes, too
+    1. open       attach under a fresh incarnation. The pool starts empty
+    2. step       steps are sent at once, up to `window` of them unanswered, and answered in order, with heartbeats
+    3. lost       the stream broke, or was silent for 3 s or the allocator's `Limits.silence_ms`. The session attaches
+                  again with a higher epoch until it succeeds. If the allocator still has the session, unanswered steps
+                  are sent again byte for byte. If not (it was restarted or replaced, or the lease ended), it gets a
+                  report of the pages, and continues with the same sequences on the same blocks. Callers notice only
+                  the delay
+    4. refused    another allocator behind the name refuses the session (token, version, specification). The session
+                  retries as when lost. Only a session that was never open is refused permanently
+    5. close      detach: the allocator drops the pool at once. An `open` that fails or is canceled closes, too
 
-All rules are in `owner.py`, what is known of the pool in `ledger.py`; here are the stream, the clock and the waiting.
+`owner.py` has all rules, and `ledger.py` the record of the pool. This module has the stream, the clock and the waiting.
 
-`SessionLostError` is left for an allocator that refuses our report: a new session is open, and the pool is empty. A
-step cannot be called back: it is applied though its caller was cancelled, and its answer has blocks to note and copies
-to run. Such answers are kept, and no step is taken before an engine has asked for what it has `missed`.
+`SessionLostError` only means that an allocator refused the report: a new session is open, and the pool is empty. A sent
+step cannot be taken back. If its caller is canceled it is still applied, and its answer has blocks to note and copies
+to run. Such answers are kept, and no new step is accepted until the engine has asked for those that it has `missed`.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 
-TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
-# Pauses between streams, in seconds before they are spread: they grow while no stream has come to serve.
-BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # closing waits the last for a stream to be there again
+TICKS_PER_HEARTBEAT: Final = 4  # Silence is checked this often.
+# Seconds between streams, before jitter. The pause grows from 0.01 to 0.16 while no stream succeeds.
+BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # `close` waits for BACK_S until a lost stream is back.
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)
 
 
 class AsyncSession:
-    """Owns one pool over a stream. It is opened once, and its methods are for one task at a time.
+    """Owns one pool over a stream. It is opened once, and one task at a time may call its methods.
 
     Args:
-        stub: on an asyncio channel.
-        pool: name of the pool.
-        spec: its specification.
+        stub: a stub on an asyncio channel.
+        pool: the pool's name.
+        spec: the pool's specification.
         metadata: sent with the call, such as a bearer token.
-        on_wait: called with the error whenever attaching has to be tried again; without it each reason is logged once.
-        reconnect: returns a stub on a new connection where this session's own is silent; without it TCP alone ends it.
+        on_wait: called with the error before each retry of attaching. Without it each reason is logged once.
+        reconnect: returns a stub on a new connection, to replace a silent one. Without it only TCP ends a silent one.
         disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
-        ahead_tokens: tokens that a decoding sequence is to have room for, beyond its next one.
+        ahead_tokens: tokens of room that a decoding sequence should have beyond its next token.
 
     Attributes:
-        ahead: asks for room ahead, so that decoding goes on through an outage; see `quire.session.lookahead`.
-        on_change: called with whether a stream is up, whenever that changes.
+        ahead: requests room ahead, so that decoding continues through an outage; see `quire.session.lookahead`.
+        on_change: called with True when a stream is attached, and with False when it is lost.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class AsyncSession:
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._connected, self._closing, self._pid = False, False, os.getpid()
         self._call: SessionCall | None = None
-        self._asks = False  # the sender of the last step waits for its answer before anything else
+        self._asks = False  # True while the sender of the last step waits for its answer
         self._silence = Silence(time.monotonic())
-        self._fell_silent = self._has_served = False  # the last stream was silent; this one has brought a message
+        self._fell_silent = self._has_served = False  # the last stream was silent; this stream has received a message
         self._refusal: QuireError | None = None
-        self._refused_for: Reason | None = None  # why it was refused last; each reason is logged once
-        self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
+        self._refused_for: Reason | None = None  # reason of the last refusal. Each reason is logged once.
+        self._changed = asyncio.Event()  # set when an answer arrives, or the stream opens or is refused
         self._tasks, self._flushes = list[asyncio.Task[None]](), set[asyncio.Task[None]]()
 
     def __repr__(self) -> str:
@@ -110,41 +110,41 @@ class AsyncSession:
 
     @property
     def connected(self) -> bool:
-        """Tells whether a stream is up and attached."""
+        """Tells whether a stream is attached."""
         return self._connected
 
     @property
     def limits(self) -> server_pb2.Limits:
-        """Returns what the allocator accepts; known once the session is open."""
+        """Returns the allocator's limits, which are known once the session is open."""
         return self._owner.limits
 
     @property
     def ledger(self) -> Ledger:
-        """Returns what is known of the pool after the last answer; it is to be read, not changed."""
+        """Returns the record of the pool after the last answer. Do not change it."""
         return self._owner.ledger
 
     @property
     def unanswered_count(self) -> int:
-        """Counts the steps that were submitted and not answered yet."""
+        """Returns the number of submitted steps without an answer."""
         return self._owner.unanswered_count
 
     @property
     def report_count(self) -> int:
-        """Counts the block reports that an allocator asked for."""
+        """Returns how many block reports allocators have requested."""
         return self._owner.report_count
 
     @property
     def disagreement_count(self) -> int:
-        """Counts how often the allocator's state was another than ours."""
+        """Returns how often the allocator's state differed from this session's."""
         return self._owner.disagreement_count
 
     async def open(self) -> None:
-        """Attaches, waiting as long as it takes for an allocator that is down or a former owner's lease to end.
+        """Attaches. Waits without a limit for an allocator that is down, or for a former owner's lease to end.
 
         Raises:
-            QuireError: the allocator refuses for good (specification, version, token).
+            QuireError: the allocator refuses permanently (specification, version, token).
             UnavailableError: the session was closed.
-            RuntimeError: it was opened before.
+            RuntimeError: the session was opened before.
         """
         if self._closing:
             raise self._closed()
@@ -159,26 +159,26 @@ class AsyncSession:
                 if self._refusal is not None:
                     raise self._refusal
         except BaseException:
-            await self.close()  # otherwise it would take the pool later, in vain
+            await self.close()  # Otherwise the session would acquire the pool later, in vain.
             raise
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
-        """Applies a step exactly once and returns what it did: `submit`, and its answer, or else it is `missed`."""
+        """Applies a step exactly once and returns its outcome, which is in `missed` if the caller is canceled."""
         self._asks = True
         return await (await self._submit(operations))
 
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
-        """Sends a step as soon as the window has room; the future has what it did. Who is cancelled while awaiting it
-        finds the answer in `missed`; who otherwise leaves it has to look at it later.
+        """Sends a step as soon as the window has room. The returned future gets the outcome. If its awaiting caller is
+        canceled, the outcome is in `missed`. A caller that does not await the future must read it later.
 
-        As long as nobody has awaited a future that failed, its error is raised here, once, and nothing is sent.
+        If a future has failed and no caller has awaited it, its error is raised here, once, and nothing is sent.
 
         Raises (here, or from the future):
-            SessionLostError: none of it is in force, and nothing of what was there before.
-            AnswersMissedError: there are answers that nobody took in; nothing was sent.
-            QuireError: the allocator refused the step; nothing of it, nor of those submitted after it, was applied.
-                TOO_LARGE, raised here: it is above `limits`; nothing was sent, and what was submitted before goes on.
-            ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
+            SessionLostError: the pool is empty. Neither this step nor earlier ones are in effect.
+            AnswersMissedError: `missed` has answers. Nothing was sent.
+            QuireError: the allocator refused the step. Neither it nor any later step was applied. TOO_LARGE is raised
+                here: the step is above `limits`. Nothing was sent, and earlier steps continue.
+            ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was sent.
             RuntimeError: the session was not opened.
         """
         self._asks = False
@@ -198,15 +198,15 @@ class AsyncSession:
         except asyncio.CancelledError:
             if not asked.cancel():
                 self._answers.miss(asked)
-            self._drop()  # the message may have been given up in the middle; it is sent again
+            self._drop()  # The message may have been cut off, so the next stream sends it again.
             raise
         return asked
 
     async def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
-        """Returns the steps whose callers were cancelled and what they did, once all are answered; each is given once.
+        """Returns the steps of canceled callers and their outcomes, once all are answered. Each is returned once.
 
-        To be taken in before those that were submitted after them. What was refused is not among them, and neither is
-        what was lost, as the next `submit` tells.
+        Apply them before the outcomes of later steps. Refused and lost steps are not included: the next `submit` raises
+        their error.
 
         Raises:
             UnavailableError: the session was closed.
@@ -218,10 +218,10 @@ class AsyncSession:
         return self._answers.missed()
 
     async def close(self) -> None:
-        """Detaches, so that the pool is dropped at once; where no allocator answers, its lease ends by itself."""
+        """Detaches, so that the pool is dropped at once. If no allocator answers, the lease ends by itself."""
         if os.getpid() != self._pid:
-            return  # a forked child leaves it to its parent
-        if self._tasks and not self._connected and self._refusal is None:  # a stream that broke just now is soon back
+            return  # Only the parent process closes the session, not a forked child.
+        if self._tasks and not self._connected and self._refusal is None:  # A lost stream is usually back soon.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wait_for_change(), BACK_S)
         self._closing = True
@@ -241,7 +241,7 @@ class AsyncSession:
         await self.close()
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a background task. Its failure ends the session, and everybody who waits is told."""
+        """Runs a background task. Its failure ends the session, and every waiting caller gets the error."""
         try:
             await work
         except Exception as error:
@@ -250,8 +250,8 @@ class AsyncSession:
             self._answers.fail(self._owner.give_up_steps(), self._refusal)
             for task in self._tasks:
                 if task is not asyncio.current_task():
-                    task.cancel()  # the tasks need each other
-            with contextlib.suppress(Exception):  # `_drop` may call the callback that has just raised
+                    task.cancel()  # The tasks need each other, so all of them end.
+            with contextlib.suppress(Exception):  # `_drop` may call a callback that has just raised.
                 self._drop()
             self._changed.set()
 
@@ -276,10 +276,10 @@ class AsyncSession:
             await asyncio.sleep(backoff.next_s(asked_s))
 
     async def _serve_once(self, *, patient: bool) -> QuireError | None:
-        """Runs one stream from attach to end; returns why it ended, if it says. With `patient` it waits for a
-        connection and not for a pause, which would lengthen the outage."""
+        """Runs one stream from attach to end, and returns the reason for its end, if any. With `patient` it waits for a
+        connection, because a pause would lengthen the outage."""
         owner = self._owner
-        self._silence.heard()  # it has as long as any other answer
+        self._silence.heard()  # The first message has as much time as any later one.
         call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
         try:
             await call.connect()
@@ -289,7 +289,7 @@ class AsyncSession:
             while owner.phase is not Phase.IDLE:
                 self._take(await (call.answer() if self._asks and owner.is_quiet else call.read()))
                 if owner.outbox:
-                    self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
+                    self._flush_soon()  # A report takes long to send, and this task must keep receiving meanwhile.
         except EndedError as ended:
             return ended.said
         except FailedPreconditionError as error:  # the allocator lacks a feature
@@ -304,7 +304,7 @@ class AsyncSession:
         return None
 
     def _take(self, reply: packed.SessionReply) -> None:
-        """Takes in one message of the current stream."""
+        """Applies one message of the current stream."""
         owner = self._owner
         self._silence.heard()
         self._has_served = self._connected
@@ -323,11 +323,11 @@ class AsyncSession:
 
     def _flush_soon(self) -> None:
         flush = asyncio.create_task(self._flush())
-        self._flushes.add(flush)  # the loop itself keeps no task alive
+        self._flushes.add(flush)  # The event loop holds only weak references to tasks.
         flush.add_done_callback(self._flushes.discard)
 
     def _end_stream(self, error: QuireError | None, why: QuireError) -> Verdict:
-        """Ends the current stream: the owner says what that means, and which steps fail with it."""
+        """Ends the current stream. The owner decides the verdict, and the steps that fail."""
         verdict, numbers = self._owner.ended(error)
         self._drop()
         if verdict is Verdict.LOST:
@@ -347,16 +347,16 @@ class AsyncSession:
         return verdict
 
     def _drop(self) -> None:
-        """Cancels the call; who reads it notices."""
+        """Cancels the call. The task that reads it gets an error."""
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
         self._set_connected(False)
 
     async def _beat(self) -> None:
-        """Keeps the lease while no step does, and leaves a stream that has fallen silent.
+        """Sends heartbeats while no step keeps the lease, and drops a stream that has fallen silent.
 
-        The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
+        A heartbeat's acknowledgement lets watchers of the pool see the changes of a quiet owner's last step.
         """
         for tick in itertools.count(1):
             await asyncio.sleep(self._owner.beat_s / TICKS_PER_HEARTBEAT)
@@ -367,7 +367,7 @@ class AsyncSession:
             if tick % TICKS_PER_HEARTBEAT:
                 continue
             self._owner.heartbeat()
-            # Else the sender takes the heartbeat along, or hangs until silence ends the stream.
+            # An active sender takes the heartbeat along, or hangs until silence ends the stream.
             if self._call is not None and not self._call.is_sending:
                 self._flush_soon()
 

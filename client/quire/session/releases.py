@@ -1,7 +1,8 @@
-"""Releases of the blocks of a stretch, by ranges of it: the blocks that one free released are one entry.
+"""Records releases of a stretch's blocks as ranges: all blocks that one free released are one entry.
 
-Ranges [first, end) of indices of its blocks rise and do not overlap. Each belongs to the operation that released it
-last. Blocks in none of them were never released. A later release takes its range away from the earlier ones:
+A range [first, end) has indices of blocks in the stretch. Ranges rise and do not overlap. Each belongs to the operation
+that released its blocks last. Blocks outside all ranges were never released. A later release removes its range from the
+earlier ones:
 
     [0, 9) of step 4, then [0, 6) of step 7      ->    [0, 6) of step 7, [6, 9) of step 4
 
@@ -15,10 +16,10 @@ from typing import NamedTuple
 
 
 class Release(NamedTuple):
-    """Blocks [first, end) of a stretch, which one operation released, the deepest first.
+    """Blocks [first, end) of a stretch that one operation released, deepest first.
 
     Attributes:
-        rank: of the deepest block within the operation; that of each block before it is higher by `stride`.
+        rank: the deepest block's rank within the operation. The rank of each block before it is higher by `stride`.
     """
 
     first: int
@@ -29,21 +30,21 @@ class Release(NamedTuple):
     stride: int
 
     def within(self, first: int, end: int) -> Release:
-        """Returns the part of it in [first, end), which is not empty."""
+        """Returns the part of the release in [first, end), which must not be empty."""
         first, end = max(first, self.first), min(end, self.end)
         return self._replace(first=first, end=end, rank=self.rank + (self.end - end) * self.stride)
 
     def moved(self, offset: int) -> Release:
-        """Returns the same of a stretch that begins so many blocks later."""
+        """Returns the release for a stretch that begins `offset` blocks later."""
         return self._replace(first=self.first - offset, end=self.end - offset)
 
     def rank_at(self, index: int) -> int:
-        """Returns the rank of one of its blocks."""
+        """Returns the rank of the block at `index`."""
         return self.rank + (self.end - 1 - index) * self.stride
 
 
 def overlapping(releases: list[Release], first: int, end: int) -> slice:
-    """Returns where those stand that have blocks of [first, end)."""
+    """Returns the slice of releases that overlap [first, end)."""
     return slice(bisect_right(releases, first, key=_end), bisect_left(releases, end, key=_first))
 
 
@@ -65,7 +66,7 @@ def note(releases: list[Release], new: Release) -> None:
 
 
 def part(releases: list[Release], first: int, end: int) -> list[Release]:
-    """Returns the releases of the stretch that blocks [first, end) make by themselves."""
+    """Returns the releases for blocks [first, end) as a separate stretch."""
     return [each.within(first, end).moved(first) for each in releases[overlapping(releases, first, end)]]
 
 

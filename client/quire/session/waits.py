@@ -1,4 +1,4 @@
-"""Log messages for an owner that waits for its pool: the default of sessions without an `on_wait`."""
+"""Logs why an owner waits for its pool. Sessions without an `on_wait` use this."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LEASE_RUNS: Final = frozenset({Reason.POOL_OWNED})
 
 
 class Waits:
-    """Logs each reason once, as a warning, until a stream is up again, and then that it is.
+    """Logs each reason once as a warning, and later that the session is attached again.
 
     Args:
-        pool: its name.
+        pool: the pool's name.
     """
 
     def __init__(self, pool: str) -> None:

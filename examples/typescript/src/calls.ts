@@ -1,4 +1,4 @@
-// gRPC for messages of protobuf-es: any method by its descriptor, and errors with their reason.
+// gRPC for protobuf-es: calls any method by its descriptor, and gives errors their reason.
 
 import type { DescMessage, DescMethodServerStreaming, DescMethodUnary, MessageInitShape, MessageShape } from "@bufbuild/protobuf";
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
@@ -8,7 +8,7 @@ import * as grpc from "@grpc/grpc-js";
 const MESSAGE_BYTES_MAX = 2 << 20;
 const DOMAIN = "quire.dev";
 
-/** A call failed. `reason` is the name of a Reason of errors.proto, empty where the error is gRPC's own. */
+/** A call failed. `reason` is the name of a Reason of errors.proto, or empty for an error of gRPC itself. */
 export class CallError extends Error {
   readonly code: grpc.status;
   readonly reason: string;
@@ -19,7 +19,7 @@ export class CallError extends Error {
     this.reason = reasonOf(error);
   }
 
-  /** Tells whether nobody has answered: the call may or may not have been served. */
+  /** Returns whether no server answered: the call may or may not have been served. */
   get isUnanswered(): boolean {
     return this.code === grpc.status.UNAVAILABLE || this.code === grpc.status.DEADLINE_EXCEEDED;
   }
@@ -32,7 +32,7 @@ export class Calls {
   constructor(address: string, credentials = grpc.credentials.createInsecure()) {
     this.#client = new grpc.Client(address, credentials, {
       "grpc.max_receive_message_length": MESSAGE_BYTES_MAX,
-      "grpc.max_reconnect_backoff_ms": 500, // for an allocator that is started anew
+      "grpc.max_reconnect_backoff_ms": 500, // finds a restarted allocator soon
       "grpc.enable_retries": 0,
     });
   }
@@ -59,7 +59,7 @@ export class Calls {
     });
   }
 
-  /** Yields the messages of a stream. One that is silent for `silenceMs` ends with an error. */
+  /** Yields the messages of a stream. Raises an error after `silenceMs` of silence. */
   async *stream<I extends DescMessage, O extends DescMessage>(
     method: DescMethodServerStreaming<I, O>,
     request: MessageInitShape<I>,
@@ -90,7 +90,7 @@ function pathOf(method: { parent: { typeName: string }; name: string }): string 
   return `/${method.parent.typeName}/${method.name}`;
 }
 
-/** Reads google.rpc.Status: of its details (3) the one whose value (2) is an ErrorInfo of ours: reason (1), domain (2). */
+/** Returns the reason (1) of Quire's ErrorInfo, which is the value (2) of one of the details (3) of a google.rpc.Status. */
 function reasonOf(error: grpc.ServiceError): string {
   const [status] = error.metadata?.get("grpc-status-details-bin") ?? [];
   if (!(status instanceof Uint8Array)) return "";
@@ -103,7 +103,7 @@ function reasonOf(error: grpc.ServiceError): string {
   return "";
 }
 
-/** Returns the fields of a message that are bytes, texts or messages, by number. */
+/** Returns a message's fields that are bytes, texts or messages, by number. */
 function fieldsOf(bytes: Uint8Array): Map<number, Uint8Array[]> {
   const reader = new BinaryReader(bytes);
   const fields = new Map<number, Uint8Array[]>();

@@ -1,4 +1,4 @@
-// Answers conformance/run.py at level 1, a line of JSON for a line.
+// Answers conformance/run.py at level 1: one line of JSON per line.
 
 import { createInterface } from "node:readline";
 import { fromJson, type JsonValue } from "@bufbuild/protobuf";

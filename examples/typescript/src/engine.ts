@@ -1,4 +1,4 @@
-// A toy engine on an owner. Its pages hold tokens in the place of keys and values, and its "model" reads every token
+// A toy engine on an owner. Its pages hold tokens in place of keys and values, and its "model" reads every token
 // through the block table: a wrong table, a lost copy or a stale page changes the text.
 
 import { blockDigests, promptDigests, rootDigest } from "./hash.js";
@@ -14,11 +14,11 @@ interface Text {
   number: number;
   tokens: number[];
   namespace: string;
-  sequence: bigint; // id at the allocator; another one after the pool was lost, and NONE in between
+  sequence: bigint; // id at the allocator; NONE after the pool was lost, until it gets a new one
   written: number; // tokens in the pages
 }
 
-/** The pool has no room; `shortfall` blocks are missing where that is why. */
+/** The pool refused a sequence. `shortfall` is the number of missing blocks, if it had too few. */
 export class RefusedError extends Error {
   constructor(readonly grown: Grown) {
     super(`${Result[grown.result] ?? grown.result}, ${grown.shortfall} blocks are missing`);
@@ -36,7 +36,7 @@ export class Engine {
     this.#pages = new Int32Array(owner.spec.blockCount * this.#blockSize);
   }
 
-  /** Begins a text: shares what is published of its prompt and computes the rest. Returns its number and that share. */
+  /** Begins a text: shares its prompt's published prefix and computes the rest. Returns its number and the shared tokens. */
   async admit(prompt: number[], namespace = ""): Promise<{ text: number; matched: number }> {
     const text: Text = { number: this.#lastText + 1, tokens: [...prompt], namespace, sequence: NONE, written: 0 };
     const matched = await this.#surviving(() => this.#begin(text));
@@ -44,15 +44,15 @@ export class Engine {
     return { text: text.number, matched };
   }
 
-  /** Adds a token to every text that has all of its tokens in the pages, and computes it. */
+  /** Adds a token to every text whose tokens are all in the pages, and computes it. */
   async decode(): Promise<void> {
-    await this.#surviving(async () => undefined); // a text whose return was refused tries again
+    await this.#surviving(async () => undefined); // Texts whose readmission was refused try again.
     const texts = [...this.texts.values()];
     for (const text of texts) if (text.written === text.tokens.length) text.tokens.push(this.#model(text));
     await this.#surviving(() => this.#compute(texts));
   }
 
-  /** Begins another text where one is; they share every block until one of them writes. */
+  /** Forks a text. Both share every block until one of them writes. */
   async fork(of: number): Promise<number> {
     const parent = this.#text(of);
     const child: Text = { ...parent, number: ++this.#lastText, tokens: [...parent.tokens] };
@@ -74,12 +74,12 @@ export class Engine {
     this.texts.delete(number);
   }
 
-  /** Returns the digests that a prompt is looked up by. */
+  /** Returns the digests for looking up a prompt. */
   digests(prompt: number[], namespace = ""): Uint8Array[] {
     return promptDigests(this.#root(namespace), prompt, this.#blockSize);
   }
 
-  /** Does some work, and again where the pool was lost. Texts without a sequence are admitted before, also anew. */
+  /** Does some work, and repeats it after the pool was lost. Admits texts without a sequence first. */
   async #surviving<T>(work: () => Promise<T>): Promise<T> {
     for (;;) {
       try {
@@ -92,7 +92,7 @@ export class Engine {
     }
   }
 
-  /** Admits a text under a new id, and computes what is not shared. Returns how many tokens are. */
+  /** Admits a text under a new id, and computes its unshared tokens. Returns the number of shared tokens. */
   async #begin(text: Text): Promise<number> {
     const id = this.owner.ledger.lastSequenceId + 1n;
     const digests = this.digests(text.tokens, text.namespace);
@@ -109,11 +109,11 @@ export class Engine {
     if (grown.result !== Result.OK) throw new RefusedError(grown);
     [text.sequence, text.written] = [id, grown.matchedTokenCount];
     this.#write(text);
-    await this.#apply({ commits: this.#commits([text]) }); // others can hit its prompt from now on
+    await this.#apply({ commits: this.#commits([text]) }); // Other texts can hit its prompt from now on.
     return grown.matchedTokenCount;
   }
 
-  /** Commits what is in the pages and grows texts to all of their tokens, in one step; then writes those. */
+  /** Commits the tokens in the pages and grows texts to all of their tokens, in one step; then writes these. */
   async #compute(texts: Text[]): Promise<void> {
     const growing = texts.filter((text) => text.tokens.length > this.#sequence(text).tokenCount);
     const sequences = growing.map((text) => text.sequence);
@@ -124,7 +124,7 @@ export class Engine {
     if (refused) throw new RefusedError(refused);
   }
 
-  /** Returns the commits of what is in the pages: of each text its tokens, and the digests of the blocks they fill. */
+  /** Returns a commit for each text: the number of its tokens in the pages, and the digests of the filled blocks. */
   #commits(texts: Text[]): Operations["commits"] {
     const ready = texts.filter((text) => text.written > this.#sequence(text).committedTokenCount);
     const digests = ready.map((text) => {
@@ -139,7 +139,7 @@ export class Engine {
     };
   }
 
-  /** Applies a step and runs its copies, before anything is written. */
+  /** Applies a step and runs its copies. Nothing is written to pages before that. */
   async #apply(operations: Operations): Promise<Outcome> {
     const outcome = await this.owner.step(operations);
     const copies = outcome.reply.copies;
@@ -150,14 +150,14 @@ export class Engine {
     return outcome;
   }
 
-  /** The forward pass: tokens that are in no page yet are written to theirs. */
+  /** Runs the forward pass: writes each new token to its page. */
   #write(text: Text): void {
     for (; text.written < text.tokens.length; text.written++) {
       this.#pages[this.#slot(text, text.written)] = text.tokens[text.written]!;
     }
   }
 
-  /** The next token, from the text's number and every token before it as the pages have it. */
+  /** Returns the next token, computed from the text's number and all earlier tokens in the pages. */
   #model(text: Text): number {
     let state = text.number;
     for (let at = 0; at < text.tokens.length; at++) state = (state * 31 + this.#pages[this.#slot(text, at)]!) % VOCABULARY;

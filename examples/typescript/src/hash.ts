@@ -1,4 +1,4 @@
-// Digests of prompts (docs/hash.md): what a reader needs to ask for a prefix, and an owner to publish one.
+// Digests of prompts (docs/hash.md). A reader needs them to ask for a prefix, an owner to publish one.
 
 import { createHash } from "node:crypto";
 
@@ -17,20 +17,20 @@ export function sha256(...parts: Uint8Array[]): Uint8Array {
   return hash.digest();
 }
 
-/** Returns numbers as little-endian int32, which are the bytes of uint32 just as well. */
+/** Returns numbers as little-endian int32; uint32 has the same bytes. */
 export function int32(numbers: readonly number[]): Uint8Array {
   const bytes = Buffer.alloc(4 * numbers.length);
   numbers.forEach((number, index) => bytes.writeInt32LE(number | 0, 4 * index));
   return bytes;
 }
 
-/** Returns the digest of a prefix without tokens: of what model, layout, adapter and namespace are. */
+/** Returns the root digest: that of a prefix without tokens, for this model, layout, adapter and namespace. */
 export function rootDigest({ fingerprint, layout, adapter = new Uint8Array(), namespace = "" }: Root): Uint8Array {
   const fields = [fingerprint, Buffer.from(layout), adapter, Buffer.from(namespace)];
   return sha256(Buffer.from("quire/2"), ...fields.flatMap(field));
 }
 
-/** Returns the digests of all full blocks of `tokens`. `extraKeys` are, per block, further bytes that it depends on. */
+/** Returns the digests of all full blocks of `tokens`. `extraKeys` has, per block, further bytes that it depends on. */
 export function blockDigests(
   root: Uint8Array,
   tokens: readonly number[],
@@ -51,7 +51,7 @@ export function blockDigests(
   return digests;
 }
 
-/** Returns the digests to look a prompt up by: at least one token is left to compute. */
+/** Returns the digests for looking up a prompt, so that at least one token is left to compute. */
 export function promptDigests(root: Uint8Array, tokens: readonly number[], blockSize: number): Uint8Array[] {
   return blockDigests(root, tokens.slice(0, -1), blockSize);
 }

@@ -1,19 +1,19 @@
-// The block tables of one pool, as its owner knows them: what each step and its reply have changed.
+// The owner's ledger: the block tables of one pool, updated by each step and its reply.
 //
-// An owner of level 1 keeps no more than this. What its pages carry beyond live sequences, which a report would need, it
-// leaves to the allocator (client/quire/session/pages.py is the other half).
+// An owner of level 1 keeps no more than this. A report also needs the cached pages without a live sequence: only the
+// allocator knows them here (client/quire/session/pages.py is the other half).
 
 import { DIGEST_BYTES, int32, sha256 } from "./hash.js";
 import type { GroupSpec, PoolSpec, Step, StepReply } from "./gen/quire/v1/allocator_pb.js";
 import { GroupKind, Result } from "./gen/quire/v1/allocator_pb.js";
 
-export const NULL_BLOCK = 0xffffffff; // an entry without a block: it fell out of a window
-const DIGEST_STEPS = 64; // every so many steps the reply has a digest
-const DIGEST_ENTRIES_MAX = 16_384; // table entries that such a digest covers, about
-const SEQUENCE_ENTRIES = 128; // that a sequence counts for by itself
+export const NULL_BLOCK = 0xffffffff; // entry of a block that fell out of a window
+const DIGEST_STEPS = 64; // A reply has a digest each time this many steps are done.
+const DIGEST_ENTRIES_MAX = 16_384; // about the number of table entries that a digest covers
+const SEQUENCE_ENTRIES = 128; // a sequence itself counts as this many entries
 const GOLDEN = 0x9e3779b9;
 
-/** One live sequence: tokens that it can hold, tokens that are committed, and a table per group. */
+/** One live sequence: the tokens that it can hold, its committed tokens, and a table per group. */
 export interface Sequence {
   id: bigint;
   tokenCount: number;
@@ -22,27 +22,27 @@ export interface Sequence {
   tables: number[][];
 }
 
-/** What a grow did. Any result but OK, also one that is not known here, has changed nothing. */
+/** The outcome of a grow. Any result but OK, also an unknown one, means that nothing changed. */
 export interface Grown {
   result: Result;
   matchedTokenCount: number;
-  shortfall: number; // blocks that were missing, with NO_SPACE
-  stops: number[]; // token counts at which passes should end, so that later prompts hit what is there
+  shortfall: number; // number of missing blocks, with NO_SPACE
+  stops: number[]; // token counts at which passes should end, so that later prompts hit
 }
 
 export class Ledger {
-  readonly sequences = new Map<bigint, Sequence>(); // by rising id
+  readonly sequences = new Map<bigint, Sequence>(); // in the order of their ids
   lastSequenceId = 0n;
   readonly #groups: GroupSpec[];
   readonly #appendOnly: boolean;
-  readonly #twins = new Map<Sequence, { group: number; index: number; block: number }[]>(); // of append-only pools
+  readonly #twins = new Map<Sequence, { group: number; index: number; block: number }[]>(); // only in append-only pools
 
   constructor(spec: PoolSpec) {
     this.#groups = spec.groups;
     this.#appendOnly = spec.features.includes("append-only");
   }
 
-  /** Takes in what a step did, once for every step, in order. Returns what its grows did. */
+  /** Applies a step's reply to the tables, once for every step, in order. Returns the outcomes of its grows. */
   apply(step: Step, reply: StepReply): Grown[] {
     this.#commit(step, reply);
     step.frees?.sequences.forEach((id, row) => {
@@ -63,7 +63,7 @@ export class Ledger {
     return stateDigest(this.sequences.values());
   }
 
-  /** Returns the digest that the reply to a step has, if its number is a multiple of 64. */
+  /** Returns the digest that the reply to a step must have, if its number is a multiple of 64. */
   digestAfter(number: bigint): Uint8Array {
     return partDigest([...this.sequences.values()], number);
   }
@@ -132,7 +132,7 @@ export class Ledger {
     });
   }
 
-  /** The granted blocks are the last entries of each table, up to the one that holds token `wanted - 1`. */
+  /** Puts granted blocks into the tables: they are the last entries, up to the one that holds token `wanted - 1`. */
   #extend(sequence: Sequence, wanted: number, added: number[][]): void {
     added.forEach((blocks, group) => {
       const spec = this.#groups[group]!;
@@ -142,7 +142,7 @@ export class Ledger {
     sequence.tokenCount = Math.max(sequence.tokenCount, wanted);
   }
 
-  /** Returns, by the row of a grow, the blocks that it was granted, group by group. */
+  /** Returns the granted blocks of each grow, by its row, group by group. */
   #granted(reply: StepReply): Map<number, number[][]> {
     let [count, block] = [0, 0];
     const rows = reply.grantedGrows.map((row): [number, number[][]] => {
@@ -169,7 +169,7 @@ export class Ledger {
   }
 }
 
-/** Returns the digest of sequences by rising id, or of a part of them until there are `entriesMax` entries. */
+/** Returns the digest of sequences by rising id, up to `entriesMax` entries. */
 export function stateDigest(sequences: Iterable<Sequence>, entriesMax = Infinity): Uint8Array {
   const parts: Uint8Array[] = [];
   let entryCount = 0;
@@ -183,25 +183,25 @@ export function stateDigest(sequences: Iterable<Sequence>, entriesMax = Infinity
   return sha256(...parts);
 }
 
-/** Returns the digest that the reply to a step has: from a start that moves, until there are enough entries. */
+/** Returns a reply's digest: it covers sequences from a moving start, until there are enough entries. */
 export function partDigest(sequences: readonly Sequence[], number: bigint): Uint8Array {
   const fraction = ((number / BigInt(DIGEST_STEPS)) * BigInt(GOLDEN)) % 2n ** 32n;
   const start = Number((fraction * BigInt(sequences.length)) >> 32n);
   return stateDigest([...sequences.slice(start), ...sequences.slice(0, start)], DIGEST_ENTRIES_MAX);
 }
 
-/** Returns digests as they travel. */
+/** Returns digests as they are sent, concatenated. */
 export function joined(digests: readonly Uint8Array[]): Uint8Array {
   return Buffer.concat(digests, DIGEST_BYTES * digests.length);
 }
 
-/** Returns the first token that the token after `tokenCount` others still reads. */
+/** Returns the first token that the token after `tokenCount` tokens still reads. */
 function firstNeeded(spec: GroupSpec, tokenCount: number): number {
   if (spec.kind === GroupKind.SLIDING_WINDOW) return Math.max(0, tokenCount - spec.window + 1);
   return spec.kind === GroupKind.CHUNKED_LOCAL ? Math.floor(tokenCount / spec.window) * spec.window : 0;
 }
 
-/** A column of nothing but OK is sent empty. */
+/** Returns whether a result is OK. A column with only OK is sent empty. */
 function isOk(results: readonly Result[], row: number): boolean {
   return (results[row] ?? Result.OK) === Result.OK;
 }

@@ -1,11 +1,11 @@
-// An owner of level 1: one pool, by calls, without memory of what its pages carry.
+// An owner of level 1: it has one pool, uses unary calls, and does not remember cached pages.
 //
 // Lifecycle:
-//   1. open   OpenSession, as often as it takes: the allocator may be down, another owner's lease may live
-//   2. step   Apply, one at a time. Without an answer the same step goes again: its number makes it idempotent
-//   3. lost   the allocator does not know the session (it was started anew, the lease ended) or has another state: a new,
-//             empty session is opened, and PoolLostError tells the caller to admit its sequences again
-//   4. close  CloseSession: others can have the pool at once
+//   1. open   OpenSession, repeated while the allocator is down or another owner's lease lives
+//   2. step   Apply, one at a time. Without an answer, the same step is sent again: its number makes it idempotent
+//   3. lost   the allocator restarted, or the lease ended, or its state differs: the owner opens a new, empty session, and
+//             PoolLostError tells the caller to admit its sequences again
+//   4. close  CloseSession: other owners can open the pool at once
 
 import { randomUUID } from "node:crypto";
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
@@ -16,15 +16,16 @@ import { Ledger, type Grown } from "./ledger.js";
 
 const PROTOCOL_VERSION = 3;
 const RETRY_MS = 100;
-const LATER = new Set(["POOL_OWNED", "DRAINING", "LIMIT", "POOL_QUARANTINED"]); // of opening: may go through later
-const LOST = new Set(["SESSION_UNKNOWN", "STEP_MISMATCH", "STEP_GAP", "FENCED", "POOL_QUARANTINED"]); // of a step
+const LATER = new Set(["POOL_OWNED", "DRAINING", "LIMIT", "POOL_QUARANTINED"]); // opening may succeed later
+// Reasons of a refused step that mean that the pool is lost.
+const LOST = new Set(["SESSION_UNKNOWN", "STEP_MISMATCH", "STEP_GAP", "FENCED", "POOL_QUARANTINED"]);
 
-/** The pool was lost, and is open again and empty: every sequence is gone. */
+/** The pool was lost. It is open again and empty: no sequence is left. */
 export class PoolLostError extends Error {}
 
 export type Operations = Omit<MessageInitShape<typeof StepSchema>, "$typeName" | "sessionId" | "number" | "ack">;
 
-/** What a step did: its reply, and its grows as they can be read by themselves. */
+/** The outcome of a step: its reply, and the outcomes of its grows. */
 export interface Outcome {
   reply: StepReply;
   grows: Grown[];
@@ -32,10 +33,10 @@ export interface Outcome {
 
 export class Owner {
   ledger: Ledger;
-  openCount = 0; // sessions so far; each begins with an empty pool
+  openCount = 0; // number of sessions so far; each begins with an empty pool
   #session!: OpenSessionResponse;
-  #number = 0n; // of the next step
-  #turn: Promise<unknown> = Promise.resolve(); // one call at a time, steps and renewals
+  #number = 0n; // number of the next step
+  #turn: Promise<unknown> = Promise.resolve(); // steps and renewals go one at a time
   #keepAlive?: NodeJS.Timeout;
   #isClosed = false;
 
@@ -47,7 +48,7 @@ export class Owner {
     this.ledger = new Ledger(spec);
   }
 
-  /** Takes a pool, waiting until it can be had. */
+  /** Opens a pool, waiting until it is free and the allocator answers. */
   static async open(calls: Calls, pool: string, spec: PoolSpec): Promise<Owner> {
     const owner = new Owner(calls, pool, spec);
     await owner.#open();
@@ -87,7 +88,7 @@ export class Owner {
     try {
       reply = await this.#answered(() => false, () => this.calls.unary(AllocatorService.method.apply, step));
     } catch (error) {
-      if (!(error instanceof CallError && LOST.has(error.reason))) throw error; // refused: nothing changed
+      if (!(error instanceof CallError && LOST.has(error.reason))) throw error; // The step was refused and changed nothing.
       return this.#lose(error.reason);
     }
     this.#number++;
@@ -99,18 +100,18 @@ export class Owner {
 
   async #lose(why: string): Promise<never> {
     const sessionId = this.#session.sessionId;
-    await this.calls.unary(AllocatorService.method.closeSession, { sessionId }).catch(() => undefined); // if it is there
+    await this.calls.unary(AllocatorService.method.closeSession, { sessionId }).catch(() => undefined); // if an allocator answers
     await this.#open();
     throw new PoolLostError(`the pool was lost (${why}), and is open and empty again`);
   }
 
-  /** Renews the lease. A failure is the next step's to find. */
+  /** Renews the lease. The next step notices a failure. */
   async #renew(): Promise<void> {
     const sessionId = this.#session.sessionId;
     await this.calls.unary(AllocatorService.method.apply, { sessionId }).catch(() => undefined);
   }
 
-  /** Makes a call until it is answered by other than an error that may pass. */
+  /** Repeats a call until it succeeds or fails with a permanent error. */
   async #answered<T>(mayPass: (error: CallError) => boolean, call: () => Promise<T>): Promise<T> {
     for (;;) {
       try {

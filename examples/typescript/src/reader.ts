@@ -1,4 +1,4 @@
-// A reader, level 0: what of a prompt a pool has published, by a call, and from a mirror that events keep exact.
+// A reader (level 0). It finds the published part of a prompt by a call, or in a mirror that events keep exact.
 
 import { setTimeout as pause } from "node:timers/promises";
 import { CallError, type Calls } from "./calls.js";
@@ -10,21 +10,21 @@ import { joined } from "./ledger.js";
 const SILENCE_MS = 15_000; // `progress` comes every 5 s
 const RETRY_MS = 100;
 
-/** Returns the leading tokens of a prompt that a pool has published; 0 where no such pool is attached. */
+/** Returns the number of a prompt's leading tokens that a pool has published; 0 if no such pool is attached. */
 export async function matched(calls: Calls, pool: string, digests: Uint8Array[], namespace = ""): Promise<number> {
   const request = { namespace, digests: joined(digests) };
   const { matches } = await calls.unary(AllocatorService.method.matchPrefix, request);
   return matches.find((match) => match.pool === pool)?.matchedTokenCount ?? 0;
 }
 
-/** The digests that a pool of full attention can hit. Other kinds of groups need their own rule (quire/mirror.py). */
+/** The digests that a pool of full attention can hit. Other kinds of groups need their own rules (quire/mirror.py). */
 export class Mirror {
-  isExact = false; // a snapshot is complete
+  isExact = false; // true after a complete snapshot
   sessionId: Uint8Array = new Uint8Array();
-  cursor = 0n; // of the last event from which the watch can go on
+  cursor = 0n; // cursor of the last event, from which the watch can continue
   readonly #blockSize: number;
   readonly #groups: number[];
-  readonly #stored = new Map<string, Set<string>>(); // by group and namespace
+  readonly #stored = new Map<string, Set<string>>(); // group and namespace -> digests
   #changed: (() => void)[] = [];
 
   constructor(spec: PoolSpec) {
@@ -57,7 +57,7 @@ export class Mirror {
     for (const tell of waiting) tell();
   }
 
-  /** Returns the leading tokens of a prompt that every group can serve. */
+  /** Returns the number of a prompt's leading tokens that every group can serve. */
   matched(digests: Uint8Array[], namespace = ""): number {
     const keys = digests.map((digest) => Buffer.from(digest).toString("hex"));
     const counts = this.#groups.map((group) => {
@@ -85,7 +85,7 @@ export class Mirror {
   }
 }
 
-/** Keeps a mirror exact until the signal is aborted: goes on behind the last event, or starts over with a snapshot. */
+/** Keeps a mirror exact until the signal is aborted. It continues after the last event, or starts over with a snapshot. */
 export async function watch(calls: Calls, pool: string, mirror: Mirror, signal: AbortSignal): Promise<void> {
   while (!signal.aborted) {
     const { sessionId, cursor } = mirror;
@@ -96,7 +96,7 @@ export async function watch(calls: Calls, pool: string, mirror: Mirror, signal: 
         mirror.apply(event);
       }
     } catch (error) {
-      if (!(error instanceof CallError)) throw error; // else: no allocator, no pool yet, or fallen behind
+      if (!(error instanceof CallError)) throw error; // Other errors: no allocator, no pool yet, or this reader fell behind.
     }
     await pause(RETRY_MS);
   }

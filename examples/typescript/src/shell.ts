@@ -1,12 +1,12 @@
-// An engine to talk to, a line of JSON for a line:
+// An engine behind a prompt: it answers each line of JSON with a line of JSON.
 //
 //     node build/typescript/dist/shell.js --allocator 127.0.0.1:7070 --pool mine
 //     {"admit": [1, 2, 3, 4, 5], "namespace": ""}    {"text": 1, "matched": 0}
 //     {"decode": 8}                                  {"texts": {"1": [1, 2, 3, 4, 5, ...]}}
 //     {"fork": 1}                                    {"text": 2}
 //     {"free": 2}                                    {}
-//     {"match": [1, 2, 3, 4, 5]}                     {"matched": 4}: what the allocator says of a prompt
-//     {"mirror": [1, 2, 3, 4, 5], "until": 4}        {"matched": 4}: what the mirror says, once it says `until`
+//     {"match": [1, 2, 3, 4, 5]}                     {"matched": 4}: the allocator's answer for a prompt
+//     {"mirror": [1, 2, 3, 4, 5], "until": 4}        {"matched": 4}: the mirror's answer, when it reaches `until`
 //     {"state": true}                                {"digest": ..., "sequences": 1, "opened": 1}
 
 import { createInterface } from "node:readline";
@@ -84,4 +84,4 @@ for await (const line of createInterface({ input: process.stdin })) {
 }
 watching.abort();
 await owner.close();
-process.exit(); // the watch may be in the middle of something
+process.exit(); // The watch may still wait for an event.

@@ -1,4 +1,4 @@
-"""Quire's block manager in vLLM's engine, by vLLM's own option and without a change of any of its files:
+"""Quire's block manager in vLLM's engine. vLLM's own option selects it, and no file of vLLM changes:
 
 vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler
 """

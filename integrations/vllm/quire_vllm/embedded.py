@@ -1,6 +1,6 @@
 """Quire's core in the engine's own process: the default, which needs no server.
 
-It is the allocator's pure core, called directly: the same tables, prefix index and eviction, without a wire.
+The allocator's pure core is called directly: the same tables, prefix index and eviction, without a network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire_vllm.pool import PoolShape
 
 
 class Admitted(NamedTuple):
-    """A new sequence: how many leading tokens it shares, for how many it has blocks, and its table in each group."""
+    """A new sequence: the number of hit tokens, the number of tokens that it has blocks for, and each group's table."""
 
     matched_token_count: int
     token_count: int
@@ -26,14 +26,14 @@ class Admitted(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A new sequence was not admitted. `is_computed_elsewhere`: another one computes its prefix right now, so that it
-    comes cheaper a little later; else there are too few blocks."""
+    """A new sequence was not admitted. With `is_computed_elsewhere`, another sequence computes its prefix right now, so
+    it will hit a little later. Otherwise there are too few blocks."""
 
     is_computed_elsewhere: bool
 
 
 class Need(NamedTuple):
-    """A running sequence, the tokens that it is to hold next, and how many it can ever get."""
+    """A running sequence, the number of tokens that it must hold next, and the most that it can ever hold."""
 
     sequence_id: int
     token_count: int
@@ -41,8 +41,8 @@ class Need(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A request that waits, by its key: the tokens of its first chunk and of all, its digests, and whether it was
-    preempted before."""
+    """A waiting request: its key, the tokens of its first chunk and of its whole prompt, its digests, and whether it
+    was preempted before."""
 
     key: str
     chunk_token_count: int
@@ -52,9 +52,9 @@ class Prompt(NamedTuple):
 
 
 class EmbeddedPool:
-    """One pool in this process; the scheduler's thread is its only caller."""
+    """One pool in this process. Only the scheduler's thread calls it."""
 
-    asks_ahead = False  # an answer takes microseconds
+    asks_ahead = False  # Not needed: an answer takes microseconds.
 
     def __init__(self, shape: PoolShape) -> None:
         self.shape = shape
@@ -71,11 +71,12 @@ class EmbeddedPool:
         )
         self.pool = Pool(spec)
         self.on_removed: Callable[[Sequence[int], bytes], None] = lambda _groups, _digests: None
-        self.on_cleared: Callable[[], None] = lambda: None  # never: all removals are events
+        self.on_cleared: Callable[[], None] = lambda: None  # Never called: each removal is an event.
         self._last_id = 0
 
     def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:
-        """Begins a turn of the scheduler, and reports the removals from the index to listeners. Nobody waits."""
+        """Begins a turn of the scheduler, and reports removals from the index to listeners. Returns no waiting
+        sequences."""
         log = self.pool.log
         if self._spec.tells_removed:
             most = self._spec.block_count
@@ -85,7 +86,7 @@ class EmbeddedPool:
         return set()
 
     def admit(self, prompt: Prompt) -> tuple[int, Admitted | Waiting]:
-        """Asks for a new sequence that can hold so many tokens. Returns its id, and whether it was admitted."""
+        """Allocates a new sequence for a prompt's first chunk. Returns its id, and the admission or the refusal."""
         sequence_id = self._last_id + 1
         grown = self.pool.allocate(
             sequence_id,
@@ -102,29 +103,28 @@ class EmbeddedPool:
         return sequence_id, Admitted(grown.matched_token_count, count, grown.blocks)
 
     def has_room_for(self, token_counts: Sequence[int]) -> bool:
-        """Tells whether new sequences of so many tokens would all fit if they shared nothing."""
+        """Returns whether new sequences of these token counts would all fit if they shared no blocks."""
         sizes = [group.block_size for group in self._spec.groups]
         needed = sum([-(-count // size) for count in token_counts for size in sizes])
         return needed <= self.pool.blocks.free_count
 
     def is_let_in(self, _key: str) -> bool:
-        """Returns False, because nothing is admitted before it is asked for."""
+        """Returns False, because this pool admits no prompt ahead of time."""
         return False
 
     def forget(self, _key: str) -> None:
-        """Does nothing, because every answer came at once."""
+        """Does nothing, because no request is ever unanswered."""
 
     def is_short(self, _sequence_id: int, _token_count: int, _last: int) -> bool:
-        """Returns False, because nothing has to be asked for ahead."""
+        """Returns False, because this pool needs no room ahead."""
         return False
 
     def drop_upcoming(self) -> bool:
-        """Returns False, because nothing was admitted ahead of being asked for."""
+        """Returns False, because no prompt was admitted ahead of time."""
         return False
 
     def grow(self, sequence_id: int, token_count: int) -> Sequence[Sequence[int]] | None:
-        """Returns the blocks of each group that a sequence gets to hold so many tokens, or None if there are too
-        few."""
+        """Grows a sequence to this many tokens. Returns the new blocks of each group, or None if there are too few."""
         grants, others = self.pool.grow_many(array("Q", [sequence_id]), [token_count])
         if not others:
             return grants.tables()
@@ -134,7 +134,7 @@ class EmbeddedPool:
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes, on_stored: Callable[[], None] | None = None
     ) -> None:
-        """Publishes the blocks that became full, and calls back then; the table stays as it is."""
+        """Publishes the blocks that became full, then calls `on_stored`. The table does not change."""
         result = self.pool.commit(sequence_id, token_count, digests).result
         assert result is Result.OK, f"a commit of {token_count} tokens answers {result.name}"
         if on_stored is not None:
@@ -145,7 +145,7 @@ class EmbeddedPool:
         self.pool.free(sequence_id)
 
     def reset(self) -> bool:
-        """Forgets everything cached; returns whether it could, which it can while there is no sequence."""
+        """Drops the cache if there is no sequence; returns whether it did."""
         if self.pool.sequences:
             return False
         drop_cached(self.pool)
@@ -157,8 +157,8 @@ class EmbeddedPool:
         return 1.0 - self.pool.blocks.free_count / self._spec.block_count
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the core's books are wrong."""
+        """Raises AssertionError if an invariant of the core is broken."""
         invariants.check(self.pool)
 
     def close(self) -> None:
-        """Does nothing, because nothing is left outside of this process."""
+        """Does nothing, because the pool ends with this process."""

@@ -1,7 +1,7 @@
-"""vLLM's KV cache events of Quire's cached blocks: BlockStored, BlockRemoved, AllBlocksCleared.
+"""vLLM's KV cache events for Quire's cached blocks: BlockStored, BlockRemoved, AllBlocksCleared.
 
-They go through the queue of vLLM's own block pool, and so get the fields that vLLM adds to its own. A block has one
-event when it can be hit, and no second one while it can: vLLM's manager has one for each copy.
+Events go through the queue of vLLM's own block pool, so they get the fields that vLLM adds to its own events. A block
+gets one event when it becomes hittable, and no second one while it stays so. vLLM's manager has one for each copy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ DIGEST_BYTES: Final = 32
 
 
 class CacheEvents:
-    """Keeps the reported blocks, by vLLM's hashes.
+    """Remembers the reported blocks by vLLM's hashes.
 
     Args:
-        block_pool: vLLM's own, which has the queue.
-        shape: of the pool; a block has one event for each of its groups, as in vLLM's manager.
+        block_pool: vLLM's own block pool, which has the queue.
+        shape: the pool's shape. A block has one event for each of its groups, as in vLLM's manager.
     """
 
     def __init__(self, block_pool: Any, shape: PoolShape) -> None:
         self._pool = block_pool
         self._digest_tokens = shape.digest_tokens
         self._sizes = [group.block_size for group in shape.groups]
-        self._told: list[dict[bytes, Any]] = [{} for _ in self._sizes]  # of each group, by digest, vLLM's hash
+        self._told: list[dict[bytes, Any]] = [{} for _ in self._sizes]  # for each group: digest -> vLLM's hash
 
     def stored(self, request: Request, first: int, end: int) -> None:
-        """Reports the blocks of the digests [first, end) of a request that are not reported yet."""
+        """Reports the unreported blocks among the digests [first, end) of a request."""
         for group, size in enumerate(self._sizes):
             stride = size // self._digest_tokens
             self._stored(request, group, first // stride, end // stride)
@@ -50,13 +50,13 @@ class CacheEvents:
             first = stop + 1
 
     def hit(self, request: Request, token_count: int) -> None:
-        """Tells of the blocks that a request hit, where it wants all of its blocks to be told."""
+        """Reports the blocks that a request hit, if the request wants events for all of its blocks."""
         if token_count and getattr(request, "kv_cache_report_mode", "incremental") == "full":
             for group, size in enumerate(self._sizes):
                 self._pool.emit_cached_block_events(request, token_count // size, size, group)
 
     def removed(self, groups: Sequence[int], digests: bytes) -> None:
-        """Tells that blocks of some groups cannot be hit any more."""
+        """Reports that blocks of some groups cannot be hit any more."""
         for group in groups:
             for start in range(0, len(digests), DIGEST_BYTES):
                 told = self._told[group].pop(digests[start : start + DIGEST_BYTES], None)
@@ -68,13 +68,13 @@ class CacheEvents:
                     )
 
     def cleared(self) -> None:
-        """Reports that nothing can be hit any more, or that it is not known what can."""
+        """Reports that no block can be hit any more, or that the hittable blocks are unknown."""
         for told in self._told:
             told.clear()
         self._pool.kv_event_queue.append(AllBlocksCleared())
 
     def _hashes(self, request: Request, group: int) -> Any:
-        """Returns of each block the hash of the last part of it that has one."""
+        """Returns for each block of a group the hash of its last hashed part."""
         stride = self._sizes[group] // self._digest_tokens
         return request.block_hashes if stride == 1 else request.block_hashes[stride - 1 :: stride]
 

@@ -1,23 +1,23 @@
-"""A `KVCacheManager` for vLLM's scheduler that has its blocks from Quire.
+"""A `KVCacheManager` for vLLM's scheduler that gets its blocks from Quire.
 
 Lifecycle of a request here:
 
-    1. asked      `get_computed_blocks`: its whole prompt is allocated, which also holds what it hits. Refused, it asks
-                  again in a later turn; where another request computes its prefix right now, it is passed over so long
-    2. let in     `allocate_slots` of a request that has not run: the scheduler lets it run
-    3. running    `allocate_slots` of one that has: room as it goes; `new_step_starts` publishes what was computed
-    4. freed      `free`: it ended or was preempted
+    1. asked      `get_computed_blocks` allocates the whole prompt, which also holds the blocks that it hits. A refused
+                  request asks again in a later turn. While another request computes its prefix, it is passed over.
+    2. admitted   The first `allocate_slots` means that the scheduler runs the request.
+    3. running    Each later `allocate_slots` makes room for new tokens. `new_step_starts` publishes computed blocks.
+    4. freed      `free`: the request ended or was preempted.
 
-A block is published when the pass that wrote it is over (vLLM's own manager does it when the pass is scheduled). Tables
-are append-only: vLLM's model runners add blocks to a running request's table and cannot replace any.
+A block is published when the pass that wrote it is over (vLLM's own manager publishes when the pass is scheduled).
+Tables are append-only: vLLM's model runners add blocks to a running request's table, and cannot replace any.
 
 vLLM pads with block 0 and never grants it, so the pool has one block fewer, and its ids begin at 1. A block that falls
-out of a window is released when the pass that has moved past it is published. The runner's table keeps the old entry,
-which nothing reads any more; a table that is handed over whole has block 0 there.
+out of a window is released when the pass that moved past it is published. The runner's table keeps the old entry, which
+is never read again. A table that is handed over as a whole has block 0 there.
 
-Where there are windows, a prompt gets blocks for its first chunk, and the rest as its window moves on. Recurrent states
-that are cached (vLLM's mode `align`) are windows of one block: vLLM's worker copies a state from block to block itself,
-and the scheduler ends the passes of prompts where blocks end, so that each block has its state.
+In models with windows, a prompt gets blocks for its first chunk, and more as its window moves. Cached recurrent states
+(vLLM's mode `align`) are windows of one block: vLLM's worker copies a state from block to block itself, and the
+scheduler ends the passes of prompts at block ends, so that each block has its state.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Held:
     """The state of one request.
 
     Attributes:
-        block_ids: its table in each group.
-        token_count: tokens that it may hold; whole blocks, once it runs.
-        committed_token_count: computed tokens that were reported to the pool, with all blocks that they fill.
-        has_run: the scheduler has let it run.
-        last: tokens that it can ever get.
+        block_ids: the request's table in each group.
+        token_count: tokens that its blocks can hold; whole blocks once it runs.
+        committed_token_count: computed tokens reported to the pool, with all blocks that they fill.
+        has_run: whether the scheduler has run the request.
+        last: the most tokens that the request can ever have.
     """
 
     __slots__ = (
@@ -78,9 +78,10 @@ class Held:
 
 
 class QuireCacheManager(KVCacheManager):
-    """vLLM's interface to Quire; docstrings say how methods differ from those of the class above.
+    """vLLM's interface to Quire. Docstrings say how methods differ from those of the base class.
 
-    That one is initialised, too: scheduler and engine read block sizes of its coordinator, which never grants a block.
+    The base class is initialized, too: scheduler and engine read block sizes from its coordinator, which never grants a
+    block.
     """
 
     def __init__(self, pool: EmbeddedPool | RemotePool, scheduler: Any, **options: Any) -> None:
@@ -91,7 +92,7 @@ class QuireCacheManager(KVCacheManager):
         self._digest_tokens = pool.shape.digest_tokens
         budget: int = scheduler.max_num_scheduled_tokens
         self._pass_tokens = pool.shape.digest_tokens if pool.shape.caches_states else budget
-        # Without a prefix cache vLLM makes no hashes, and only committed blocks fall out of windows.
+        # Without a prefix cache vLLM makes no hashes. Only committed blocks leave windows, so digests are made up.
         self._windows = [group for group in pool.shape.groups if group.window]
         self._makes_digests_up = not self.enable_caching and bool(self._windows)
         self._held: dict[str, Held] = {}
@@ -100,11 +101,11 @@ class QuireCacheManager(KVCacheManager):
             self._events = CacheEvents(self.block_pool, pool.shape)
             self.pool.on_removed = self._events.removed
             self.pool.on_cleared = self._events.cleared
-        # Requests that wait a turn because another one computes their prefix, and their tokens; and requests that would
-        # take the room of those meanwhile, with none.
+        # request -> tokens. These requests wait a turn because another request computes their prefix. With 0 tokens,
+        # a request waits because it would take the room of those.
         self._passed_over: dict[str, int] = {}
         self._zeroed = [manager.records_new_block_ids for manager in self.coordinator.single_type_managers]
-        self._new_block_ids: list[int] = []  # of those groups, since vLLM has asked
+        self._new_block_ids: list[int] = []  # new blocks of `_zeroed` groups since vLLM's last request
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class QuireCacheManager(KVCacheManager):
         needs = self._needs(running) if self.pool.asks_ahead else ()
         waiting = self.pool.turn(needs, self._upcoming() if self.pool.asks_ahead else ())
         for held in running if waiting else ():
-            if held.sequence_id in waiting:  # vLLM runs it in the next turn, and preempts no request for it in this one
+            if held.sequence_id in waiting:  # vLLM preempts no request for it in this turn, and runs it in the next.
                 held.request.next_decode_eligible_step = self._scheduler.current_step + 1
 
     def _upcoming(self) -> list[Prompt]:
@@ -142,7 +143,7 @@ class QuireCacheManager(KVCacheManager):
         return Prompt(request.request_id, chunk, count, digests, request.num_preemptions > 0)
 
     def _needs(self, running: Sequence[Held]) -> Sequence[Need]:
-        """Returns the next needs of running requests; empty while all have room ahead, as in most turns."""
+        """Returns the next needs of running requests. In most turns all have room ahead, and the result is empty."""
         size = self._digest_tokens
         lookahead, most, counts, is_short = self._scheduler.num_lookahead_tokens, self.max_model_len, [], False
         for held in running:
@@ -150,7 +151,7 @@ class QuireCacheManager(KVCacheManager):
             count = min(request.num_tokens_with_spec + request.num_output_placeholders + lookahead, most)
             if self.pool.shape.caches_states:
                 count = min(count, (request.num_computed_tokens // size + 1) * size)
-            elif self._windows:  # all of a long prompt at once may never fit, and has no need to
+            elif self._windows:  # A long prompt may never fit as a whole.
                 count = min(count, request.num_computed_tokens + self._pass_tokens + lookahead)
             counts.append(count)
             is_short = is_short or self.pool.is_short(held.sequence_id, count, held.last)
@@ -159,7 +160,7 @@ class QuireCacheManager(KVCacheManager):
         return [Need(held.sequence_id, count, held.last) for held, count in zip(running, counts, strict=True)]
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
-        """Lets the request's whole prompt in; the count of hit tokens is all that the scheduler needs of the answer."""
+        """Admits the request's whole prompt. The scheduler uses only the number of hit tokens."""
         held = self._held.get(request.request_id)
         if held is None and self._would_take_room(request):
             self._passed_over[request.request_id] = 0
@@ -168,14 +169,14 @@ class QuireCacheManager(KVCacheManager):
         return self.empty_kv_cache_blocks, held.matched_token_count if held is not None else 0, 0
 
     def _would_take_room(self, request: Request) -> bool:
-        """Tells whether a request would overtake one that is passed over, and there is no room for both: vLLM's manager
-        lets them in by their order."""
+        """Returns whether a request would overtake a passed-over request without room for both. vLLM's manager admits
+        requests in order."""
         if not self._passed_over or self.pool.is_let_in(request.request_id):
             return False
         return not self.pool.has_room_for([request.num_tokens, *self._passed_over.values()])
 
     def is_passed_over(self, request: Request) -> bool:
-        """Tells whether a request is better asked again in the next turn than computed now."""
+        """Returns whether a request should be tried again in the next turn instead of now."""
         return request.request_id in self._passed_over
 
     def allocate_slots(
@@ -193,7 +194,7 @@ class QuireCacheManager(KVCacheManager):
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """Makes room for tokens of an admitted request; publishes nothing."""
+        """Makes room for an admitted request's tokens, without publishing blocks."""
         elsewhere = (num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, reserved_blocks)
         assert not any(elsewhere), "connectors and encoders are refused at the start"
         held = self._held.get(request.request_id)
@@ -207,7 +208,7 @@ class QuireCacheManager(KVCacheManager):
         return self._as_blocks(added)
 
     def _make_room(self, held: Held, until: int) -> Sequence[Sequence[int]] | None:
-        """Returns the blocks added to each table so that a request can hold so many tokens; None if there are too
+        """Makes room for `until` tokens of a request. Returns the blocks added to each table, None if there are too
         few."""
         if until <= held.token_count:
             return ()
@@ -224,8 +225,8 @@ class QuireCacheManager(KVCacheManager):
         return blocks
 
     def _drop_newest_unrun(self, asking: Held) -> bool:
-        """Takes back the blocks of the newest request that was admitted and has not run: vLLM would not have given it
-        any yet. Returns whether there was one."""
+        """Takes back the blocks of the newest admitted request that has not run; vLLM would not have given it any yet.
+        Returns whether there was one."""
         for held in reversed(self._held.values()):
             if not held.has_run and held is not asking:
                 self._drop(held)
@@ -247,11 +248,11 @@ class QuireCacheManager(KVCacheManager):
         self._held[request.request_id] = held
         return held
 
-    # -- what was computed ---------------------------------------------------------------------------------------------
+    # -- publishing blocks ---------------------------------------------------------------------------------------------
 
     def _commit(self, held: Held) -> None:
-        """Commits full blocks whose passes are over; vLLM does not count tokens that may still be rejected. Where a
-        block falls out of a window, computed tokens are committed although no block became full."""
+        """Commits full blocks whose passes are over; vLLM does not count tokens that may still be rejected. If a block
+        falls out of a window, computed tokens are committed even without a full block."""
         request, size, before = held.request, self._digest_tokens, held.committed_token_count
         computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
         first, end = before // size, computed // size
@@ -269,11 +270,11 @@ class QuireCacheManager(KVCacheManager):
         held.committed_token_count = token_count
 
     def _falls_out(self, before: int, token_count: int) -> bool:
-        """Tells whether some window lets a block go that it had after the tokens before."""
+        """Returns whether a window drops a block between `before` and `token_count` tokens."""
         return any(window.first_block(before) < window.first_block(token_count) for window in self._windows)
 
     def _digests(self, request: Request, first: int, end: int) -> bytes:
-        """Returns vLLM's hashes of blocks as digests: those of 16 bytes are filled up with zeros."""
+        """Returns vLLM's block hashes as digests. Hashes of 16 bytes are padded with zeros."""
         if self._makes_digests_up:
             names = [f"{request.request_id} {number}".encode() for number in range(first, end)]
             return b"".join([hashlib.sha256(name).digest() for name in names])
@@ -283,12 +284,12 @@ class QuireCacheManager(KVCacheManager):
         return b"".join(hashes)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Does nothing: `new_step_starts` publishes."""
+        """Does nothing, because `new_step_starts` publishes blocks."""
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:
-        """Publishes the last full blocks, and drops the request; freeing twice is no error."""
+        """Publishes the last full blocks, and drops the request. A second call does nothing."""
         held = self._held.get(request.request_id)
         if held is not None:
             if held.has_run:
@@ -298,7 +299,7 @@ class QuireCacheManager(KVCacheManager):
             self.pool.forget(request.request_id)
 
     def give_up(self, request: Request) -> None:
-        """Takes back the blocks of an admitted request that is not to run in this turn."""
+        """Takes back the blocks of an admitted request that will not run in this turn."""
         held = self._held.get(request.request_id)
         if held is not None and not held.has_run:
             self._drop(held)
@@ -308,7 +309,7 @@ class QuireCacheManager(KVCacheManager):
         self.pool.free(held.sequence_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets everything cached, unless some request holds blocks."""
+        """Drops the cache, unless a request holds blocks."""
         for held in [held for held in self._held.values() if not held.has_run]:
             self._drop(held)
         if not self.pool.reset():
@@ -319,7 +320,7 @@ class QuireCacheManager(KVCacheManager):
             self._events.cleared()
         return True
 
-    # -- what is read --------------------------------------------------------------------------------------------------
+    # -- questions -----------------------------------------------------------------------------------------------------
 
     @property
     def usage(self) -> float:
@@ -327,12 +328,12 @@ class QuireCacheManager(KVCacheManager):
         return self.pool.usage()
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """Returns the whole table."""
+        """Returns the request's whole table."""
         held = self._held.get(request_id)
         return self._as_blocks(held.block_ids if held is not None else ())
 
     def estimate_cached_tokens(self, request: Request) -> int:
-        """Counts the tokens of a request that later ones can hit, once its pass is over."""
+        """Counts the tokens of a request that later requests can hit when its pass is over."""
         if not self.enable_caching or request.request_id not in self._held:
             return 0
         return min(request.num_computed_tokens, request.num_tokens) // self._edge_tokens * self._edge_tokens
@@ -343,9 +344,9 @@ class QuireCacheManager(KVCacheManager):
         known = self.block_pool.blocks
         return KVCacheBlocks(tuple([known[block] for block in table] for table in block_ids))
 
-    # -- what needs vLLM's own blocks ----------------------------------------------------------------------------------
+    # -- calls that need vLLM's own blocks -----------------------------------------------------------------------------
 
     def take_new_block_ids(self) -> list[int]:
-        """Returns the new blocks of groups whose blocks have to be zeroed: those of attention in models with states."""
+        """Returns the new blocks of groups that need zeroed blocks: groups of attention in models with states."""
         taken, self._new_block_ids = self._new_block_ids, []
         return taken

@@ -1,9 +1,11 @@
-"""The source of the blocks: the environment, or `quire` in vLLM's `--additional-config`, which takes precedence.
+"""Options that choose the source of the blocks: environment variables, or `quire` in vLLM's `--additional-config`.
+
+`--additional-config` takes precedence.
 
     QUIRE_VLLM_ALLOCATOR=host:7070 vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler
     vllm serve MODEL --scheduler-cls ... --additional-config '{"quire": {"allocator": "host:7070", "pool": "gpu-0"}}'
 
-TLS and a token come by the variables of every client: QUIRE_TLS_CA, QUIRE_TLS_CERT, QUIRE_TLS_KEY, QUIRE_TOKEN_FILE.
+TLS and tokens use the variables of every client: QUIRE_TLS_CA, QUIRE_TLS_CERT, QUIRE_TLS_KEY, QUIRE_TOKEN_FILE.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, Final
 from quire_vllm.releases import UnsupportedError
 
 NAMES: Final = ("allocator", "pool", "namespace", "open_timeout_s")
-OPEN_TIMEOUT_S: Final = 30.0  # a former engine's lease takes 10 s to end
+OPEN_TIMEOUT_S: Final = 30.0  # The lease of a former engine ends after 10 s.
 OPEN_TIMEOUT_MAX_S: Final = 3_600.0
 
 
@@ -26,10 +28,10 @@ class Options:
     """The chosen options.
 
     Attributes:
-        allocator: address of one; empty for Quire's core in this process.
-        pool: name of the pool there; each data-parallel rank has one of its own.
+        allocator: address of an allocator; empty for Quire's core in this process.
+        pool: name of the pool at the allocator; each data-parallel rank needs its own.
         namespace: the namespace of shared prefixes.
-        open_timeout_s: for an allocator that is down at the start, or a pool that another engine has.
+        open_timeout_s: how long to wait at the start for an allocator that is down, or a pool that another engine has.
     """
 
     allocator: str = ""
@@ -42,7 +44,7 @@ def options_of(vllm_config: Any, environment: Mapping[str, str] = os.environ) ->
     """Reads the options of an engine.
 
     Raises:
-        UnsupportedError: an option has no such name or value.
+        UnsupportedError: an option's name or value is invalid.
     """
     config = vllm_config.additional_config
     given = config.get("quire", {}) if isinstance(config, dict) else {}

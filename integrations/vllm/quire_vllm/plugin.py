@@ -1,7 +1,7 @@
-"""vLLM's entry point `vllm.general_plugins`, which it calls in each of its processes once this package is installed.
+"""The plugin for `vllm.general_plugins`. vLLM calls it in each of its processes if this package is installed.
 
-It changes nothing, and leaves engines with their own scheduler alone: `--scheduler-cls` chooses the scheduler. It
-reports early, in the log of a process that will need it, what that scheduler would refuse at its start.
+It changes nothing: `--scheduler-cls` chooses the scheduler, and engines with vLLM's own are not affected. In a process
+that will use Quire's scheduler, it logs early what that scheduler would refuse at its start.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from quire_vllm.releases import UnsupportedError, check_release
 
-log = logging.getLogger("vllm.quire_vllm")  # below vLLM's own logger, and so with its level and format
+log = logging.getLogger("vllm.quire_vllm")  # inherits level and format from vLLM's logger
 
 
 def register() -> None:
-    """Warns if this process will run on Quire and its release of vLLM was not tested, or lacks a name."""
+    """Warns if this process will use Quire and its vLLM release is untested or lacks a name."""
     if not is_meant(sys.argv, os.environ):
         return
     try:
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def is_meant(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Tells whether the command line or the environment names this package."""
+    """Returns whether the command line or the environment names this package."""
     return any("quire_vllm." in each for each in arguments) or any(
         each.startswith("QUIRE_VLLM_") for each in environment
     )

@@ -6,40 +6,40 @@ import hashlib
 import math
 from typing import Any, Final, NamedTuple
 
-KINDS: Final = {  # of vLLM's specifications the kind of Quire's groups, and the attribute that is its window
+KINDS: Final = {  # vLLM's specification -> kind of Quire's group, attribute that holds the window
     "FullAttentionSpec": ("full_attention", ""),
     "SlidingWindowSpec": ("sliding_window", "sliding_window"),
     "ChunkedLocalAttentionSpec": ("chunked_local", "attention_chunk_size"),
-    "MambaSpec": ("full_attention", ""),  # one block for as long as a request lives; with a prefix cache see below
+    "MambaSpec": ("full_attention", ""),  # one block per living request; for prefix caches see below
 }
 
 
-# A state contains everything that its layers have of the tokens before it, as the block that ends with the last token
-# has it. So a window that reads one token back needs exactly the blocks of a state, and keeps exactly those of a
-# prefix.
+# A state holds all that its layers know of the tokens before it, and lies in the block of the last token. So a prompt
+# that continues needs exactly one block of the prefix, which is what a window of 2 tokens needs: it reads one token
+# back.
 STATE_WINDOW: Final = 2
 
 
 class GroupShape(NamedTuple):
-    """One KV cache group: the value of its `GroupKind`, and its tokens per block and per window."""
+    """One KV cache group: the value of its `GroupKind`, tokens per block, and tokens per window."""
 
     kind: str
     block_size: int
     window: int
 
     def first_block(self, token_count: int) -> int:
-        """Returns the first block of a windowed group that the token after so many others reads."""
+        """Returns the first block of a windowed group that the token after `token_count` tokens reads."""
         if self.kind == "chunked_local":
             return token_count // self.window * self.window // self.block_size
         return max(0, token_count - self.window + 1) // self.block_size
 
 
 class PoolShape(NamedTuple):
-    """The pool's shape for both sides; fields as in `quire.PoolSpec`.
+    """The pool's shape for both kinds of pools; fields as in `quire.PoolSpec`.
 
-    `chunk_token_count` is the largest part of a prompt that turns under way compute, where blocks fall out of windows
-    meanwhile; 0 where there are no windows, and prompts get their blocks at once. Where `caches_states`, the pass of a
-    prompt ends at the next edge of a block at the latest.
+    `chunk_token_count` is the largest part of a prompt that unfinished turns compute while blocks fall out of windows.
+    It is 0 without windows: prompts then get all blocks at once. With `caches_states`, a prompt's pass ends at the next
+    block edge at the latest.
     """
 
     block_count: int
@@ -54,17 +54,17 @@ class PoolShape(NamedTuple):
 
     @property
     def edge_tokens(self) -> int:
-        """Returns after how many tokens blocks of all groups end."""
+        """Returns the number of tokens after which blocks of all groups end."""
         return math.lcm(*[group.block_size for group in self.groups])
 
     @property
     def digest_tokens(self) -> int:
-        """Returns how many tokens one digest covers."""
+        """Returns the number of tokens per digest."""
         return min(group.block_size for group in self.groups)
 
 
 def pool_shape(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> PoolShape:
-    """Returns the pool that an engine's KV cache is, without the blocks below `first_block`."""
+    """Returns the shape of an engine's KV cache as a pool, without the blocks below `first_block`."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     smallest = min(spec.block_size for spec in specs)
     groups = tuple(group_shape(spec, smallest) for spec in specs)
@@ -89,13 +89,13 @@ def pool_shape(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> P
 
 
 def is_cached_state(spec: Any) -> bool:
-    """Tells whether a specification is of states that are kept at edges of blocks."""
+    """Returns whether a specification is for states that are cached at block edges."""
     return type(spec).__name__ == "MambaSpec" and spec.mamba_cache_mode == "align"
 
 
 def group_shape(spec: Any, smallest: int) -> GroupShape:
-    """Returns Quire's description of one of vLLM's specifications, which `KINDS` names. The block of a state is as
-    large as the longest request, which need not be a multiple of the smallest block."""
+    """Returns Quire's description of a vLLM specification that `KINDS` names. The block of a state is as large as the
+    longest request, and so may not be a multiple of the smallest block."""
     name = type(spec).__name__
     kind, window = KINDS[name]
     size = spec.block_size
@@ -107,7 +107,7 @@ def group_shape(spec: Any, smallest: int) -> GroupShape:
 
 
 def layout(spec: Any) -> str:
-    """Names the contents of a page: engines can read each other's pages of one layout."""
+    """Returns the name of a page's layout. Engines can read each other's pages of the same layout."""
     if type(spec).__name__ == "MambaSpec":
         dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
         return f"vllm {spec.mamba_type} {dtypes} {spec.shapes} {spec.page_size_bytes}"
@@ -116,6 +116,6 @@ def layout(spec: Any) -> str:
 
 
 def fingerprint(model_config: Any) -> bytes:
-    """Returns 32 bytes that stand for the model: its name or folder, its revision, and how its weights are kept."""
+    """Returns 32 bytes that identify the model: its name or folder, its revision, and the format of its weights."""
     parts = (model_config.model, model_config.revision, model_config.dtype, model_config.quantization)
     return hashlib.sha256("\0".join(map(str, parts)).encode()).digest()

@@ -1,7 +1,7 @@
-"""Tested releases of vLLM, and the names of theirs that this package needs.
+"""Tested releases of vLLM, and the names in vLLM that this package needs.
 
-vLLM calls its scheduler's interface not public, and so it is: names move from release to release. They are looked at
-when the engine starts, so that a release that moved one is refused by name then, and not in the middle of a request.
+vLLM's scheduler interface is not public, and names move from release to release. This module checks them when the
+engine starts. A release without a needed name is refused then, and not in the middle of a request.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Final
 
 TESTED: Final = ("0.32.0",)
 ANY_RELEASE: Final = (
-    "QUIRE_VLLM_ANY_RELEASE"  # set it to 1 to try another release; the names are looked at all the same
+    "QUIRE_VLLM_ANY_RELEASE"  # Set it to 1 to try another release. The names below are checked all the same.
 )
 
-# The calls of the scheduler to its manager, and the parameters of this package's own methods.
+# Methods of the manager that the scheduler calls, with the parameters of this package's versions.
 MANAGER_METHODS: Final = {
     "new_step_starts": (),
     "get_computed_blocks": ("request",),
@@ -54,7 +54,7 @@ SCHEDULER_METHODS: Final = {
     ),
     "shutdown": (),
 }
-BLOCK_POOL_METHODS: Final = {  # for KV cache events
+BLOCK_POOL_METHODS: Final = {  # methods used for KV cache events
     "_build_block_stored_event": (
         "request",
         "block_hashes",
@@ -68,7 +68,7 @@ BLOCK_POOL_METHODS: Final = {  # for KV cache events
     "emit_cached_block_events": ("request", "num_cached_blocks", "block_size", "kv_cache_group_id"),
     "take_events": (),
 }
-FUNCTIONS: Final = {"generate_block_hash_extra_keys", "maybe_convert_block_hash"}  # of v1/core/kv_cache_utils.py
+FUNCTIONS: Final = {"generate_block_hash_extra_keys", "maybe_convert_block_hash"}  # in v1/core/kv_cache_utils.py
 SCHEDULER_FIELDS: Final = (
     "block_size",
     "current_step",
@@ -94,11 +94,11 @@ REQUEST_FIELDS: Final = (
 
 
 class UnsupportedError(RuntimeError):
-    """This engine cannot run on Quire. The message says which part of it, and the remedy."""
+    """This engine cannot run on Quire. The message names the unsupported part and the remedy."""
 
 
 def check_release() -> None:
-    """Raises UnsupportedError if this vLLM was not tested, or lacks a name that is needed."""
+    """Raises UnsupportedError if this vLLM release is untested or lacks a needed name."""
     from vllm import __version__
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.block_pool import BlockPool
@@ -123,7 +123,7 @@ def check_release() -> None:
 
 
 def _moved(owner: type, methods: dict[str, tuple[str, ...]]) -> list[str]:
-    """Returns the methods that are gone, or that take other parameters."""
+    """Returns the methods that are missing or take other parameters."""
     moved = []
     for name, parameters in methods.items():
         method = getattr(owner, name, None)

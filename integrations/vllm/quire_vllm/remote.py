@@ -1,19 +1,18 @@
 """A pool at an allocator in another process, with waits that always end.
 
-The stream is a `quire.session.Session`, in a thread of its own; the scheduler's thread submits steps, and looks for
-answers:
+The stream is a `quire.session.Session` in its own thread. The scheduler's thread submits steps and checks for answers:
 
-    1. turn    takes in what was answered; says what was computed and freed, and asks for room ahead, in one step
-    2. wait    only where a new prompt asks, or a running request has no room for its next token: `WAIT_S` at most, and
-               not at all again until the allocator has said something
-    3. alone   without an answer the turn continues: requests with room run, the others are passed over
+    1. turn    takes in answers; sends commits, frees and requests for room ahead in one step
+    2. wait    waits only for a new prompt, or if a running request has no room for its next token: `WAIT_S` at most,
+               and after a silent wait not at all until the allocator answers
+    3. alone   continues the turn without an answer: requests with room run, the others are passed over
 
-So a dead allocator costs a turn no more than `WAIT_S` once. Requests run for about `AHEAD_TOKENS` more tokens, and
-continue when the allocator, or its successor with a report of the pages, answers again.
+So a dead allocator costs one wait of `WAIT_S`. Requests run for about `AHEAD_TOKENS` more tokens. They continue when
+the allocator answers again, or its successor does after a report of the pages.
 
-Grants are as if each prompt were asked for in its turn. A refusal counts for one turn, and is asked anew once as many
-blocks are free as were missing. No prompt is admitted after a refused one. Room ahead takes only a part of the pool,
-because its blocks could be hit until then.
+Prompts are granted as if each was requested in its turn. A refusal counts for one turn. The prompt is requested again
+when the missing blocks are free. No prompt is admitted after a refused one. Room ahead takes only a part of the pool,
+because its blocks could be cached blocks that hit.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from quire_vllm.pool import PoolShape
 from quire_vllm.releases import UnsupportedError
 
 WAIT_S: Final = 0.02
-UNANSWERED_MAX: Final = 2  # steps, beyond which nothing is said that can wait
-AHEAD_SHARE: Final = 16  # one block of so many may be taken ahead
+UNANSWERED_MAX: Final = 2  # With this many steps unanswered, a turn sends nothing that can wait.
+AHEAD_SHARE: Final = 16  # Room ahead takes at most one block in this many.
 
 
 class PoolLostError(RuntimeError):
-    """The allocator refused the pool as it was. The pages of running requests cannot be trusted."""
+    """The allocator refused the pool's state, so the pages of running requests cannot be trusted."""
 
 
 class Table:
-    """The state of one sequence: its blocks in each group, those that vLLM does not know yet, how many tokens it may
-    hold or has asked for, and how many blocks its refused request needs free; 0 without a refusal."""
+    """The state of one sequence: its blocks in each group, the blocks that vLLM does not know yet, the tokens that it
+    may hold and has asked for, and the free blocks that its refused request needs (0 without a refusal)."""
 
     __slots__ = ("asked", "blocks", "enough", "new", "room")
 
@@ -58,8 +57,8 @@ class Table:
 
 
 class Sent(NamedTuple):
-    """A step under way: its future answer, its grows of prompts, by the keys of their requests, and the callbacks for
-    its commits."""
+    """An unanswered step: the future of its answer, the keys of its prompts by sequence, and the callbacks for its
+    commits."""
 
     answer: Future[StepOutcome]
     prompts: dict[int, str]
@@ -67,7 +66,7 @@ class Sent(NamedTuple):
 
 
 class RemotePool:
-    """One pool at an allocator; the scheduler's thread is its only caller."""
+    """One pool at an allocator. Only the scheduler's thread calls it."""
 
     asks_ahead = True
 
@@ -93,7 +92,7 @@ class RemotePool:
         self._begin()
 
     def _begin(self) -> None:
-        """Takes the pool, which is empty then."""
+        """Opens the session with an empty pool."""
         self._session: Session = self._client.session(self._options.pool, self._spec)
         try:
             self._session.open(self._options.open_timeout_s)
@@ -104,10 +103,10 @@ class RemotePool:
                 f"within {self._options.open_timeout_s:g} s: it is down, or another engine has the pool"
             ) from None
         self._tables: dict[int, Table] = {}
-        # By request: asked for, and the answer if there is one; a refusal is forgotten when the next turn begins.
+        # request -> the allocator's answer, None before it comes. A refusal is forgotten when the next turn begins.
         self._prompts: dict[str, GrowOutcome | None] = {}
-        self._dropped: set[str] = set()  # asked for, and not wanted any more
-        self._enough: dict[str, int] = {}  # of refused prompts: free blocks that it takes
+        self._dropped: set[str] = set()  # requests whose answer is no longer wanted
+        self._enough: dict[str, int] = {}  # refused prompt -> free blocks that it needs
         self._commits: dict[int, tuple[int, bytes]] = {}
         self._frees: list[int] = []
         self._on_stored: list[Callable[[], None]] = []
@@ -119,7 +118,7 @@ class RemotePool:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:
-        """Sends everything pending in one step; returns the running sequences that have no room yet, and no answer."""
+        """Sends everything pending in one step. Returns the running sequences that still wait for room."""
         self._take()
         self._prompts = {key: each for key, each in self._prompts.items() if each is None or each.result is Result.OK}
         self._ahead_tokens = self._tokens_ahead(len(self._tables))
@@ -140,19 +139,19 @@ class RemotePool:
         return {need.sequence_id for need in lacking if self._waits(need)}
 
     def is_short(self, sequence_id: int, token_count: int, last: int) -> bool:
-        """Tells whether a sequence that is to hold so many tokens next has less room ahead than it is to have."""
+        """Returns whether a sequence that holds `token_count` tokens next has less room ahead than it should."""
         table = self._tables[sequence_id]
         ahead = max(1, self._ahead_tokens)
         return max(table.room, table.asked) < min(token_count + ahead, last) or table.room < token_count
 
     def _tokens_ahead(self, sequence_count: int) -> int:
-        """Returns how many tokens ahead each of so many sequences may have room for; asked for is a block more."""
+        """Returns the tokens of room ahead for each of `sequence_count` sequences. Requests ask for a block more."""
         blocks = self.shape.block_count // AHEAD_SHARE // max(1, sequence_count)
         return min(AHEAD_TOKENS, max(0, blocks // self._increment.block_count - 1) * self._increment.token_count)
 
     def _asks(self, decoding: Sequence[Decoding[int]], free: int) -> list[tuple[int, int]]:
-        """Returns the requests of running sequences; where the pool is too small for room ahead, the next turn's needs,
-        so that it need not wait."""
+        """Returns the requests of running sequences. If the pool is too small for room ahead, they are the next turn's
+        needs, so that the next turn does not wait."""
         if free and not self._ahead_tokens:
             soon = [each._replace(length=min(each.length + 1, each.last)) for each in decoding]
             needed = sum(each.lacks_room for each in soon) * self._increment.block_count
@@ -161,9 +160,8 @@ class RemotePool:
         return needs_of(decoding, free, ahead_tokens=self._ahead_tokens, increment=self._increment)
 
     def _to_ask(self, upcoming: Sequence[Prompt], free: int) -> list[Prompt]:
-        """Returns the prompts to ask for by the step of a turn: the first that may fit, and those behind it that do in
-        any case. A prompt admitted after a refused one would keep its room from it. Prompts that are not asked for here
-        are when their turn comes."""
+        """Returns the prompts to request in a turn's step: the first one that may fit, and later ones that fit in any
+        case. A prompt admitted after a refused one could take its room. Other prompts are requested in their turn."""
         prompts, left = list[Prompt](), free - self.shape.watermark_block_count
         for prompt in upcoming:
             if prompt.key in self._prompts:
@@ -179,11 +177,11 @@ class RemotePool:
         return table.room < need.token_count <= table.asked
 
     def _may_fit(self, key: str) -> bool:
-        """Tells whether there may be room by now for a prompt that was refused, if it was."""
+        """Returns whether a prompt may fit by now; True if it was never refused."""
         return self._enough.get(key, 0) <= self._free_block_count or not self._tables or bool(self._frees)
 
     def admit(self, prompt: Prompt) -> tuple[int, Admitted | Waiting]:
-        """Asks for a new sequence, or takes the answer to an earlier request, most often of this turn's step."""
+        """Requests a new sequence, or takes the answer to an earlier request, which is usually in this turn's step."""
         key = prompt.key
         self._dropped.discard(key)
         if key not in self._prompts:
@@ -205,24 +203,23 @@ class RemotePool:
         return grown.sequence_id, Admitted(grown.matched_token_count, table.room, table.blocks)
 
     def _unblock(self) -> None:
-        """Takes all blocks back where only prompts admitted after a refused one have any: vLLM runs none of them before
-        that one, so no block would ever become free."""
+        """Takes back all blocks if only prompts admitted after a refused one have any. vLLM runs none of them before
+        the refused one, so no block would ever become free."""
         if len(self._tables) == sum(map(self.is_let_in, self._prompts)):
             while self.drop_upcoming():
                 pass
 
     def has_room_for(self, token_counts: Sequence[int]) -> bool:
-        """Tells whether new sequences of so many tokens would all fit, as of the last answer."""
+        """Returns whether new sequences of these token counts would all fit, according to the last answer."""
         return self._increment.blocks(sum(token_counts)) <= self._free_block_count
 
     def is_let_in(self, key: str) -> bool:
-        """Tells whether a prompt has its blocks already, as this turn's step has asked for it."""
+        """Returns whether a prompt has its blocks already, because this turn's step requested them."""
         grown = self._prompts.get(key)
         return grown is not None and grown.result is Result.OK
 
     def drop_upcoming(self) -> bool:
-        """Takes back the blocks of a prompt that was admitted before it was asked for, the newest first. Returns
-        whether there was one."""
+        """Takes back the blocks of the newest prompt that was admitted ahead of time. Returns whether there was one."""
         for key in reversed(self._prompts):
             if self.is_let_in(key):
                 self.forget(key)
@@ -230,7 +227,7 @@ class RemotePool:
         return False
 
     def forget(self, key: str) -> None:
-        """Drops the requests of a sequence that was not admitted."""
+        """Drops the request for a prompt that is not running, and its blocks, if it got any."""
         self._enough.pop(key, None)
         if key in self._prompts:
             grown = self._prompts[key]
@@ -242,8 +239,8 @@ class RemotePool:
                 self.free(grown.sequence_id)
 
     def grow(self, sequence_id: int, token_count: int) -> Sequence[Sequence[int]] | None:
-        """Returns the blocks of each group that vLLM does not know yet, with which a sequence can hold this many
-        tokens; None if there are too few, or no answer in time."""
+        """Makes room for this many tokens of a sequence. Returns the blocks of each group that vLLM does not know yet,
+        or None if there are too few or the answer is late."""
         table = self._tables[sequence_id]
         if table.room < token_count:
             if table.enough > self._free_block_count and not self._frees:
@@ -259,22 +256,22 @@ class RemotePool:
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes, on_stored: Callable[[], None] | None = None
     ) -> None:
-        """Publishes blocks with the next step, and calls back when that is answered."""
+        """Publishes blocks with the next step, and calls `on_stored` when it is answered."""
         if on_stored is not None:
             self._on_stored.append(on_stored)
         self._commits[sequence_id] = token_count, self._commits.get(sequence_id, (0, b""))[1] + digests
 
     def free(self, sequence_id: int) -> None:
-        """Drops a sequence with the next step. If no sequence is left, that is this one, because an idle engine has no
-        turns."""
+        """Drops a sequence with the next step. Without any sequence left, it sends a step at once, because an idle
+        engine has no turns."""
         del self._tables[sequence_id]
         self._frees.append(sequence_id)
         if not self._tables:
             self._submit([])
 
     def reset(self) -> bool:
-        """Drops the cache, while no request has anything. Returns False, too, if an answer to an abandoned prompt does
-        not come in time, because that prompt might hold blocks to drop."""
+        """Drops the cache if no request holds blocks; returns whether it did. Returns False, too, if the answer to an
+        abandoned prompt is late, because that prompt might hold blocks."""
         for key in list(self._prompts):
             self.forget(key)
         self._wait(lambda: not self._prompts)
@@ -284,13 +281,13 @@ class RemotePool:
         return True
 
     def usage(self) -> float:
-        """Returns the share of blocks in tables, room ahead included, as of the last answer."""
+        """Returns the share of blocks in tables, room ahead included, according to the last answer."""
         if not self._tables:
             return 0.0
         return 1.0 - self._free_block_count / self.shape.block_count
 
     def close(self) -> None:
-        """Gives the pool back; where no allocator answers, its lease ends by itself."""
+        """Gives the pool back. If no allocator answers, the lease ends by itself."""
         self._session.close()
         self._client.close()
 
@@ -331,14 +328,14 @@ class RemotePool:
         self._commits, self._frees, self._on_stored = {}, [], []
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Waits for answers until it is over, or for as long as one may be late."""
+        """Waits for answers until `is_over` returns True, or at most `WAIT_S`."""
         deadline = time.monotonic() + (0.0 if self._is_silent else WAIT_S)
         self._take()
         while self._under_way and not is_over():
             try:
                 self._under_way[0].answer.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError as error:
-                if self._under_way[0].answer.done():  # the answer is an error of that kind
+                if self._under_way[0].answer.done():  # The answer itself is a TimeoutError.
                     raise self._lost() from error
                 self._is_silent = True
                 return
@@ -347,7 +344,7 @@ class RemotePool:
             self._take()
 
     def _take(self) -> None:
-        """Takes in the answers that are there."""
+        """Processes the answers that have arrived."""
         while self._under_way and self._under_way[0].answer.done():
             sent = self._under_way.popleft()
             try:
@@ -365,7 +362,7 @@ class RemotePool:
             for grown in outcome.grows:
                 if grown.sequence_id in sent.prompts:
                     self._take_prompt(sent.prompts[grown.sequence_id], grown)
-                elif grown.sequence_id in self._tables:  # else it was freed meanwhile
+                elif grown.sequence_id in self._tables:  # Others were freed meanwhile.
                     self._take_room(self._tables[grown.sequence_id], grown)
 
     def _take_prompt(self, key: str, grown: GrowOutcome) -> None:

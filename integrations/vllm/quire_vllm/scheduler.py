@@ -1,4 +1,4 @@
-"""vLLM's schedulers with Quire's manager in the place of their own."""
+"""vLLM's schedulers with Quire's manager in place of vLLM's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire_vllm.support import check_engine
 
 
 class _OnQuire(Scheduler):
-    """The changes of both schedulers to vLLM's."""
+    """The differences of both schedulers from vLLM's."""
 
     kv_cache_manager: QuireCacheManager
 
@@ -41,8 +41,8 @@ class _OnQuire(Scheduler):
         )
 
     def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
-        """Skips, for this turn, a request whose prefix another one computes right now. vLLM calls this right after each
-        lookup, and nothing else there. A request that waits for an image holds no blocks meanwhile."""
+        """Skips, for this turn, a request whose prefix another request computes right now. vLLM calls this method right
+        after each lookup. A request that waits for an image holds no blocks meanwhile."""
         if self.kv_cache_manager.is_passed_over(request):
             return True
         if not super()._ec_transfer_pending(request, num_computed_tokens):
@@ -57,7 +57,7 @@ class _OnQuire(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Ends passes of prompts at each edge of a block, so that every published block has a state."""
+        """Ends passes of prompts at each block edge, so that every published block has a state."""
         count: int = super()._mamba_block_aligned_split(
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
@@ -66,13 +66,13 @@ class _OnQuire(Scheduler):
         return min(count, size - start % size)
 
     def shutdown(self) -> None:
-        """Gives the pool back, too."""
+        """Shuts the scheduler down and gives the pool back."""
         super().shutdown()
         self.kv_cache_manager.pool.close()
 
 
 def _pool(shape: PoolShape, options: Options) -> Any:
-    """Makes the pool that was chosen; the one in this process needs no gRPC."""
+    """Makes the chosen pool. Imports gRPC only for a pool at an allocator."""
     if not options.allocator:
         return EmbeddedPool(shape)
     from quire_vllm.remote import RemotePool
@@ -81,8 +81,8 @@ def _pool(shape: PoolShape, options: Options) -> Any:
 
 
 class QuireScheduler(_OnQuire):
-    """Runs one pass after the other; for `--scheduler-cls quire_vllm.QuireScheduler`."""
+    """Runs one pass after another; for `--scheduler-cls quire_vllm.QuireScheduler`."""
 
 
 class QuireAsyncScheduler(_OnQuire, AsyncScheduler):
-    """Schedules the next pass while one is computed; for `--scheduler-cls quire_vllm.QuireAsyncScheduler`."""
+    """Schedules the next pass during the current one; for `--scheduler-cls quire_vllm.QuireAsyncScheduler`."""

@@ -1,4 +1,4 @@
-"""The parts of vLLM that do not work with Quire yet; the engine refuses them by name at its start."""
+"""The parts of vLLM that do not work with Quire yet. The engine refuses them by name at its start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire_vllm.releases import UnsupportedError
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any, *, hash_block_size: int) -> None:
-    """Raises UnsupportedError if something is switched on that needs vLLM's own manager."""
+    """Raises UnsupportedError if an enabled feature needs vLLM's own manager."""
     observed = vllm_config.observability_config
     speculative, groups = vllm_config.speculative_config, kv_cache_config.kv_cache_groups
     parallel = vllm_config.parallel_config

@@ -1,9 +1,9 @@
-"""Runs vLLM's engine in this process and prints its results, as one line of JSON; it runs in vLLM's environment.
+"""Runs vLLM's engine in this process, in vLLM's environment, and prints its results as one line of JSON.
 
     python engine_child.py '{"model": "models/demo", "scheduler": null, "blocks": 64, "passes": [[[1, 2, 3]]], ...}'
 
-`scheduler` is a class for `--scheduler-cls`, or null for vLLM's own. Each pass is a list of prompts, as token ids;
-`adapters` has for each pass the folder of a LoRA adapter, or null; `images` has for each prompt of each pass the seed
+`scheduler` is a class for `--scheduler-cls`, or null for vLLM's own. Each pass is a list of prompts as token ids.
+`adapters` has for each pass the folder of a LoRA adapter, or null. `images` has for each prompt of each pass the seed
 of an image.
 """
 
@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the scheduler can be looked at
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # keeps the scheduler in this process
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -27,13 +27,13 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """One engine, and all passes through it."""
+    """Runs all passes of a job through one engine; returns the results."""
     engine = LLM(
         job["model"],
         dtype="float32",
         enforce_eager=True,
         max_model_len=job.get("tokens_max", 512),
-        block_size=job.get("block_size", 32),  # the CPU backend takes no less
+        block_size=job.get("block_size", 32),  # the CPU backend's minimum
         max_num_seqs=64,
         max_num_batched_tokens=job.get("batch_tokens_max", 2048),
         num_gpu_blocks_override=job["blocks"],
@@ -70,7 +70,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     manager = scheduler.kv_cache_manager
     if job["scheduler"]:
         deadline = time.monotonic() + 5
-        while manager.usage and time.monotonic() < deadline:  # frees are said with the next step
+        while manager.usage and time.monotonic() < deadline:  # The next step reports frees.
             manager.new_step_starts()
         if hasattr(manager.pool, "check_invariants"):
             manager.pool.check_invariants()
@@ -83,7 +83,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if hasattr(manager, "pool") and hasattr(manager.pool, "pool"):
             told["events"]["index"] = index_of(manager.pool.pool)
     told["is_reset"] = engine.reset_prefix_cache()
-    if job.get("again"):  # earlier cached blocks must not be hit
+    if job.get("again"):  # Blocks cached before the reset must not be hit.
         answers = engine.generate([{"prompt_token_ids": p} for p in job["passes"][-1]], sampling, use_tqdm=False)
         told["texts_again"] = [list(answer.outputs[0].token_ids) for answer in answers]
         told["hits_again"] = sum(answer.num_cached_tokens or 0 for answer in answers)
@@ -94,15 +94,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Events:
-    """A mirror of the index, built from vLLM's KV cache events alone."""
+    """A mirror of the index, built only from vLLM's KV cache events."""
 
     def __init__(self) -> None:
-        self.index: dict[str, int] = {}  # of each hash in each group the tokens of its block
-        self.kinds: dict[int, str] = {}  # of each group
+        self.index: dict[str, int] = {}  # hash and group -> hash of the block's tokens
+        self.kinds: dict[int, str] = {}  # group -> kind
         self.stored_count = self.removed_count = self.cleared_count = self.unknown_parent_count = 0
 
     def take(self, events: list[Any]) -> list[Any]:
-        """Follows events, and hands them on."""
+        """Applies events to the mirror, and returns them."""
         for event in events:
             kind = type(event).__name__
             if kind == "BlockStored":
@@ -126,7 +126,7 @@ class Events:
         return events
 
     def summary(self) -> dict[str, Any]:
-        """Returns the events' summary."""
+        """Returns the counts and the index that the events gave."""
         return {
             "told": sorted(self.index),
             "stored": self.stored_count,
@@ -137,12 +137,12 @@ class Events:
 
 
 def named(block_hash: Any, group: int) -> str:
-    """Returns a hash of a group as text."""
+    """Returns a block hash and its group as text."""
     return f"{group} {block_hash.hex() if isinstance(block_hash, bytes) else block_hash}"
 
 
 def follow_events(manager: Any) -> Events:
-    """Listens to the events of a manager."""
+    """Returns a mirror that follows the events of a manager."""
     events, take = Events(), manager.take_events
     manager.take_events = lambda: events.take(take())
     return events
@@ -191,7 +191,7 @@ def prefix_metrics(engine: Any) -> dict[str, float]:
 
 
 def metrics(engine: Any, *names: str) -> dict[str, float]:
-    """Returns counters of vLLM's own."""
+    """Returns some of vLLM's counters."""
     return {metric.name: metric.value for metric in engine.get_metrics() if metric.name in names}
 
 

@@ -20,7 +20,7 @@ def a_session_goes_on_from_what_it_computed(stage: Stage) -> None:
         stage.add("session", text(number, 11), new=6, resumable=True)
         stage.run()
         stage.add(f"beside {number}", text(5, 12))
-    stage.add("session", [1], new=1)  # closes it
+    stage.add("session", [1], new=1)  # closes the session
 
 
 def a_session_outgrows_what_it_was_expected_to(stage: Stage) -> None:
@@ -61,7 +61,7 @@ def ahead_a_session_goes_on_from_what_it_computed(stage: Stage) -> None:
     a_session_goes_on_from_what_it_computed(stage)
 
 
-# -- what holds prompts back -------------------------------------------------------------------------------------------
+# -- reasons to hold prompts back --------------------------------------------------------------------------------------
 
 
 def turns_for_answers_alone_let_no_prompt_in(stage: Stage) -> None:
@@ -134,7 +134,7 @@ def states_with_prompts_cut_shorter_than_a_block(stage: Stage) -> None:
     stage.add("again", text(1, 45) + text(3, 5))
 
 
-# -- what parts caches -------------------------------------------------------------------------------------------------
+# -- requests that must not share cached blocks ------------------------------------------------------------------------
 
 
 def embeddings_part_caches(stage: Stage) -> None:
@@ -175,7 +175,7 @@ def events_tell_of_each_group(stage: Stage) -> None:
     stage.add("goes on", list(first.all_token_ids) + text(3, 7))
 
 
-# -- vLLM's own choice of what windows and states are worth keeping ----------------------------------------------------
+# -- vLLM's own choice of windows and states to keep -------------------------------------------------------------------
 
 
 def windows_of_prompts_that_part_are_hit_no_less(stage: Stage) -> None:
@@ -220,7 +220,7 @@ FURTHER_SCENES: Final[dict[Any, dict[str, Any]]] = {
 NARROW: Final = ("sliding", 4, 8)
 WIDE: Final = ("sliding", 4, 16)
 STATE: Final = ("state", 4, 0)
-# Each is played with `windows_are_hit_where_each_group_has_them`.
+# `windows_are_hit_where_each_group_has_them` is played with each of these.
 LAYERS: Final[dict[str, tuple[tuple[str, int, int], ...]]] = {
     "full narrow": (FULL, NARROW),
     "narrow wide": (NARROW, WIDE),

@@ -18,9 +18,9 @@ BASE: Final[dict[str, Any]] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.3,  # texts that are all alike would compare nothing
+    "initializer_range": 0.3,  # A smaller range gives equal texts, which compare nothing.
 }
-WINDOW: Final = 64  # tokens, also of chunks: two of the smallest blocks of vLLM's CPU backend
+WINDOW: Final = 64  # tokens of a window or chunk: two of the smallest blocks of vLLM's CPU backend
 MAMBA: Final[dict[str, Any]] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -84,14 +84,14 @@ def _mamba() -> Any:
 WINDOWED: Final[dict[str, Callable[[], Any]]] = {
     "gemma3": _gemma,  # three groups of windows, one of full attention
     "mistral": _mistral,  # one group of windows
-    "gpt-oss": _gpt_oss,  # one of each, of two layers
+    "gpt-oss": _gpt_oss,  # one group of windows, one of full attention, two layers each
     "llama4": _llama,  # three groups of chunks, one of full attention
 }
 RECURRENT: Final[dict[str, Callable[[], Any]]] = {"granite4": _granite, "mamba2": _mamba}
 
 
 def save(name: str, folder: Path) -> str:
-    """Saves a model, and returns where."""
+    """Saves a model in a folder, and returns its path."""
     torch.manual_seed(0)
     config = {**WINDOWED, **RECURRENT}[name]()
     transformers.AutoModelForCausalLM.from_config(config).float().eval().save_pretrained(folder / name)

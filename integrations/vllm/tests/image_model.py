@@ -1,9 +1,10 @@
-"""A small model of random weights that takes images, with all that vLLM needs to read them; it runs in vLLM's
+"""Makes a small model of random weights that takes images, with the processor that vLLM needs. Runs in vLLM's
 environment.
 
     python image_model.py FOLDER
 
-BLIP-2, because vLLM reads its images without torchvision, which does not exist for that environment's torch.
+It is a BLIP-2, because vLLM reads BLIP-2's images without torchvision, which does not exist for that environment's
+torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from transformers import (
 )
 
 VOCABULARY: Final = 2048
-IMAGE_TOKENS: Final = 16  # at the beginning of a prompt
+IMAGE_TOKENS: Final = 16  # tokens of an image, which begins the prompt
 SIDE: Final = 32  # pixels
 WIDTH: Final = 128
 

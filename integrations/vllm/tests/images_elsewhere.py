@@ -1,4 +1,4 @@
-"""An encoder connector of vLLM's scheduler with images from another process, without the transfer."""
+"""An encoder connector for vLLM's scheduler. It acts as if images came from another process, without a transfer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 
 
 class ImagesElsewhere(ECConnectorBase):
-    """Decides when images are there; encoders here compute none of them. There is no worker that would load them."""
+    """Decides when images are there. No encoder computes them here, and no worker loads them."""
 
-    def __init__(self, *, are_there: Callable[[], bool]) -> None:  # its base asks for a configuration of transfers
+    def __init__(self, *, are_there: Callable[[], bool]) -> None:  # The base class needs a configuration.
         self._are_there = are_there
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
@@ -21,7 +21,7 @@ class ImagesElsewhere(ECConnectorBase):
         return False
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        """Does nothing, because nothing is on its way."""
+        """Does nothing, because nothing is transferred."""
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         return ECConnectorMetadata()

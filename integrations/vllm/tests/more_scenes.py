@@ -17,7 +17,7 @@ TWO_SIZES: Final = (("full", 8, 0), ("sliding", 4, 6))
 def what_was_granted_anew_is_not_hit(stage: Stage) -> None:
     stage.add("first", text(1, 40), new=1)
     stage.run()
-    stage.add("other", text(2, 60), new=1)  # takes all there is
+    stage.add("other", text(2, 60), new=1)  # takes all blocks
     stage.run()
     stage.add("again", text(1, 40), new=1)
 
@@ -144,7 +144,7 @@ MORE_SCENES: dict[Any, dict[str, Any]] = {
     an_answer_ends_with_a_token_that_stops_it: {"blocks": 64},
     an_answer_ends_at_the_longest_length: {"blocks": 80},
 }
-# The same scenes on other groups. A scene is named once, so each of these has its own name.
+# The same scenes on other groups. Names of scenes are unique, so each has its own function.
 
 
 def windows_alone_are_hit_to_their_last_block(stage: Stage) -> None:

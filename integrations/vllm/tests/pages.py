@@ -1,31 +1,31 @@
-"""A memory of pages in place of a model: each turn's attention is read back from the places in the tables.
+"""A memory of pages in place of a model: it checks that each turn's attention can be read back through the tables.
 
-Each pass writes its tokens into its blocks. It reads first, as attention would: of each group its window, and of states
-the one after the last token before.
+Each pass first reads what attention would read: the window of each group, and the state after the last computed token.
+Then it writes its tokens into its blocks.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-STATE_SLOT: Final = 0  # of a block with a state; the block's other contents are gone
+STATE_SLOT: Final = 0  # the slot of a state in its block; writing a state loses the block's other contents
 
 
 class Pages:
-    """The pages of all groups, and of each request its tables and the tokens that it has at the worker.
+    """The pages of all groups, and each request's tables and tokens at the worker.
 
-    The worker knows its sampled tokens before the scheduler does, where passes are scheduled ahead.
+    If passes are scheduled ahead, the worker knows sampled tokens before the scheduler does.
     """
 
     def __init__(self, groups: tuple[tuple[str, int, int], ...]) -> None:
         self._groups = groups
-        # For each slot the group that wrote it, and all tokens up to it.
+        # (block, slot) -> the group that wrote it, a hash of all tokens up to it
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._tokens: dict[str, list[int]] = {}
 
     def start(self, request: Any, tables: Any) -> None:
-        """Takes a request that runs for the first time, or again, with its whole tables."""
+        """Adds a request that runs for the first time, or again, with its whole tables."""
         self._tables[request.request_id] = [list(table) for table in tables]
         self._tokens[request.request_id] = list(request.all_token_ids)
 
@@ -35,7 +35,8 @@ class Pages:
             table.extend(added)
 
     def compute(self, request: Any, before: int, count: int, drafts: tuple[int, ...]) -> list[int]:
-        """Reads the pages, writes the new tokens; returns the next tokens where the pass ends with the last one."""
+        """Reads the pages and writes the new tokens. Returns the next tokens if the pass ends with the last known
+        token."""
         name = request.request_id
         known = tuple(self._tokens[name])
         tokens = known + drafts
@@ -62,8 +63,8 @@ class Pages:
         return sampled
 
     def _compute_state(self, request: Any, tokens: tuple[int, ...], group: int, before: int, count: int) -> None:
-        """Takes the state of the last token before from its block, as vLLM's worker does, and leaves the new one in
-        that of the last token, and in vLLM's mode `all` at each edge of a block before it."""
+        """Reads the state of the previous token from its block, as vLLM's worker does, and writes the new state to the
+        last token's block. In vLLM's mode `all` it also writes a state at each block edge before."""
         name = request.request_id
         table, size, last = self._tables[name][group], self._groups[group][1], before + count - 1
         if before:
@@ -75,7 +76,7 @@ class Pages:
             self._slots[table[position // size], STATE_SLOT] = (group, content(request, tokens, position))
 
     def drafts(self, name: str, most: int) -> list[int]:
-        """Returns as many drafts as allowed, with the first few right."""
+        """Returns `most` drafts; the first few of them are right."""
         tokens, drafts = tuple(self._tokens[name]), list[int]()
         right = len(tokens) % (most + 1)
         while len(drafts) < most:
@@ -84,7 +85,7 @@ class Pages:
 
 
 def content(request: Any, tokens: tuple[int, ...], position: int) -> int:
-    """Returns the cached content of attention over a token and all before it, images among them."""
+    """Returns the content that attention caches for a token: a hash of it and everything before it, images included."""
     images = [each.identifier for each in request.mm_features or () if each.mm_position.offset <= position]
     adapter = request.lora_request and request.lora_request.lora_name
     embeds = request.prompt_embeds
@@ -93,12 +94,12 @@ def content(request: Any, tokens: tuple[int, ...], position: int) -> int:
 
 
 def first_read(kind: str, window: int, token_count: int) -> int:
-    """The first token that the one after so many others reads."""
+    """Returns the first token that the token after `token_count` tokens reads."""
     if kind == "sliding":
         return max(0, token_count - window + 1)
     return token_count // window * window if kind == "chunked" else 0
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
-    """Returns the next token of the model that this replaces."""
+    """Returns the next token, in place of a model."""
     return hash(tokens) % 1000 + 1

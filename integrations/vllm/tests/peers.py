@@ -1,4 +1,4 @@
-"""vLLM's environment beside ours, and jobs for engines in it."""
+"""Runs jobs for engines in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def in_vllm(program: str, *arguments: str, **environment: str) -> str:
 
 
 def run_engines(jobs: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
-    """Runs each job (`engine_child.py`) in an engine of its own, one after the other in one process."""
+    """Runs each job (`engine_child.py`) in a new engine, one after another in one process."""
     output = in_vllm("engine_child.py", *[json.dumps({"model": MODEL, **job}) for job in jobs], **environment)
     return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
 
 
 def start_engine(job: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
-    """Starts a job as `run_engines` does, and does not wait for it."""
+    """Starts a job like `run_engines`, without waiting for it."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in SOURCES)
     return subprocess.Popen(
         [str(PYTHON), str(Path(__file__).parent / "engine_child.py"), json.dumps({"model": MODEL, **job})],
@@ -69,9 +69,9 @@ def result_of(engine: subprocess.Popen[str], timeout_s: float = 200.0) -> dict[s
 
 
 def told_across_a_kill(job: dict[str, Any], allocator: ServerProcess, folder: Path, pool: str) -> dict[str, Any]:
-    """Runs a job on an allocator that is killed while the engine computes, and followed by an empty one on its address.
+    """Runs a job on an allocator that is killed while the engine computes. An empty one follows at the same address.
 
-    Returns the job's result. The next allocator's files lie below `folder`.
+    Returns the job's result. The next allocator's files are in `folder`.
     """
     engine = start_engine(job, QUIRE_VLLM_ALLOCATOR=allocator.address, QUIRE_VLLM_POOL=pool)
     try:
@@ -96,7 +96,7 @@ def _wait_until_it_computes(address: str, engine: subprocess.Popen[str]) -> None
 
 
 def prompts(count: int, length: int, *, common: int = 0, seed: int = 7) -> list[list[int]]:
-    """Random prompts that begin with the same `common` tokens."""
+    """Returns random prompts that begin with the same `common` tokens."""
     rng = random.Random(seed)
     head = [rng.randrange(1, VOCABULARY) for _ in range(common)]
     return [head + [rng.randrange(1, VOCABULARY) for _ in range(length - common)] for _ in range(count)]

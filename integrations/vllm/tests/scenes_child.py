@@ -1,9 +1,9 @@
-"""Scenes on vLLM's scheduler alone, without a model, with either manager; it runs in vLLM's environment.
+"""Plays scenes on vLLM's scheduler with either manager, without a model, in vLLM's environment.
 
     python scenes_child.py MODEL null                               # vLLM's own scheduler
     python scenes_child.py MODEL quire_vllm.QuireScheduler
 
-prints one line of JSON: the results of each scene (`stage.py`), and of requests at random the sums over seeds.
+prints one line of JSON: the results of each scene (`stage.py`), and for random requests the sums over seeds.
 """
 
 from __future__ import annotations
@@ -191,13 +191,13 @@ RANDOM: dict[str, dict[str, Any]] = {
 
 
 def seeds_of_random_requests(cast: Cast, *, seeds: int = 3, count: int = 300, **options: Any) -> dict[str, Any]:
-    """Sums over seeds: in so few blocks one seed more or less says little."""
+    """Returns the sums over several seeds, because a single seed in so few blocks says little."""
     told = [random_requests(cast, 7 + number, count, **options) for number in range(seeds)]
     return {key: sum((each[key] for each in told), start=type(value)()) for key, value in told[0].items()}
 
 
 def random_requests(cast: Cast, seed: int, count: int, **options: Any) -> dict[str, Any]:
-    """Makes requests at random; one in five is aborted at some time. They are chats, so that many begin alike."""
+    """Plays random requests; one in five is aborted at some time. They are chats, so many share a prefix."""
     rng, stage = random.Random(seed), Stage(cast, **{"is_patient": True, **options}, budget=64, seqs=12)
     chats = [text(number, 24) for number in range(12)]
     aborted: set[str] = set()
@@ -231,14 +231,14 @@ def random_requests(cast: Cast, seed: int, count: int, **options: Any) -> dict[s
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Plays all scenes and prints their results."""
     model, scheduler = sys.argv[1:3]
     cast = Cast(Scheduler, AsyncScheduler, model)
     if scheduler != "null":
         ahead = scheduler.replace("QuireScheduler", "QuireAsyncScheduler")
         cast = Cast(resolve_obj_by_qualname(scheduler), resolve_obj_by_qualname(ahead), model)
     init_none_hash(sha256)
-    if os.environ.get("QUIRE_VLLM_ALLOCATOR"):  # on a busy machine turns, and so hits, would be others
+    if os.environ.get("QUIRE_VLLM_ALLOCATOR"):  # A busy machine would change turns, and so hits.
         import quire_vllm.remote
 
         quire_vllm.remote.WAIT_S = 5.0  # type: ignore[misc]

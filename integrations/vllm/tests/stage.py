@@ -1,7 +1,7 @@
-"""A stage for vLLM's scheduler without a model: requests and turns; a memory of pages (`pages.py`) is the model.
+"""A stage for vLLM's scheduler: requests and turns. A memory of pages (`pages.py`) replaces the model.
 
-With passes ahead a turn schedules the next pass before the one under way is taken in, as vLLM's engine does with its
-asynchronous scheduler, and with several stages of a pipeline.
+With passes ahead, a turn schedules the next pass before the current one is taken in. vLLM's engine does this with its
+asynchronous scheduler, and with several pipeline stages.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK: Final = 4
 TOKENS_MAX: Final = 256
-FULL: Final = ("full", BLOCK, 0)  # a group: the kind of its layers, tokens of a block, and of a window
+FULL: Final = ("full", BLOCK, 0)  # a group: kind of layers, tokens of a block, tokens of a window
 IMAGE_TOKENS: Final = 6
-CACHE_MODES: Final = {"state": "align", "states": "all"}  # vLLM's, of kinds of groups
+CACHE_MODES: Final = {"state": "align", "states": "all"}  # kind of group -> vLLM's mode of caching states
 SAMPLING: Final = ("prompt_logprobs", "stop_token_ids", "skip_reading_prefix_cache")
 STATISTICS: Final = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
 class Cast(NamedTuple):
-    """Two classes of schedulers, the second of which schedules ahead, and the folder of a model whose configuration
-    they read."""
+    """Two scheduler classes, and the folder of the model whose configuration they read. The second class schedules
+    ahead."""
 
     scheduler: Any
     async_scheduler: Any
@@ -50,15 +50,15 @@ class Cast(NamedTuple):
 
 
 class Stage:
-    """A scheduler of few blocks, its requests, and the pages that they write.
+    """A scheduler with few blocks, its requests, and the pages that they write.
 
     Attributes:
-        turns: of each turn, the tokens scheduled by request and the preempted requests.
-        hits: of each request, the prompt's tokens that were cached when it ran first.
+        turns: for each turn, the scheduled tokens by request, and the preempted requests.
+        hits: for each request, the prompt tokens that were cached when it first ran.
         statistics: vLLM's own counts of the prefix cache, by `STATISTICS`.
         events: vLLM's KV cache events of each block that could be hit.
 
-    Where `is_patient`, a pass takes longer than an allocator's answer, as a model's does; else the next turn begins at
+    If `is_patient`, a pass takes longer than an allocator's answer, like a model's pass. Else the next turn begins at
     once.
     """
 
@@ -96,7 +96,7 @@ class Stage:
             prefix_cache_retention_interval=keeps,
             **arguments,
         ).create_engine_config()
-        config.scheduler_config.async_scheduling = is_async  # vLLM's platform for CPUs switches it off
+        config.scheduler_config.async_scheduling = is_async  # vLLM turns it off on CPUs.
         config.parallel_config.pipeline_parallel_size = 1 if is_async else ahead + 1
         config.scheduler_config.max_num_batched_tokens = budget
         config.scheduler_config.max_num_scheduled_tokens = budget
@@ -133,7 +133,7 @@ class Stage:
         self.scheduler.kv_cache_manager.take_events = lambda: self._hear(take())
 
     def add(self, name: str, tokens: list[int] | None, new: int = 4, **options: Any) -> Request:
-        """A request for so many new tokens; one more with the name of a session is its next input."""
+        """Adds a request for `new` tokens. A second request with a session's name is the session's next input."""
         sampling = SamplingParams(
             max_tokens=new,
             ignore_eos=True,
@@ -147,12 +147,12 @@ class Stage:
         return request
 
     def allow_images(self, token_count: int) -> None:
-        """Lets a scheduler of a text model admit images of this many tokens."""
+        """Makes the scheduler of a text model admit images of this many tokens."""
         self.scheduler.max_num_encoder_input_tokens = token_count
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=token_count)
 
     def turn(self, **options: Any) -> bool:
-        """Schedules and computes a pass, and takes in finished ones; returns whether anything was scheduled."""
+        """Schedules and computes a pass, and takes in finished passes; returns whether anything was scheduled."""
         output = self.scheduler.schedule(**options)
         preempted = sorted(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
@@ -184,7 +184,7 @@ class Stage:
         return bool(names)
 
     def _take_in(self) -> None:
-        """Takes in the oldest pass under way."""
+        """Takes in the oldest unfinished pass."""
         output, result = self._under_way.popleft()
         told = self.scheduler.update_from_output(output, result)
         for each in told.values():
@@ -197,7 +197,7 @@ class Stage:
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _hear(self, events: list[Any]) -> list[Any]:
-        """Notes the events of blocks that can be hit, and hands them on."""
+        """Notes the events of hittable blocks, and returns all events."""
         for event in events:
             if type(event).__name__ != "BlockStored":
                 continue
@@ -210,7 +210,7 @@ class Stage:
         return events
 
     def run(self, seconds_max: float = 60.0) -> None:
-        """Runs until no request is left; where nothing can be scheduled, it pauses as vLLM's engine does."""
+        """Runs until no request is left. If nothing can be scheduled, it pauses as vLLM's engine does."""
         deadline = time.monotonic() + seconds_max
         while self.scheduler.has_unfinished_requests():
             assert time.monotonic() < deadline, "requests are left that never end"
@@ -218,16 +218,16 @@ class Stage:
                 time.sleep(0.001)
 
     def abort(self, *names: str) -> None:
-        """The callers are gone."""
+        """Aborts requests, as if their callers had left."""
         self.scheduler.finish_requests(list(names), RequestStatus.FINISHED_ABORTED)
 
     def told(self) -> dict[str, Any]:
-        """Returns the comparable results; no request holds anything."""
+        """Returns the comparable results, when no request holds blocks any more."""
         self.run()
         held, manager = held_at_allocator(), self.scheduler.kv_cache_manager
         deadline = time.monotonic() + 5
         while getattr(getattr(manager, "pool", None), "_under_way", ()) and time.monotonic() < deadline:
-            manager.new_step_starts()  # the allocator's last answers have events, too
+            manager.new_step_starts()  # The allocator's last answers carry events, too.
         manager.take_events()
         return {
             "turns": self.turns,
@@ -245,7 +245,7 @@ class Stage:
 
 
 def group_spec(kind: str, size: int, window: int, dtype: Any) -> Any:
-    """vLLM's specification of a group."""
+    """Returns vLLM's specification of a group."""
     if kind in CACHE_MODES:
         return MambaSpec(size, shapes=((1,),), dtypes=(dtype,), mamba_cache_mode=CACHE_MODES[kind])
     common = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
@@ -257,19 +257,19 @@ def group_spec(kind: str, size: int, window: int, dtype: Any) -> Any:
 
 
 def text(seed: int, length: int) -> list[int]:
-    """Tokens that follow from the seed; a longer text begins like a shorter one."""
+    """Returns tokens that depend only on the seed. A longer text begins with the shorter one."""
     rng = random.Random(seed)
     return [rng.randrange(1, 1000) for _ in range(length)]
 
 
 def image(identifier: str, offset: int) -> MultiModalFeatureSpec:
-    """An image in the place of some tokens of a prompt."""
+    """Returns an image that takes the place of some tokens of a prompt."""
     place = PlaceholderRange(offset=offset, length=IMAGE_TOKENS)
     return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=place)
 
 
 def held_at_allocator() -> int:
-    """Returns how many blocks an allocator still counts as held, although there are no more turns."""
+    """Returns the number of blocks that the allocator still counts as held after the last turn."""
     if not os.environ.get("QUIRE_VLLM_ALLOCATOR"):
         return 0
     from quire import Allocator

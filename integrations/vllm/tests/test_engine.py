@@ -1,4 +1,4 @@
-"""vLLM's engine on Quire's blocks beside the same engine on its own: the same texts, hits and preemptions.
+"""vLLM's engine on Quire's blocks has the same texts, hits and preemptions as on its own.
 
 Run by `make test-vllm`. Greedy sampling in float32; blocks of 32 tokens, the fewest that vLLM's CPU backend takes.
 """
@@ -16,10 +16,10 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=WHY_NOT),
 ]
 
-PLENTY, FEW = 1024, 40  # blocks: all prompts of a pass fit at once; a third of them does
+PLENTY, FEW = 1024, 40  # blocks: for all prompts of a pass at once, and for a third of them
 APART = prompts(24, 128)
 SHARED = prompts(24, 128, common=96)
-SAME = prompts(1, 70) * 12  # all compute the same blocks side by side, also while they decode
+SAME = prompts(1, 70) * 12  # All twelve compute the same blocks side by side, also in decode.
 
 SCENES: Final[dict[str, dict[str, Any]]] = {
     "prompts of their own": {"blocks": PLENTY, "passes": [APART, APART]},
@@ -33,7 +33,7 @@ TOKENS: Final = 40
 
 
 def tell(scheduler: str | None, *, is_async: bool) -> dict[str, dict[str, Any]]:
-    """Prints the results of each scene."""
+    """Returns the results of each scene."""
     jobs = [{"scheduler": scheduler, "is_async": is_async, "new_tokens": TOKENS, **scene} for scene in SCENES.values()]
     return dict(zip(SCENES, run_engines(jobs), strict=True))
 

@@ -24,7 +24,7 @@ SHARED, APART = prompts(12, 128, common=96), prompts(12, 128)
 PLENTY: dict[str, Any] = {"blocks": 1024, "new_tokens": 8, "passes": [SHARED, SHARED], "events": True, "again": True}
 FEW: dict[str, Any] = {**PLENTY, "blocks": 30, "passes": [SHARED, APART]}
 OURS = "quire_vllm.QuireScheduler"
-SEED = {"PYTHONHASHSEED": "0"}  # or each process begins its hashes with another one
+SEED = {"PYTHONHASHSEED": "0"}  # Else hashes differ between processes.
 
 
 def jobs(scheduler: str | None) -> list[dict[str, Any]]:

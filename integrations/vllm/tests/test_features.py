@@ -25,7 +25,7 @@ LOOKUP: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_
 
 
 def repeating(count: int) -> list[list[int]]:
-    """Prompts that say the same six times, so that drafts are found in them."""
+    """Returns prompts that repeat their text six times, so that prompt lookup finds drafts."""
     rng = random.Random(5)
     words = [[rng.randrange(1, VOCABULARY) for _ in range(20)] for _ in range(count)]
     return [each * 6 + [rng.randrange(1, VOCABULARY)] * 4 for each in words]
@@ -36,7 +36,7 @@ def test_drafts_that_were_looked_up_leave_texts_as_they_are(blocks: int) -> None
     again = repeating(8)
     scene: dict[str, Any] = {"blocks": blocks, "new_tokens": 60, "passes": [again, again]}
     drafting = {**scene, "options": {"speculative_config": LOOKUP}}
-    # Each in a process of its own: a second engine of vLLM that drafts fails at its start.
+    # Each engine gets its own process: a second drafting engine of vLLM fails at its start.
     (stock,), (ours,) = run_engines([{**drafting, "scheduler": None}]), run_engines([{**drafting, "scheduler": OURS}])
     (plain,) = run_engines([{**scene, "scheduler": None}])
     assert ours["texts"] == stock["texts"] == plain["texts"]
@@ -69,7 +69,7 @@ def test_adapters_have_caches_of_their_own(tmp_path: Path) -> None:
 
 def test_images_have_caches_of_their_own(tmp_path: Path) -> None:
     in_vllm("image_model.py", str(tmp_path))
-    same = [[token % 2000 + 3 for token in prompt] for prompt in prompts(3, 120)]  # no token that stands for an image
+    same = [[token % 2000 + 3 for token in prompt] for prompt in prompts(3, 120)]  # No token here stands for an image.
     scene: dict[str, Any] = {
         "model": str(tmp_path),
         "blocks": 128,
@@ -83,4 +83,4 @@ def test_images_have_caches_of_their_own(tmp_path: Path) -> None:
     )
     assert stock["texts"][0] != stock["texts"][1], "an image that changes nothing compares nothing"
     assert ours["texts"] == few["texts"] == stock["texts"]
-    assert ours["hits"] == stock["hits"] == [0, 0, 384, 384]  # an image's 16 tokens and 112 of the text
+    assert ours["hits"] == stock["hits"] == [0, 0, 384, 384]  # 16 tokens of an image and 112 of text, three times

@@ -1,6 +1,6 @@
-"""Models of several groups on Quire's blocks beside vLLM's own hybrid manager: windows, chunks, recurrent states.
+"""Models with several groups (windows, chunks, recurrent states) on Quire's blocks, beside vLLM's own hybrid manager.
 
-Run by `make test-vllm`. The models (`hybrid_models.py`) are small and of random weights; windows have two blocks.
+Run by `make test-vllm`. The models (`hybrid_models.py`) are small, with random weights. Windows have two blocks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SCENES: Final[dict[str, dict[str, Any]]] = {
     "few blocks": {"passes": [SHARED, APART, SHARED]},
     "prompts in chunks": {"passes": [APART, APART], "batch_tokens_max": 96},
 }
-FEW: Final = {"gemma3": 62, "llama4": 62, "mistral": 20}  # blocks, for four groups, and for windows alone; else 40
+FEW: Final = {"gemma3": 62, "llama4": 62, "mistral": 20}  # blocks: 62 for four groups, 20 for one, 40 otherwise
 NO_CACHE: Final = {"enable_prefix_caching": False}
 CACHE: Final = {"enable_prefix_caching": True}
-KERNEL_CHUNK: Final = 256  # tokens, of Mamba 2 on CPUs: it fails where passes of cached states are longer
+KERNEL_CHUNK: Final = 256  # tokens: vLLM's Mamba 2 on CPUs fails in longer passes with a cache
 
 
 @pytest.fixture(scope="module")

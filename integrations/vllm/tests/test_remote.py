@@ -1,4 +1,4 @@
-"""vLLM's engine on blocks of an allocator in another process, also while that is killed. Run by `make test-vllm`."""
+"""vLLM's engine on the blocks of an allocator process, which may be killed meanwhile. Run by `make test-vllm`."""
 
 from __future__ import annotations
 

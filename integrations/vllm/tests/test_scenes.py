@@ -1,8 +1,8 @@
 """vLLM's scheduler does the same with Quire's manager as with its own, turn by turn.
 
-The scenes (`scenes_child.py`) are behaviours that vLLM promises of its KV cache manager, its prefix cache and its
-scheduler, in our own words. Instead of a model, a memory of pages reads back the attention of each turn. Run by `make
-test-vllm`.
+The scenes (`scenes_child.py`) describe, in our own words, the behavior that vLLM promises for its KV cache manager, its
+prefix cache and its scheduler. Instead of a model, a memory of pages reads back the attention of each turn. Run by
+`make test-vllm`.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ LAYERS: Final = (
     "full states",
     "full, long states",
 )
-ALONE: Final = (  # a pass ends at each block of a state, and an equal prefix waits a turn; all else is the same
+ALONE: Final = (  # Only turns differ: passes end at each block of a state, and an equal prefix waits a turn.
     "ahead_the_same_prompt_is_computed_once",
     "ahead_states_are_hit_where_blocks_end",
     "events_tell_what_parts_caches",
 )
-STATES: Final = (  # passes of prompts end at each block, which vLLM's own do not, or vLLM keeps less of windows
+STATES: Final = (  # Hits differ: vLLM's own passes do not end at each block, or it keeps fewer windows.
     "states_are_hit_where_blocks_end",
     "states_alone_are_hit_where_blocks_end",
     "states_of_who_is_preempted_are_hit_again",
@@ -141,11 +141,11 @@ RANDOM: Final = (
     "windows as vLLM keeps them",
     "states as vLLM keeps them",
 )
-HURRY: Final = "in a hurry"  # turns that do not wait for an allocator's answers
+HURRY: Final = "in a hurry"  # a play whose turns do not wait for the allocator's answers
 TURNS_OVER_STOCK_MAX: Final = 1.02
 PREEMPTIONS_OVER_STOCK_MAX: Final = 1.05
-PREEMPTIONS_ELSEWHERE_AHEAD_MAX: Final = 1.15  # with passes ahead and an allocator in another process
-RANDOM_REQUESTS: Final = 6_000  # of all seeds in 39 blocks
+PREEMPTIONS_ELSEWHERE_AHEAD_MAX: Final = 1.15  # for passes ahead, allocator in another process
+RANDOM_REQUESTS: Final = 6_000  # requests of all seeds, in 39 blocks
 OURS: Final = "quire_vllm.QuireScheduler"
 
 

@@ -1,6 +1,6 @@
-"""vLLM's OpenAI server on an allocator: 1,000 random requests, some left by their callers, while that is killed -9.
+"""vLLM's OpenAI server on an allocator that is killed -9 during 1,000 random requests; some callers leave early.
 
-Another one takes its place. Answers, cached tokens and metrics are beside those of vLLM alone.
+Another allocator replaces it. Answers, cached tokens and metrics are compared with those of vLLM alone.
 
 Takes minutes; run by `make test-vllm-long`.
 """
@@ -37,13 +37,13 @@ pytestmark = [
 
 REQUESTS: Final = int(os.environ.get("QUIRE_VLLM_REQUESTS", "1000"))
 AT_ONCE: Final = 32
-BLOCKS: Final = 240  # of 32 tokens: some 30 of the requests fit at once
+BLOCKS: Final = 240  # blocks of 32 tokens: about 30 requests fit at once
 HEALTHY_S: Final = 10.0
 OUTAGE_S: Final = 2.0
 
 
 def some_requests() -> list[dict[str, Any]]:
-    """Turns of chats that begin alike; each is asked for greedily."""
+    """Returns turns of chats that share a prefix, all with greedy sampling."""
     rng = random.Random(7)
     chats = [[rng.randrange(1, 2048) for _ in range(192)] for _ in range(40)]
     asked = []
@@ -55,7 +55,7 @@ def some_requests() -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def server(folder: Path, *arguments: str, **environment: str) -> Iterator[str]:
-    """vLLM's server, which can import this package."""
+    """Serves vLLM's server, with this package on its path; yields the address."""
     before = dict(os.environ)
     os.environ.update(PYTHONPATH=os.pathsep.join(str(ROOT / each) for each in SOURCES), **environment)
     try:
@@ -68,7 +68,7 @@ def server(folder: Path, *arguments: str, **environment: str) -> Iterator[str]:
 
 
 async def ask(client: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[str, int] | None:
-    """The text, and how many tokens of the prompt were cached; None where the caller left."""
+    """Returns the text and the number of cached prompt tokens; None if the caller left."""
     body = {"model": "demo", "prompt": asked["prompt"], "max_tokens": asked["max_tokens"], "temperature": 0}
     body["ignore_eos"] = True
     if asked["is_left"]:
@@ -85,7 +85,7 @@ async def ask(client: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[str, in
 
 
 async def ask_all(address: str, asked: list[dict[str, Any]], at: dict[int, Any] | None = None) -> list[Any]:
-    """Sends all of them, this many at once; `at` has actions for numbers of answers."""
+    """Sends all requests, `AT_ONCE` at a time. `at` maps numbers of answers to actions."""
     answers: list[Any] = [None] * len(asked)
     done = 0
     places = asyncio.Semaphore(AT_ONCE)
@@ -105,9 +105,9 @@ async def ask_all(address: str, asked: list[dict[str, Any]], at: dict[int, Any] 
 
 @contextlib.asynccontextmanager
 async def watched(client: httpx.AsyncClient) -> AsyncIterator[None]:
-    """The server must say all the time that it is healthy."""
+    """Checks all the time that the server reports itself healthy."""
 
-    over = asyncio.Event()  # never set: the condition is checked twice a second
+    over = asyncio.Event()  # Never set: its timeout gives a check twice a second.
 
     async def watch() -> None:
         while True:
@@ -125,13 +125,13 @@ async def watched(client: httpx.AsyncClient) -> AsyncIterator[None]:
 
 
 def metric(address: str, name: str) -> float:
-    """The sum of a metric's samples."""
+    """Returns the sum of a metric's samples."""
     lines = httpx.get(f"http://{address}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
 class Killed:
-    """An allocator that is killed -9; another one takes its place a moment later."""
+    """An allocator that is killed -9 and replaced by another one a moment later."""
 
     def __init__(self, first: ServerProcess, folder: Path) -> None:
         self.first = first
@@ -139,7 +139,7 @@ class Killed:
         self._stack = contextlib.ExitStack()
 
     def kill(self) -> None:
-        """Kills the allocator: new prompts wait then, and answers under way continue."""
+        """Kills the allocator. New prompts then wait, and running answers continue."""
         self.first.process.kill()
         self.first.process.wait()
         threading.Event().wait(OUTAGE_S)

@@ -1,4 +1,4 @@
-"""Refusals when the engine starts, by name. Run by `make test-vllm`."""
+"""Refusals when the engine starts, which name the unsupported part. Run by `make test-vllm`."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class StateManager(UnitManager[StatePart]):
         part.last = part.unit
 
     def fork(self, part: StatePart, committed: int) -> StatePart:
-        """Shares the running block. The first to grow copies it; the last one writes in place, unless it is published."""
+        """Shares the running block. The first to grow copies it; the last writes in place, unless it is published."""
         if part.unit is not None:
             part.unit.live += 1
         child = StatePart(part.scope, part.unit)
@@ -187,7 +187,7 @@ class StateManager(UnitManager[StatePart]):
         return [(self._token_count(unit), unit.first_digest) for unit in scope.units()]
 
     def replaced(self, entry: Scoped) -> None:
-        """Drops a cached checkpoint that no request has hit and no stop needs."""
+        """Drops a cached checkpoint that no request has hit."""
         assert isinstance(entry, Unit)
         if entry.is_published and not entry.live and not entry.was_hit and not entry.is_needed():
             self._drop(entry)

@@ -5,7 +5,7 @@ hit.
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
     4. compare   every table with the reported one, as its sequence is opened; all other blocks are empty
-    5. restore   the stops, at which hits can end: where stretches and paths end
+    5. restore   where hits can end: where stretches and paths end
     6. queue     entries without holders, in their order of release: they are evicted in that order
 
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.

@@ -21,15 +21,15 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 
 class AsyncCallSession:
-    """Owns one pool without a stream; `async with` takes it, and gives it back at the end.
+    """Owns one pool without a stream. `async with` takes the pool, and gives it back at the end.
 
-    Steps are numbered, one is under way at a time, and each is applied once. The allocator drops the pool after
-    `lease_ms` without a call, which a task of its own sees to by default.
+    Steps are numbered, one is in flight at a time, and each is applied exactly once. The allocator drops the pool after
+    `lease_ms` without a call. By default a task of its own renews the lease.
 
     Made by `session(..., transport="calls")` of an allocator's client.
 
     Attributes:
-        pool: its name.
+        pool: the pool's name.
         lease_ms: length of the lease, known once the session is open.
     """
 
@@ -55,29 +55,29 @@ class AsyncCallSession:
         self._one_at_a_time = asyncio.Lock()
         self._last_step = 0
         self._last_sequence_id = 0
-        self._unanswered: packed.Step | None = None  # it may have been applied
+        self._unanswered: packed.Step | None = None  # The allocator may have applied this step.
         self._is_closed = False
         self._keeps_alive = keep_alive
         self._kept: KeptByTask | None = None
 
     @property
     def session_id(self) -> bytes:
-        """Returns by which id the allocator knows it.
+        """Returns the session's id at the allocator.
 
         Raises:
-            UnavailableError: it is not open.
+            UnavailableError: the session is not open.
         """
         if self._session_id is None:
             raise UnavailableError(f"the session of pool {self.pool} is not open: call `open`, or use a `with` block")
         return self._session_id
 
     async def open(self, *, timeout_s: float | None = None) -> None:
-        """Takes the pool, empty; tried again after an outage it takes the same one.
+        """Takes the pool, which starts empty. A retry after an outage takes the same session.
 
         Raises:
-            AlreadyExistsError: POOL_OWNED, somebody else has it.
-            FailedPreconditionError: VERSION, the allocator does not serve this protocol or a feature of the pool.
-            QuireError: anything else that a call may meet.
+            AlreadyExistsError: POOL_OWNED, another owner has the pool.
+            FailedPreconditionError: VERSION, the allocator does not support this protocol or a feature of the pool.
+            QuireError: any other failure of a call.
         """
         opened = await self._link.call(self._stub.OpenSession, self._request, timeout_s)
         check_served(self._request.spec.features, opened.features)
@@ -87,18 +87,18 @@ class AsyncCallSession:
             self._kept = KeptByTask(self, opened.lease_ms)
 
     async def step(self, operations: StepBuilder, *, timeout_s: float | None = None) -> StepOutcome:
-        """Applies a step exactly once and returns what it did.
+        """Applies a step exactly once and returns its outcome.
 
-        The answer may be lost: DeadlineExceededError, UnavailableError, or the caller was cancelled. Repeat the step
-        with the same operations then: if it was applied, its answer comes again. No other step is sent before.
+        The answer may be lost: DeadlineExceededError, UnavailableError, or the caller was canceled. Then repeat the
+        step with the same operations. If it was applied, its answer is sent again. Until then no other step is sent.
 
         Raises:
-            AnswersMissedError: another step has no answer yet; nothing was sent.
-            QuireError: with a `reason`, the allocator refused the step, and nothing of it was applied; without one, the
+            AnswersMissedError: another step has no answer yet. Nothing was sent.
+            QuireError: with a `reason`, the allocator refused the step, and no operation was applied. Without one, the
                 answer was lost.
-            ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
+            ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was sent.
         """
-        self._link.check_open()  # in a forked child, where nobody would release the lock
+        self._link.check_open()  # Raises in a forked child, where the lock would never be released.
         async with self._one_at_a_time:
             step = self._numbered(operations)
             try:
@@ -110,7 +110,7 @@ class AsyncCallSession:
             return self._taken(step, reply)
 
     def _numbered(self, operations: StepBuilder) -> packed.Step:
-        """Returns the message of the next step, or of the unanswered one, repeated."""
+        """Returns the message of the next step, or again that of the unanswered step."""
         step = packed.Step(session_id=self.session_id, number=self._last_step + 1, ack=self._last_step)
         operations.fill(step)
         if self._unanswered is not None and self._unanswered != step:
@@ -123,7 +123,7 @@ class AsyncCallSession:
         return step
 
     def _taken(self, step: packed.Step, reply: packed.StepReply) -> StepOutcome:
-        """Returns what the step did, and notes that it is answered."""
+        """Returns the step's outcome, and notes that the step is answered."""
         if reply.number != step.number:
             raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
         try:
@@ -135,13 +135,13 @@ class AsyncCallSession:
         return outcome
 
     async def keep_alive(self, *, timeout_s: float | None = None) -> None:
-        """Renews the lease; every step renews it too."""
+        """Renews the lease. Every step renews it, too."""
         await self._link.call(self._apply, packed.Step(session_id=self.session_id), timeout_s)
 
     async def close(self, *, timeout_s: float | None = None) -> None:
-        """Gives the pool back; closing twice is no error."""
+        """Gives the pool back. Closing twice is not an error."""
         self._is_closed = True
-        if self._session_id is None or self._link.is_inherited:  # never taken, or the parent's
+        if self._session_id is None or self._link.is_inherited:  # never opened, or the parent process owns it
             return
         if self._kept is not None:
             self._kept.stop()
@@ -161,6 +161,6 @@ class AsyncCallSession:
     async def __aexit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        # What went wrong inside the block must not be hidden by a failure to close; the lease ends by itself.
+        # A failure to close must not hide the block's error. The lease ends by itself.
         with contextlib.suppress(QuireError) if error is not None else contextlib.nullcontext():
             await self.close()

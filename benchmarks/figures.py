@@ -159,7 +159,7 @@ def caches() -> list[Figure]:
     found.append(Figure("hit ratio of 20 chats in turn over room for 16", turns["quire reuse"], best, "eviction"))
     for shape in ("gpt-oss-20b", "gemma-3-27b"):
         own = row("hybrid", shape=shape, workload="chats", load="1.0", commit="903453f")
-        what = f"hit ratio of chats in turn that just fit, the shape of {shape}"
+        what = f"hit ratio of chats in turn, with just enough room for all, layers as in {shape}"
         found.append(Figure(what, own["quire"], f"{_better(own)}: the better of vLLM's two", "hybrid"))
     drawn = rows_of("hybrid_random")
     mean = statistics.mean(float(each["quire"]) for each in drawn)

@@ -123,7 +123,7 @@ def start(options: argparse.Namespace, name: str, folder: Path, dtype: str, log:
 
 
 def workloads(options: argparse.Namespace) -> Iterator[Workload]:
-    """Yields the workloads: every kind for several requests at once, and one length for a single request."""
+    """Yields every kind of workload for several requests at once, but only the first kind for a single request."""
     for request_count in options.requests:
         for kind in options.kinds if request_count > 1 else [KINDS[0]]:
             yield Workload(kind, request_count, options.prompt_tokens, options.output_tokens)

@@ -125,7 +125,7 @@ class Ask(NamedTuple):
 
     @property
     def prompt_param(self) -> str:
-        """Returns the caller's name for the prompt."""
+        """Returns the name of the prompt's parameter in the caller's API, such as `messages`."""
         return self.names[PROMPT]
 
 

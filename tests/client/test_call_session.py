@@ -164,7 +164,7 @@ async def test_a_session_that_is_opened_by_the_same_request_again_goes_on_where_
         again = scene.session(request_id="mine")
         await again.open()
         assert (await again.step(StepBuilder().grow(5, 8).allocate(6, 4))).grows[1].result
-        with pytest.raises(ValueError, match="ids only rise, and 6 was given already"):
+        with pytest.raises(ValueError, match="a new sequence needs an id above 6"):
             await again.step(StepBuilder().allocate(4, 4))
         with pytest.raises(QuireError) as raised:  # The first session does not know of that step.
             await session.step(StepBuilder().free(5))

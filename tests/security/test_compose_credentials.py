@@ -33,7 +33,7 @@ FOLDER = "/run/quire"
 LIFE_MAX = datetime.timedelta(days=90, minutes=10)  # 10 minutes allow for clock differences
 METRICS_TOKEN = "metrics-token"
 EVERYTHING = {"quire://pool/*", "quire://observe/*", "quire://namespace/*"}
-# The permissions of each folder's service.
+# The permissions of each service's certificate, by the name of its folder.
 PERMISSIONS = {
     "allocator": set[str](),
     "worker": {"quire://pool/default", "quire://namespace/*"},

@@ -44,7 +44,7 @@ def rate_of(text: str) -> float | None:
     except ValueError:
         rate = -1.0
     if not 0 <= rate <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_CHOICES)} and no number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"must be {', '.join(_CHOICES)} or a number from 0 to 1, not {text!r}")
     return rate
 
 

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class ServerTls:
-    """The server's certificate and key, and the authorities of its callers.
+    """The server's certificate and key, and the CA certificates that verify its callers.
 
     Each handshake checks whether the files have changed. New files take effect only together. If they do not match (for
     example a new certificate whose key is not there yet), the former ones stay, and the next handshake checks again.

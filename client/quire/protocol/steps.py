@@ -156,7 +156,7 @@ class StepBuilder:
                 if sequence_id > created and sequence_id not in children:
                     raise ValueError(f"sequence {sequence_id} is not known to exist: an answer says so, or a fork here")
             elif sequence_id <= highest:
-                raise ValueError(f"sequence {sequence_id} is not new: ids only rise, and {highest} was given already")
+                raise ValueError(f"a new sequence needs an id above {highest}, not {sequence_id}")
             else:
                 highest = sequence_id
 

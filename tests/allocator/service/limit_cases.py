@@ -37,7 +37,7 @@ def last() -> None:
 
 
 def digest_of(owner: Ownership) -> tuple[bytes, int, int]:
-    """Returns the digest of a pool's state: its sequences, and its free blocks."""
+    """Returns the digest of a pool's sequences, and its numbers of free and cached blocks."""
     return pool_digest(owner.pool), owner.pool.blocks.free_count, owner.pool.blocks.cached_count
 
 

@@ -187,9 +187,11 @@ def check_append(
     lengths = kv_lengths(kv_indptr, kv_last_page_len, page_size).tolist()
     for request, position in zip(batch_indices.tolist(), positions.tolist(), strict=True):
         if request >= len(lengths):
-            raise ValueError(f"batch_indices: request {request} of {len(lengths)}")
+            raise ValueError(f"batch_indices must be below {len(lengths)}, the number of requests, not {request}")
         if request >= 0 and position >= lengths[request]:
-            raise ValueError(f"positions: {position} in request {request} of {lengths[request]} tokens")
+            raise ValueError(
+                f"positions of request {request} must be below {lengths[request]}, its length, not {position}"
+            )
     slots = [slot for slot in _slots(batch_indices, positions, kv_indices, kv_indptr, page_size) if slot is not None]
     if len(set(slots)) != len(slots):
         raise ValueError("positions: two tokens have the same slot")

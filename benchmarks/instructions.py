@@ -1,6 +1,6 @@
 """Instruction counts of the compiled core's operations, by callgrind: the same on every run.
 
-Times of a noisy machine hide changes of a few per cent; this count does not. `--check` compares with the committed
+Times on a noisy machine hide changes of a few per cent; this count shows them. `--check` compares with the committed
 rows and fails where an operation takes 3 % more or less. `--write` commits a gain, too. Rows hold for one Python and
 one C compiler. Under others the script says that it cannot compare.
 

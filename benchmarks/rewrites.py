@@ -38,7 +38,7 @@ from report import add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
 TORCH, KERNELS = "plain torch", "attention kernels"
-# Each row adds the next one.
+# Each row of the table adds the next rewrite.
 REWRITES = ("NormRewrite", "LinearRewrite", "TiedHead", "GatedMlpRewrite", "AttentionRewrite", "DecoderLayerRewrite",
             "DecoderRewrite", "TextModelRewrite")  # fmt: skip
 BLOCK_SIZE, CONTEXT, SEQUENCES, PROMPTS, PROMPT_TOKENS = 16, 160, 32, 4, 128

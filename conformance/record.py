@@ -105,7 +105,7 @@ def states() -> list[Line]:
     """Returns states and their digests, of whole states and of the parts that the answers to some steps cover."""
     rng, found = random.Random(SEED), []
     for count, group_count, step in ((0, 1, 0), (1, 1, 0), (3, 2, 0), (5, 1, 64), (200, 1, 128), (200, 1, 6400)):
-        spread = 1 if count > LARGE else 2**40 + 1  # Ids above 1 take several bytes.
+        spread = 1 if count > LARGE else 2**40 + 1  # Ids then take several bytes.
         rows = [_row(rng, number, spread, group_count) for number in range(count)]
         turn = [rows[at] for at in in_turn(range(count), step)] if step else rows
         digest = state_digest(turn, STATE_DIGEST_ENTRIES_MAX if step else None)

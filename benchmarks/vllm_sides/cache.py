@@ -35,7 +35,7 @@ from vllm.v1.request import Request  # type: ignore[import-not-found,unused-igno
 from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found,unused-ignore]
 
 BLOCK = 4  # tokens; each of these blocks stands for 512 tokens of the trace
-WINDOW = 32  # tokens; they stand for 4,096
+WINDOW = 32  # tokens of a window; they stand for 4,096
 SIDES = {"stock": Scheduler, "embedded": QuireScheduler, "remote": QuireScheduler}
 
 

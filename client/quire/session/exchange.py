@@ -2,7 +2,7 @@
 
 The thread that completes calls reports each finished operation to the event loop: two wake-ups, some system calls, two
 rounds of the loop. A caller that waits for the answer does not need to know that its message was sent. One operation
-for both takes a fifth less CPU per round trip (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
+for both takes a quarter less CPU per bare round trip (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
 
 grpc.aio has no public way to do this. This module uses its internal `execute_batch` and two kinds of operations.
 Untested releases of gRPC use the public way.

@@ -206,11 +206,16 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         grown, live = StepBuilder(), StepBuilder()
         grown.grow(50, 6)
         live.grow(1, 7)
-        for step, said in ((allocate(1), "not new"), (twice, "not new"), (grown, "not known"), (live, "not known")):
+        for step, said in (
+            (allocate(1), "needs an id above"),
+            (twice, "needs an id above"),
+            (grown, "not known"),
+            (live, "not known"),
+        ):
             with pytest.raises(ValueError, match=said):
                 await scene.session.submit(step)
         assert (await unanswered).grows[0].result is Result.OK
-        with pytest.raises(ValueError, match="not new"):
+        with pytest.raises(ValueError, match="needs an id above"):
             await scene.session.step(allocate(1))
         fork, grow = StepBuilder(), StepBuilder()
         fork.commit(1, 6, [b"d" * 32])

@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a search gave: `said` is empty if nothing is wrong; `finished`, whether all states were seen or an error."""
+    """The result of a search: `said` is empty if nothing is wrong; `finished` means it saw all states, or an error."""
 
     states: int
     seconds: float
@@ -78,13 +78,13 @@ class Result(NamedTuple):
 
 
 def limit() -> None:
-    """Limits memory and CPU of every process that is started. A search that needs more ends by itself."""
+    """Limits memory and CPU of every process that is started. The system ends a search that needs more."""
     resource.setrlimit(resource.RLIMIT_AS, (2 * MEMORY_MB << 20,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S_MAX,) * 2)
 
 
 def call(command: list[str], folder: Path) -> tuple[str, float]:
-    """What a command printed, on both streams, and the seconds of CPU that it took."""
+    """Runs a command. Returns the output of both streams, and the CPU time in seconds."""
     log = folder / "out.txt"
     with log.open("w", encoding="utf-8") as output:
         child = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
@@ -117,7 +117,7 @@ def search(run: Run) -> Result:
 
 
 def explain(output: str, defines: list[str], folder: Path) -> str:
-    """What was violated: the comment beside the assertion, found by replaying the trail."""
+    """Replays the trail, and returns the comment beside the assertion that failed."""
     if "pan:1: invalid end state" in output:
         return "progress: it ends with an operation unanswered"
     if "pan:1: non-progress cycle" in output:
@@ -132,12 +132,12 @@ def explain(output: str, defines: list[str], folder: Path) -> str:
 
 
 def compiler() -> str:
-    """The C compiler's command."""
+    """Returns the command of the C compiler."""
     return os.environ.get("CC", "cc")
 
 
 def mistakes() -> Iterator[tuple[int, str, str]]:
-    """Number, name, and what is wrong, as the model lists them."""
+    """Yields number, name and description of each mistake that the model can plant."""
     for name, number, text in re.findall(
         r"^#define (\w+) +(\d+) +/\* (.*) \*/$", MODEL.read_text("utf-8"), re.MULTILINE
     ):
@@ -146,7 +146,7 @@ def mistakes() -> Iterator[tuple[int, str, str]]:
 
 
 def show(name: str, result: Result, verdict: str) -> None:
-    """One row."""
+    """Prints the row of one search."""
     print(f"{name:<52} {result.states:>11,} {result.seconds:>7.1f}  {verdict}", flush=True)
 
 

@@ -25,7 +25,8 @@ def step_of(plan: Plan) -> StepBuilder:
     for commit in plan.commits:
         step.commit(commit.sequence_id, commit.token_count, commit.digests, commit.keep_token_count)
     for sequence_id in plan.frees:
-        step.free(sequence_id)
+        keep_ms, keep_token_count = plan.keeps.get(sequence_id, (0, 0))
+        step.free(sequence_id, keep_ms=keep_ms, keep_token_count=keep_token_count)
     for fork in plan.forks:
         step.fork(fork.parent_id, fork.child_id)
     for sample, sequence_id, token_count, entering in plan.grows:

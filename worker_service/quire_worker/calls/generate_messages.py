@@ -174,6 +174,7 @@ def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) 
                 granted_block_count=usage.granted_block_count,
                 unshared_block_count=usage.unshared_block_count,
                 preemption_count=usage.preemption_count,
+                cache_write_token_count=usage.cache_write_token_count,
                 sample_token_count_max=min(request.sampling.max_tokens, sequence_tokens_max - len(request.prompt)),
             )
         )

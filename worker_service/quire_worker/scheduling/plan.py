@@ -170,6 +170,7 @@ class Plan:
     Attributes:
         commits: samples that commit.
         frees: sequences that end.
+        keeps: of some of these, milliseconds to keep their prefix, and the tokens of it (0: all).
         forks: samples that share the blocks of others.
         grows: samples that ask for room.
 
@@ -186,6 +187,7 @@ class Plan:
 
     commits: list[Committing] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
+    keeps: dict[int, tuple[int, int]] = field(default_factory=dict)
     forks: list[Forking] = field(default_factory=list)
     grows: list[Growing] = field(default_factory=list)
     wanted: list[tuple[Sample, int]] = field(default_factory=list)

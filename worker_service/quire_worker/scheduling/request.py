@@ -69,6 +69,7 @@ class Usage:
     granted_block_count: int = 0
     unshared_block_count: int = 0
     preemption_count: int = 0
+    cache_write_token_count: int = 0
 
 
 class Delivery(NamedTuple):
@@ -115,6 +116,7 @@ class Request:
         being_read_bytes: the part of `unread_bytes` that is being written to its caller.
         beams: its beam search, whose beams are its samples; None without one.
         trace: its history, for logs.
+        keep_ms, keep_token_count: how long, and how many of its tokens (0: all), the allocator is asked to keep.
     """
 
     number: int
@@ -142,6 +144,8 @@ class Request:
     being_read_bytes: int = 0
     beams: RequestBeams | None = None
     trace: Trace = field(default_factory=Trace)
+    keep_ms: int = 0
+    keep_token_count: int = 0
 
     @property
     def is_done(self) -> bool:

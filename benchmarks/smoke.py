@@ -29,6 +29,7 @@ SIZES: Final = {
     "gateway": f"--model demo --streams 1 --requests 1 --repeat 1 --without-vllm {SHORT}",
     "gateway_agents": "--output-tokens 4 --repeat 1 --turns 1",
     "hybrid": "--quick --shapes gpt-oss-20b --workloads chats --loads 1",
+    "kept_chats": "--rounds 2",
     "kernel_errors": "--dtypes float16",
     "kernels": "--parts cpu --cases 2 --repeat 1 --without flex",
     "linears": "--dtypes float32 --repeat 1",

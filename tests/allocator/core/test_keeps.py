@@ -1,4 +1,4 @@
-"""What callers ask to keep is evicted last among what the policy ranks, for its time and under a share of the pool."""
+"""Prefixes that callers ask to keep are evicted last of those that the policy ranks, for a time and under a share."""
 
 from __future__ import annotations
 

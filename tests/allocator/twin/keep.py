@@ -1,4 +1,4 @@
-"""What callers ask to keep; the twin looks at every slot."""
+"""Slots that callers ask to keep; the twin looks at every one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ block from the deep end, so that descendants leave before their ancestors.
 
 The policy ranks only some candidates. Blocks that no hit can need (`SPARE`) are evicted first, then blocks that
 few hits need (`ASIDE`). Blocks that leave with another entry (`LED`) are last. Each class leaves in order of release.
-Until its `keep_until_ms`, an entry leaves after all other ranked ones.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Entry(ABC):
         origin: the kind of its parent when it was stored.
         is_whole: whether it was never shared, split or trimmed.
         is_successor: whether it replaced an entry of the same turn, so caching it does not advance the policy's clock.
-        keep_until_ms: a caller asks to keep it until then; 0 if none has asked.
+        keep_until_ms: until then, if it is RANKED, it leaves after all others that are; 0 unless a caller asked.
         worth: SPARE, ASIDE, RANKED or LED, while it is cached.
         burden: log2((own + led) / own) in blocks since the previous stop, rounded down, at most `BURDEN_MAX`.
     """
@@ -273,7 +272,7 @@ class Candidates:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
         self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two before the ranked ones, one after them
-        self._kept: list[tuple[int, int, int, Entry]] = []  # a heap: when the keep ends, stamp, ticket, entry
+        self._kept: list[tuple[int, int, int, Entry]] = []  # a heap of `keep_until_ms`, stamp, ticket and entry
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # least value of a lane's end outside `_near`
         self._compare_at = 0
@@ -326,20 +325,19 @@ class Candidates:
     def items(self) -> list[tuple[int, int, Entry]]:
         """Returns stamp, ticket and entry of all candidates, outdated ones included, in no order."""
         ranked = [item for lane in self._lanes for item in lane.heap]
-        kept = [(released, ticket, entry) for _, released, ticket, entry in self._kept]
-        return [*ranked, *kept, *(item for line in self._lines for item in line.items())]
+        return [*ranked, *[item[1:] for item in self._kept], *(item for line in self._lines for item in line.items())]
 
     def _item_count(self) -> int:
         """Counts all items, outdated ones included."""
-        ranked = sum([max(len(lane.heap), len(lane.stack)) for lane in self._lanes])
-        return ranked + len(self._kept) + sum([len(line) for line in self._lines])
+        count = len(self._kept) + sum([len(line) for line in self._lines])
+        return count + sum([max(len(lane.heap), len(lane.stack)) for lane in self._lanes])
 
     def _sweep(self) -> int:
         """Drops outdated items everywhere; returns how many are left."""
         self._kept = [item for item in self._kept if item[2] == item[3].ticket]
         heapify(self._kept)
-        count = len(self._kept) + sum([line.sweep() for line in self._lines])
-        return count + sum([lane.sweep() for lane in self._lanes])
+        left = sum([line.sweep() for line in self._lines]) + sum([lane.sweep() for lane in self._lanes])
+        return left + len(self._kept)
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
         """Returns the least valuable end of some lanes, and its value."""

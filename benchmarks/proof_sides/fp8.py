@@ -50,9 +50,9 @@ def _side(shape: Grouped, batch: int, tokens: int, bench: Bench, *, is_fp8: bool
         torch.randperm(batch * count).int(),
         torch.full((batch,), (tokens - 1) % PAGE_SIZE + 1, dtype=torch.int32),
     )
-    first = tuple(each.to(bench.device) for each in (table[0][:2], table[1][:count], table[2][:1]))
+    starts, pages_of_first, last = (each.to(bench.device) for each in (table[0][:2], table[1][:count], table[2][:1]))
     options = AttentionOptions(shape.head_dim**-0.5)
-    expected, _ = decode_paged_reference(query[:1], unpack_paged_cache(numbers), *first, options)
+    expected, _ = decode_paged_reference(query[:1], unpack_paged_cache(numbers), starts, pages_of_first, last, options)
     pages, scale = numbers.to(bench.dtype), None
     if is_fp8:
         scale = torch.full((shape.kv_heads,), NUMBER_MAX / FP8_MAX[E4M3], device=bench.device)

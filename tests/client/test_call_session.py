@@ -145,7 +145,7 @@ async def test_ids_that_are_not_new_or_not_known_are_refused_before_anything_is_
         await session.step(StepBuilder().allocate(1, 4).allocate(3, 400))  # The second sequence does not fit.
         with pytest.raises(ValueError, match="sequence 3 is not known to exist"):
             await session.step(StepBuilder().grow(3, 8))
-        with pytest.raises(ValueError, match="a new sequence needs an id above 1"):
+        with pytest.raises(ValueError, match="the id of a new sequence must be above 1"):
             await session.step(StepBuilder().allocate(1, 8))
         await session.step(StepBuilder().commit(1, 4, d("a")).fork(1, 2))
         assert (await session.step(StepBuilder().grow(2, 8))).grows[0].result
@@ -190,9 +190,9 @@ def test_an_answer_to_another_step_or_with_other_columns_is_told() -> None:
         server.answers["CloseSession"] = lambda *_: pb.CloseSessionResponse()
         server.answers["Apply"] = lambda *_: replies.pop(0)
         with client.session("a", SPEC, transport="calls", keep_alive=False) as session:
-            with pytest.raises(InternalError, match="the answer to step 1 is one to step 7"):
+            with pytest.raises(InternalError, match="the answer to step 1 has the number of step 7"):
                 session.step(StepBuilder())
-            with pytest.raises(InternalError, match="the answer to step 1 does not fit it"):
+            with pytest.raises(InternalError, match="the answer to step 1 does not match the step"):
                 session.step(StepBuilder())
 
 

@@ -20,7 +20,9 @@ TEXT = {".md", ".py", ".sh", ".yml", ".yaml", ".toml", ".proto", ".json", ".exam
 def test_an_old_command_is_refused_with_its_new_name(old: str) -> None:
     result = quire(*old.split(), "p")
     assert (result.returncode, result.stdout) == (2, "")
-    assert f"quire {old} is called quire {COMMANDS[old]}" in " ".join(result.stderr.replace("│", " ").split())
+    assert f"there is no command quire {old}: use quire {COMMANDS[old]}" in " ".join(
+        result.stderr.replace("│", " ").split()
+    )
 
 
 def test_every_new_name_is_a_command() -> None:

@@ -114,7 +114,7 @@ def test_a_model_id_is_not_taken_for_a_folder(run: Run) -> None:
 def test_a_model_without_its_option_is_said_in_the_words_of_the_command_itself(run: Run) -> None:
     code, _, err = run("up", "models/demo")
     assert (code, "Usage: quire up" in err, "quire-worker" in err) == (2, True, False)
-    assert "the model is given as --model models/demo" in err
+    assert "give the model as --model models/demo" in err
 
 
 def test_options_of_the_gateway_are_looked_at_before_anything_is_started(run: Run) -> None:
@@ -122,7 +122,7 @@ def test_options_of_the_gateway_are_looked_at_before_anything_is_started(run: Ru
     assert (code, "argument --tool-call-format" in err, "'nonsense' is none of" in err) == (2, True, True)
     code, _, err = run(*UP, "--", "--blocks", "64", "--", "--sse-keep-alive", "-1")
     assert (code, "--sse-keep-alive must be at least 0" in err) == (2, True)
-    said = "--reasoning-format is an option of the gateway, and --listen-gateway none starts none"
+    said = "--reasoning-format is an option of the gateway, but --listen-gateway none starts none"
     outcome = run(*UP, "--listen-gateway", "none", "--", "--", "--reasoning-format", "think")
     assert outcome == (2, "", f"quire: {said}\n")
 
@@ -136,7 +136,9 @@ def test_a_pool_larger_than_the_machine_is_refused_before_weights_are_read(run: 
 
 @pytest.mark.parametrize("option", [each.partition("=")[0].removeprefix("--") for each in UP[3:]])
 def test_a_port_in_use_is_said_with_its_option_before_anything_is_started(option: str, run: Run, taken: str) -> None:
-    said = f"cannot listen on {taken}: the port is in use; give another one with --{option} (port 0 takes any free one)"
+    said = (
+        f"cannot listen on {taken}: the port is in use; give another one with --{option} (port 0 takes any free port)"
+    )
     assert run(*UP, f"--{option}={taken}") == (2, "", f"quire: {said}\n")
 
 
@@ -156,7 +158,11 @@ def test_a_worker_looks_at_all_its_addresses_before_it_loads_anything(run: Run, 
             "http://127.0.0.1:1",
             "--listen: 'http://127.0.0.1:1' is a URL: write '127.0.0.1:1', without http://",
         ),
-        ("--metrics", "unix:///tmp/m", "--metrics unix:///tmp/m: Prometheus scrapes no Unix socket; write host:port"),
+        (
+            "--metrics",
+            "unix:///tmp/m",
+            "--metrics unix:///tmp/m: Prometheus cannot scrape a Unix socket; write host:port",
+        ),
         ("--listen", "0.0.0.0:0", "0.0.0.0:0 can be reached from other machines"),
         ("--token-file", "/nonexistent", "token file /nonexistent: "),
         ("--tls-cert", "/nonexistent", "TLS needs --tls-cert and --tls-key, both"),

@@ -272,7 +272,7 @@ def test_up_runs_until_it_is_told_to_stop() -> None:
         assert process.wait(30) == 0
         told = lines.read()
         assert "quire: stopped" in told
-        assert "answers under way have 30 s" in told
+        assert "running answers may take 30 s more" in told
         assert "the allocator is away" not in told, "a worker that ends says nothing of the allocator"
     assert len(children) == 3
     assert not any(server.is_running() for server in children)

@@ -272,6 +272,6 @@ async def test_an_allocator_that_always_makes_another_state_of_the_report_is_tol
         with monkeypatch.context() as patch:
             patch.setattr(Ledger, "digest", lambda _: bytes(32))
             await scene.start_allocator()
-            with pytest.raises(InternalError, match="another state of our report"):
+            with pytest.raises(InternalError, match="a state from our report"):
                 await asyncio.wait_for(stepping, SOON_S)
         assert (await asyncio.wait_for(scene.session.step(allocate(3)), SOON_S)).grows[0].result is Result.OK

@@ -207,15 +207,15 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         grown.grow(50, 6)
         live.grow(1, 7)
         for step, said in (
-            (allocate(1), "needs an id above"),
-            (twice, "needs an id above"),
-            (grown, "not known"),
-            (live, "not known"),
+            (allocate(1), "new sequence must be above"),
+            (twice, "new sequence must be above"),
+            (grown, "does not exist yet"),
+            (live, "does not exist yet"),
         ):
             with pytest.raises(ValueError, match=said):
                 await scene.session.submit(step)
         assert (await unanswered).grows[0].result is Result.OK
-        with pytest.raises(ValueError, match="needs an id above"):
+        with pytest.raises(ValueError, match="new sequence must be above"):
             await scene.session.step(allocate(1))
         fork, grow = StepBuilder(), StepBuilder()
         fork.commit(1, 6, [b"d" * 32])
@@ -223,7 +223,7 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         grow.grow(5, 9)
         unanswered = await scene.session.submit(fork)
         # If the fork were refused, the grow would create another sequence.
-        with pytest.raises(ValueError, match="not known"):
+        with pytest.raises(ValueError, match="does not exist yet"):
             await scene.session.submit(grow)
         assert (await unanswered).forks == [Result.OK]
         assert (await scene.session.step(grow)).grows[0].result is Result.OK

@@ -313,7 +313,7 @@ def test_every_error_of_quire_has_a_status(reason: Reason) -> None:
 
 
 def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
-    error = of_quire(QuireError.of(Reason.TOKEN, "this server asks for a bearer token"), NAMES)
+    error = of_quire(QuireError.of(Reason.TOKEN, "this server requires a bearer token"), NAMES)
     assert (error.status, error.body["error"]["message"]) == (500, "a worker refuses the gateway's credentials")
 
 

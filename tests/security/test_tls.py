@@ -126,13 +126,13 @@ def copied(certificates: Certificates, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("server.key", 0o604, "its mode 0604 lets every user of this machine in"),
+        ("server.key", 0o604, "its mode 0604 gives every user of this machine access"),
         ("server.key", "client.key", "server.key: "),
         ("server.key", "encrypted", "server.key: "),
-        ("server.key", "not a key", "server.key is no PEM file"),
-        ("server.pem", "not a certificate", "server.pem is no PEM file"),
+        ("server.key", "not a key", "server.key is not a PEM file"),
+        ("server.pem", "not a certificate", "server.pem is not a PEM file"),
         ("server.pem", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "server.pem"),
-        ("ca.pem", "not a certificate", "ca.pem is no PEM file"),
+        ("ca.pem", "not a certificate", "ca.pem is not a PEM file"),
         ("server.key", "missing", "server.key: No such file"),
     ],
 )

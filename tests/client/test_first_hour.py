@@ -181,7 +181,7 @@ async def test_a_session_is_opened_by_async_with_and_says_for_whom_it_waits(capl
             await scene.session.close()
             assert await opening is rival
         assert "pool test is not attached: ALREADY_EXISTS / POOL_OWNED" in caplog.messages[0]
-        assert "whose lease lives" in caplog.messages[0]
+        assert "its lease ends in" in caplog.messages[0]
         assert caplog.messages[1:] == ["pool test is attached again"]
         await rival.__aexit__()
 

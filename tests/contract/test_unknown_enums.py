@@ -58,7 +58,7 @@ async def attach_with_an_unknown_kind() -> QuireError:
     declared = spec()
     declared.groups[0].kind = UNKNOWN
     async with running_allocator() as allocator:
-        with refused(Reason.MALFORMED, "group kind 99 is not known: it is one of 1") as caught:
+        with refused(Reason.MALFORMED, "group kind 99 is not known: use one of 1") as caught:
             await StreamOwner(allocator).attach(spec=declared)
     return from_rpc_error(caught.value)
 

@@ -55,10 +55,8 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "early_stopping": (
         _option(
             _EarlyStopping,
-            (
-                "With as many texts as beams, a beam search ends: true, at once; false, if a better text is unlikely; "
-                "never, if it is impossible."
-            ),
+            "With as many texts as beams, a beam search ends: true, at once; false, if a better text is unlikely; "
+            "never, if it is impossible.",
         ),
         "false",
     ),

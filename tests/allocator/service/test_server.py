@@ -159,7 +159,11 @@ def test_a_lease_that_makes_no_sense_is_refused(lease: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as caught:
         parse_arguments([f"--lease={lease}"])
     assert caught.value.code == 2
-    said = "--lease must be 0.1 to 86,400 seconds, not " if lease != "soon" else "argument --lease: invalid float value"
+    said = (
+        "--lease must be from 0.1 to 86,400 seconds, not "
+        if lease != "soon"
+        else "argument --lease: invalid float value"
+    )
     assert said in capsys.readouterr().err
 
 
@@ -374,7 +378,7 @@ def test_an_allocator_that_cannot_watch_leases_ends_with_an_error() -> None:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 1
-    assert "leases cannot be watched" in done.stderr
+    assert "the watch of leases failed" in done.stderr
 
 
 def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_it(tmp_path: Path) -> None:

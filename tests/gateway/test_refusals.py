@@ -40,7 +40,7 @@ def served() -> Iterator[ServerProcess]:
         (
             "completions",
             {"prompt": "a", "structured_outputs": {"choice": "ab"}},
-            "structured_outputs.choice must be an array of texts",
+            "structured_outputs.choice must be an array of strings",
         ),
         (
             "chat/completions",
@@ -55,7 +55,7 @@ def served() -> Iterator[ServerProcess]:
         (
             "chat/completions",
             {"messages": CHAT, "response_format": {"type": "yaml"}},
-            "response_format.type is 'yaml'; known are text, json_object, json_schema",
+            "response_format.type must be one of text, json_object, json_schema; it is 'yaml'",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_schema_that_everything_fits_may_be_true(served: ServerProcess) -> Non
 @pytest.mark.parametrize(
     ("path", "param", "message"),
     [
-        ("/v1/responses/r?stream=maybe", "stream", "stream: must be true or false, not a text"),
+        ("/v1/responses/r?stream=maybe", "stream", "stream: must be true or false, not a string"),
         (
             f"/v1/responses/r/input_items?after={'a' * 129}",
             "after",

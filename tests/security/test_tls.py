@@ -70,7 +70,7 @@ async def test_an_address_that_other_machines_reach_is_refused_with_what_is_miss
 async def test_half_of_tls_is_refused_on_any_address(
     certificates: Certificates, token_file: str, address: str, given: str
 ) -> None:
-    with pytest.raises(UsageError, match="TLS needs --tls-cert and --tls-key, both"):
+    with pytest.raises(UsageError, match="TLS needs both --tls-cert and --tls-key"):
         server("--listen", address, *options_of(certificates, token_file, given))
 
 

@@ -287,5 +287,5 @@ def _begins_with(elements: Elements) -> set[str]:
     first, *rest = elements
     if isinstance(first, Maybe):
         return _begins_with(first.elements) | _begins_with(tuple(rest))
-    assert not isinstance(first, Slot), "a run begins with a text"
+    assert not isinstance(first, Slot), "a run must begin with a text"
     return {first[0]}

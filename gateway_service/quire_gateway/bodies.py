@@ -30,7 +30,7 @@ def _is_number(given: object) -> object:
     """Returns a value that may be a number. Pydantic would also accept a text, and true.
 
     Raises:
-        PydanticCustomError: the value is a string, true or false.
+        PydanticCustomError: the value is a text, true or false.
     """
     if isinstance(given, bool | str):
         shown = "a string" if isinstance(given, str) else "true" if given else "false"

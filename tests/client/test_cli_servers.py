@@ -79,11 +79,11 @@ def copy_of_demo(folder: Path, *without: str) -> Path:
         (
             ["tokenizer.json"],
             "no usable tokenizer in {}: it has tokenizer_config.json, but no tokenizer.json; add that, or remove"
-            " tokenizer_config.json to serve token ids alone",
+            " tokenizer_config.json to serve only token ids",
         ),
         (
             ["*.safetensors"],
-            "neither model.safetensors nor model.safetensors.index.json in {}: only safetensors are read",
+            "neither model.safetensors nor model.safetensors.index.json in {}: only safetensors are supported",
         ),
     ],
 )
@@ -99,14 +99,14 @@ def test_a_damaged_model_is_said_before_anything_is_started(run: Run, tmp_path: 
     folder = copy_of_demo(tmp_path)
     (folder / "model.safetensors").write_bytes((DEMO / "model.safetensors").read_bytes()[:1_000_000])
     code, _, err = run(*UP, "--model", str(folder))
-    assert (code, "model.safetensors cannot be loaded: it was cut off inside tensor" in err) == (2, True)
+    assert (code, "model.safetensors cannot be loaded: it is truncated: tensor" in err) == (2, True)
     (folder / "config.json").write_text("{")
     code, _, err = run("worker", "--model", str(folder))
-    assert (code, err.startswith(f"quire: {folder / 'config.json'} is no JSON: ")) == (2, True)
+    assert (code, err.startswith(f"quire: {folder / 'config.json'} is not JSON: ")) == (2, True)
 
 
 def test_a_model_id_is_not_taken_for_a_folder(run: Run) -> None:
-    said = "there is no folder no/model; if it is a model id of Hugging Face, get it first: "
+    said = "there is no folder no/model; if it is a model id of Hugging Face, download it first: "
     for command in ([*UP, "--model", "no/model"], ["worker", "--model", "no/model"]):
         assert run(*command) == (2, "", f"quire: {said}hf download no/model --local-dir FOLDER\n")
 

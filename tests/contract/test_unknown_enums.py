@@ -64,7 +64,7 @@ async def attach_with_an_unknown_kind() -> QuireError:
 
 
 async def sample_with_an_unknown_end() -> QuireError:
-    with pytest.raises(QuireError, match="must be one of this version's, not 99") as caught:
+    with pytest.raises(QuireError, match="must be a value that this version knows, not 99") as caught:
         sampling_of(worker_pb.SamplingParams(num_beams=2, early_stopping=UNKNOWN), 100)
     return caught.value
 

@@ -136,7 +136,7 @@ def test_a_bad_request_fails_alone_with_a_clear_reason(
 
 def test_a_prompt_longer_than_the_pool_fails_and_one_that_just_fits_does_not() -> None:
     with started("--blocks", "4") as small, clients(small) as (client, allocator):
-        with pytest.raises(QuireError, match="64 tokens; model and pool hold 63") as caught:
+        with pytest.raises(QuireError, match="64 tokens, but model and pool allow at most 63") as caught:
             client.generate([5] * 64, max_tokens=1)
         assert caught.value.reason is Reason.PROMPT_TOO_LONG
         assert len(client.generate([5] * 63, max_tokens=9, ignore_eos=True).samples[0].token_ids) == 1

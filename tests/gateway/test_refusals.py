@@ -25,8 +25,8 @@ def served() -> Iterator[ServerProcess]:
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
-        ("completions", {"prompt": ""}, "the prompt has no token: at least one is needed"),
-        ("completions", {"prompt": "a" * 1_100_000}, "prompt must be at most 1,048,576 bytes, not 1,100,000"),
+        ("completions", {"prompt": ""}, "the prompt has no token: give at least one"),
+        ("completions", {"prompt": "a" * 1_100_000}, "prompt must have at most 1,048,576 bytes, not 1,100,000"),
         (
             "completions",
             {"prompt": "a", "stop": "a" * 300},
@@ -35,7 +35,7 @@ def served() -> Iterator[ServerProcess]:
         (
             "completions",
             {"prompt": "a", "stop_token_ids": [2048]},
-            "stop_token_ids has token id 2048, which is not below the vocabulary's 2048",
+            "stop_token_ids has token id 2048, which must be below the vocabulary size, 2048",
         ),
         (
             "completions",
@@ -45,12 +45,12 @@ def served() -> Iterator[ServerProcess]:
         (
             "chat/completions",
             {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}},
-            "chat_template_kwargs has 'tokenize', which is no variable of a template",
+            "chat_template_kwargs has 'tokenize', which a request may not set",
         ),
         (
             "chat/completions",
             {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
-            "response_format must be a JSON object; or true, which anything fits",
+            "response_format must be a JSON object, or true, which allows any value",
         ),
         (
             "chat/completions",

@@ -153,5 +153,5 @@ def test_what_is_no_file_is_refused(files: Files, tmp_path: Path, name: str) -> 
     folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(AdapterError, match=f"{name} is no file"):
+    with pytest.raises(AdapterError, match=f"{name} is not a regular file"):
         Adapters(paged_model(files.base)).read("a", folder)

@@ -118,8 +118,8 @@ def test_a_graph_of_decode_sees_a_new_plan_where_the_old_one_was(device: torch.d
     ("message", "plan"),
     [
         ("^indices must be", {"indices": torch.tensor([-1], dtype=torch.int32)}),
-        ("^last_page_len must be in 1..16", {"last_page_len": torch.tensor([17], dtype=torch.int32)}),
-        ("^indptr must not fall", {"indptr": torch.tensor([0, -1], dtype=torch.int32)}),
+        ("^last_page_len of request . must be in 1..16", {"last_page_len": torch.tensor([17], dtype=torch.int32)}),
+        ("^indptr must not decrease", {"indptr": torch.tensor([0, -1], dtype=torch.int32)}),
         ("^num_qo_heads", {"num_qo_heads": 5}),
         ("^pos_encoding_mode", {"pos_encoding_mode": "ROPE_LLAMA"}),
         ("^alibi_slopes needs", {"alibi_slopes": torch.ones(4)}),
@@ -181,7 +181,7 @@ def test_wrappers_refuse_what_they_cannot_work_with(device: torch.device) -> Non
             wrapper(workspace(device).float())
         with pytest.raises(ValueError, match=r"^use_cuda_graph needs"):
             wrapper(workspace(device), use_cuda_graph=True)
-    with pytest.raises(ValueError, match=r"^float_workspace_buffer has 64 bytes"):
+    with pytest.raises(ValueError, match=r"^float_workspace_buffer must have at least .* bytes, not 64"):
         plan_decode(BatchDecodeWithPagedKVCacheWrapper(workspace(device, 64)), scene)
 
 
@@ -225,10 +225,14 @@ def test_a_graph_of_prefill_sees_a_new_plan_where_the_old_one_was(device: torch.
         assert_close(wrapper.run(scene.q, scene.cache, return_lse=True), expected)
         assert buffers[0].tolist() == scene.qo_indptr.tolist()
     for message, scene, changes in (
-        ("^qo_indptr has 36 tokens", Scene([40, 5], query_lengths=[31, 5], device=device), {}),
+        (
+            "^qo_indptr must have at most .* tokens, like the CUDA graph, not 36",
+            Scene([40, 5], query_lengths=[31, 5], device=device),
+            {},
+        ),
         ("^use_cuda_graph: plan", first, {"causal": False}),
         ("^use_cuda_graph: plan", first, {"window_left": 3}),
-        ("requests, the graph of 2", Scene([40], query_lengths=[31], device=device), {}),
+        ("must have 2 requests, like the CUDA graph", Scene([40], query_lengths=[31], device=device), {}),
     ):
         with pytest.raises(ValueError, match=message):
             plan_prefill(wrapper, scene, **{"causal": True, **changes})
@@ -247,7 +251,7 @@ def test_a_graph_of_prefill_sees_a_new_plan_where_the_old_one_was(device: torch.
         ("^chunk_size", {"chunk_size": -1}),
         ("^paged_kv_last_page_len", {"paged_kv_last_page_len": torch.tensor([9, 0], dtype=torch.int32)}),
         ("^qo_indptr must have 3", {"qo_indptr": torch.tensor([0, 7], dtype=torch.int32)}),
-        ("^qo_indptr must not fall", {"qo_indptr": torch.tensor([0, 7, 6], dtype=torch.int32)}),
+        ("^qo_indptr must not decrease", {"qo_indptr": torch.tensor([0, 7, 6], dtype=torch.int32)}),
     ],
 )
 def test_invalid_prefills_are_refused_by_name(message: str, plan: dict[str, Any], device: torch.device) -> None:

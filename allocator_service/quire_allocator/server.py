@@ -60,7 +60,7 @@ def make_parser() -> Parser:
         help=f"namespaces that metrics name, at most {limits.METRIC_NAMESPACES_MAX}; all others together are `other`",
     )
     parser.add_argument(
-        "--cpu", type=int, help=("run only on this CPU: under load a message then costs a third less CPU time")
+        "--cpu", type=int, help="run only on this CPU: under load a message then costs a third less CPU time"
     )
     parser.add_argument(
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"

@@ -144,7 +144,7 @@ class _Watcher:
         log, session_id = owner.pool.log, owner.session_id
         if not log.can_resume(cursor):
             raise Refusal(
-                "WATCHER_SLOW", (f"events after cursor {cursor} are no longer kept; start again with a snapshot")
+                "WATCHER_SLOW", f"events after cursor {cursor} are no longer kept; start again with a snapshot"
             )
         # A list, because the log drops old events while a message waits for a slow caller.
         for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):

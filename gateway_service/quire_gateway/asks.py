@@ -297,7 +297,7 @@ def _kept(count: int | None) -> int | None:
     """
     if count == 0:
         raise invalid(
-            "truncate_prompt_tokens", ("truncate_prompt_tokens must be at least 1, or -1 to keep as many tokens as fit")
+            "truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 to keep as many tokens as fit"
         )
     return None if count is None else max(count, 0)
 
@@ -350,6 +350,6 @@ def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
     wrong = next((token for token in given or () if not _TOKEN.fullmatch(token)), None)
     if wrong is not None:
         raise invalid(
-            "logit_bias", (f"the keys of logit_bias must be token ids as strings, such as '42', not {wrong[:32]!a}")
+            "logit_bias", f"the keys of logit_bias must be token ids as strings, such as '42', not {wrong[:32]!a}"
         )
     return {int(token): bias for token, bias in (given or {}).items()}

@@ -102,7 +102,7 @@ def _read_logprobs(given: object) -> object:
     """
     if given is True:
         raise PydanticCustomError(
-            "number", (f"must be a number from 0 to {LOGPROBS_MAX}, not true; only chats take true")
+            "number", f"must be a number from 0 to {LOGPROBS_MAX}, not true; only chats take true"
         )
     return None if given is False else given
 

@@ -287,7 +287,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._wait()  # This head belongs to a pipelined request; the one before it is being answered.
         elif self._unframed_bytes:
             self._refuse(
-                ApiError(408, (f"the head of the request did not arrive completely within {HEAD_S:g} s")),
+                ApiError(408, f"the head of the request did not arrive completely within {HEAD_S:g} s"),
                 b"408 Request Timeout",
             )
         else:

@@ -277,7 +277,7 @@ class Fleet:
             raise unavailable("no worker answers")
         found = await recognize(backend.client, self._written(model.base), timeout_s=POLL_TIMEOUT_S)
         log.info(
-            ("recognized how a model writes calls and reasoning"),
+            "recognized how a model writes calls and reasoning",
             model=model.base,
             calls=found.calls,
             reasoning=found.reasoning,

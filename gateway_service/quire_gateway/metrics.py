@@ -110,7 +110,7 @@ class GatewayCollector(Collector):
         yield GaugeMetricFamily("quire_gateway_in_flight", "Requests that are being answered.", numbers.in_flight)
         yield CounterMetricFamily(
             "quire_gateway_callers_left",
-            ("Callers that disconnected before their answer was complete."),
+            "Callers that disconnected before their answer was complete.",
             numbers.left_count,
         )
         tokens = CounterMetricFamily("quire_gateway_tokens", "Tokens of all answers.", labels=("kind",))
@@ -121,7 +121,7 @@ class GatewayCollector(Collector):
         yield self._errors_by_key()
         yield CounterMetricFamily(
             "quire_gateway_retries",
-            ("Requests that were sent to a second worker because the first refused."),
+            "Requests that were sent to a second worker because the first refused.",
             numbers.retry_count,
         )
         yield from _of_responses(numbers)

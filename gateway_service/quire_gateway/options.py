@@ -24,7 +24,7 @@ RESPONSES_LIFETIME_S: Final = 3_600.0
 _FILES: Final = {
     "worker-ca": (
         "QUIRE_TLS_CA",
-        ("certificate authorities of workers and allocators; turns TLS on for these connections"),
+        "certificate authorities of workers and allocators; turns TLS on for these connections",
     ),
     "worker-cert": ("QUIRE_TLS_CERT", "certificate that the gateway shows to them"),
     "worker-key": ("QUIRE_TLS_KEY", "private key of that certificate"),
@@ -95,9 +95,7 @@ def make_parser() -> Parser:
     tls.add_argument(
         "--plain-http",
         action="store_true",
-        help=(
-            "allow addresses beyond loopback without --tls-cert: for a container's network, or behind a proxy with TLS"
-        ),
+        help="listen beyond loopback without --tls-cert: for a container's network, or behind a proxy with TLS",
     )
     parser.add_argument(
         "--generation-config",
@@ -184,7 +182,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--body-bytes-max",
         type=int,
         default=BODY_BYTES_MAX,
-        help=("largest body of a request, in bytes (default: %(default)s)"),
+        help="largest body of a request, in bytes (default: %(default)s)",
     )
     limits.add_argument(
         "--in-flight-max",

@@ -363,9 +363,7 @@ class Served(Response):
             ApiError: a choice has not ended.
         """
         if any(choice.finish_reason is None for choice in choices):
-            raise ApiError(
-                502, ("a worker ended its answer too early: try again"), kind="server_error", code="incomplete"
-            )
+            raise ApiError(502, "a worker ended its answer too early", kind="server_error", code="incomplete")
 
 
 async def _nowhere(_message: Message) -> None:

@@ -151,7 +151,7 @@ def _structured_outputs(body: Body) -> dict[str, Any]:
         found.setdefault("json", {"type": "object"})
     for name in sorted(found.keys() - _KINDS):
         raise unsupported(
-            f"structured_outputs.{name}", (f"is not a known field: known are {', '.join(_KINDS)}, json_object")
+            f"structured_outputs.{name}", f"is not a known field: known are {', '.join(_KINDS)}, json_object"
         )
     if len(found) > 1:
         raise invalid("structured_outputs", f"{', '.join(sorted(found))} cannot be combined: give one of them")

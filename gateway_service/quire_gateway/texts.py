@@ -74,7 +74,7 @@ def of_tokenize(body: TokenizeBody) -> Tokenizing:
         raise (
             missing("prompt")
             if body.prompt is None
-            else invalid("messages", ("messages and prompt cannot be combined: give one of them"))
+            else invalid("messages", "messages and prompt cannot be combined: give one of them")
         )
     prompt: str | Chat | None = body.prompt
     if prompt is None:

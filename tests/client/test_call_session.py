@@ -143,7 +143,7 @@ async def test_a_refused_step_says_which_field_and_its_number_is_used_again(scen
 async def test_ids_that_are_not_new_or_not_known_are_refused_before_anything_is_sent(scene: Scene) -> None:
     async with scene.session() as session:
         await session.step(StepBuilder().allocate(1, 4).allocate(3, 400))  # The second sequence does not fit.
-        with pytest.raises(ValueError, match="sequence 3 is not known to exist"):
+        with pytest.raises(ValueError, match="sequence 3 does not exist yet"):
             await session.step(StepBuilder().grow(3, 8))
         with pytest.raises(ValueError, match="the id of a new sequence must be above 1"):
             await session.step(StepBuilder().allocate(1, 8))
@@ -164,7 +164,7 @@ async def test_a_session_that_is_opened_by_the_same_request_again_goes_on_where_
         again = scene.session(request_id="mine")
         await again.open()
         assert (await again.step(StepBuilder().grow(5, 8).allocate(6, 4))).grows[1].result
-        with pytest.raises(ValueError, match="a new sequence needs an id above 6"):
+        with pytest.raises(ValueError, match="the id of a new sequence must be above 6"):
             await again.step(StepBuilder().allocate(4, 4))
         with pytest.raises(QuireError) as raised:  # The first session does not know of that step.
             await session.step(StepBuilder().free(5))

@@ -27,7 +27,7 @@ def test_the_cache_of_a_pool_or_of_a_namespace_is_forgotten(tmp_path: Path) -> N
             to = ("--dry-run", "--allocator", allocator.address)
             of_one = quire("cache", "drop", "mine", "--namespace", "old tenant", *to)
             assert of_one.stdout == "3 blocks would be dropped, 0 stay because sequences hold them\n"
-            assert quire("cache", "drop", "mine", *to).stdout.startswith("5 blocks would be dropped, 2 are held")
+            assert quire("cache", "drop", "mine", *to).stdout.startswith("5 blocks would be dropped, 2 stay")
             assert quire("cache", "drop", "mine", "--namespace", "?", *to).stdout.startswith("0 blocks would")
             of_one = quire("cache", "drop", "mine", "--namespace", "old tenant", "--allocator", allocator.address)
             assert of_one.stdout == "3 blocks dropped, 0 are held by sequences\n"

@@ -256,7 +256,7 @@ def test_a_shell_is_told_the_options_of_a_server() -> None:
         (["pool", "list", "--bogus"], "No such option: --bogus"),
         (["pool", "show"], "Missing argument"),
         (["generate", "p", "--max-tokens", "0"], "--max-tokens"),
-        (["health", "localhost"], "'localhost' is no address"),
+        (["health", "localhost"], "'localhost' is not an address"),
         (["status", "--worker", "http://h:1"], "is a URL"),
         (["plan", "/nowhere"], "no file or folder /nowhere"),
         (["nonsense"], "No such command"),

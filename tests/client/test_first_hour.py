@@ -49,7 +49,7 @@ def allocator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ("grpc://host:7071/", "is a URL: write 'host:7071', without grpc://"),
         ("localhost", "is not an address; write host:port"),
         ("127.0.0.1:65536", "is not an address; write host:port (port 0 to 65535)"),
-        ("x" * 100_000, f"'{'x' * 199} is no address"),
+        ("x" * 100_000, f"'{'x' * 199} is not an address"),
     ],
 )
 def test_an_address_that_is_none_is_refused_before_anything_is_tried(address: str, message: str) -> None:
@@ -74,9 +74,9 @@ def test_another_service_at_the_address_is_said(allocator: str) -> None:
     ):
         client.status()
     result = quire("status", "--worker", allocator)
-    assert (result.returncode, f"{allocator} has no such call" in result.stderr) == (9, True)
+    assert (result.returncode, f"{allocator} does not know this call" in result.stderr) == (9, True)
     result = quire("generate", "x", "--worker", allocator)
-    assert (result.returncode, "is it a worker" in result.stderr) == (9, True)
+    assert (result.returncode, "is it the address of a worker" in result.stderr) == (9, True)
 
 
 def test_a_call_that_is_out_of_time_says_what_to_do() -> None:

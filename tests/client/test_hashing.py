@@ -213,7 +213,7 @@ def test_a_chain_with_extra_keys_may_be_continued_from_any_of_its_blocks(keys: l
 
 def test_a_chain_takes_whole_blocks_only_and_is_left_alone_by_what_it_refuses() -> None:
     chain = DigestChain(ROOT, 2)
-    with pytest.raises(ValueError, match="3 tokens end inside a block of 2"):
+    with pytest.raises(ValueError, match="must be a multiple of the block size 2, not 3"):
         chain.extend([1, 2, 3])
     with pytest.raises(ValueError, match="entry for each of the 2 full blocks, not 1"):
         chain.extend([1, 2, 3, 4], extra_keys=[[b"x"]])

@@ -235,7 +235,7 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(ValueError, match="different kinds or windows"):
         Family((layers_of(Kind(FULL, 1), Kind(SLIDING, 1, 32)),), 16, 2 * SLOT)
     family = Family((layers_of(Kind(FULL, 2)),), 16, 2 * SLOT)
-    with pytest.raises(ValueError, match="another size"):
+    with pytest.raises(ValueError, match="must have the layout's page size"):
         Layout((family,), SLOT)
     for wrong in ({"kind": FULL}, {"kind": STATE}, {"kind": SLIDING, "kv_head_count": 1, "head_dim": 8}):
         with pytest.raises(ValueError, match="layer 7"):

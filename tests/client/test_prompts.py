@@ -77,7 +77,7 @@ def test_many_prompts_are_answered_in_their_order_and_more_than_a_window_of_them
     with Client(server.address) as client:
         assert [each.text for each in client.generate_many(prompts)] == expected
         assert client.generate_many([]) == ()
-        with pytest.raises(TypeError, match="several prompts"):
+        with pytest.raises(TypeError, match="a list of prompts"):
             client.generate_many("one")
     assert asyncio.run(asked()) == expected
 

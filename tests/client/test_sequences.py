@@ -122,7 +122,7 @@ async def test_a_prompt_hits_what_its_predecessor_has_just_filled(engine: Any) -
 
 async def test_a_refused_prompt_says_what_is_missing_and_whom_to_free(engine: Any) -> None:
     first = await engine.admit(range(60))
-    with pytest.raises(NotAdmittedError, match="NO_SPACE, 7 blocks are missing") as raised:
+    with pytest.raises(NotAdmittedError, match="NO_SPACE: 7 more blocks must become free") as raised:
         await engine.admit(range(100, 160))
     refusal = raised.value.refusal
     # The victim is the running sequence.
@@ -253,7 +253,7 @@ async def test_over_unary_calls_a_lost_allocator_loses_the_pool_and_the_engine_g
 async def test_quotas_are_told_apart() -> None:
     spec = PoolSpec.full_attention(block_count=24, block_size=4, quotas=(Quota("small", held_blocks_max=2),))
     async with running_allocator() as allocator, opened(allocator, "stream", spec) as engine:
-        with pytest.raises(NotAdmittedError, match="QUOTA, 1 blocks are missing"):
+        with pytest.raises(NotAdmittedError, match="QUOTA: 1 more blocks must become free"):
             await engine.admit(range(12), namespace="small")
         one = await engine.admit(range(8), namespace="small")
         one.append(1)

@@ -102,7 +102,7 @@ async def test_bytes_that_are_no_message_are_told_and_the_session_attaches_again
         for _ in range(2):
             error = await asyncio.wait_for(told.get(), SOON_S)
             assert isinstance(error, UnavailableError)
-            assert "no allocator" in error.message
+            assert "not an allocator" in error.message
         assert spoiler.seen.count("attach") >= 2
         opening.cancel()
         await session.close()

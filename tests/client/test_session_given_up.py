@@ -189,7 +189,7 @@ async def test_a_session_that_was_not_opened_in_time_does_not_take_the_pool_late
 
 async def test_a_session_is_opened_once_and_takes_no_step_before() -> None:
     async with setting() as scene:
-        with pytest.raises(RuntimeError, match="opened once"):
+        with pytest.raises(RuntimeError, match="already open or was closed"):
             await scene.session.open()
         assert (await scene.session.step(allocate(1))).grows[0].result is Result.OK
         session = scene.client.session("other", POOL)

@@ -96,8 +96,8 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
         (["--server", "s", "--client", "s"], "give them different names"),
         (["--server", "s", "--host", "h:7070"], "'h:7070' is not a host"),
         (["--server", "s", "--days", "0"], "--days"),
-        (["--client", "c", "--pool", ""], "a pool has a name"),
-        (["--client", "c", "--observe", ""], "a pool has a name"),
+        (["--client", "c", "--pool", ""], "--pool must not be empty"),
+        (["--client", "c", "--observe", ""], "--pool must not be empty"),
     ],
     ids=" ".join,
 )

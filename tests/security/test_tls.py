@@ -277,7 +277,7 @@ def test_files_of_a_client_that_cannot_be_used_are_named(certificates: Certifica
     cert = certificates.folder / "client.pem"
     for tls, message in (
         (Tls(tmp_path / "none.pem"), "none.pem: No such file"),
-        (Tls(certificates.ca, cert), "given together"),
+        (Tls(certificates.ca, cert), "give both or neither"),
         (Tls(certificates.ca, cert, tmp_path / "open.key"), "its mode 0644"),
     ):
         with pytest.raises(UsageError, match=message):

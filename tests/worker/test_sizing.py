@@ -179,7 +179,7 @@ def test_what_is_neither_is_refused_with_an_example(text: str) -> None:
         (["--blocks", "2000000000"], r"--blocks: [\d.,]+ TiB is more than the available \d+\.\d GiB"),
         (
             ["--kv-memory", "1KiB"],
-            r"--kv-memory: 0 blocks cannot hold any token; the pool needs at least 2 blocks of 4,096 .* 7\.0 KiB are missing: raise",
+            r"0 blocks cannot hold any token; the pool needs at least 2 blocks of 4,096 .* 7\.0 KiB are missing: raise",
         ),
     ],
 )

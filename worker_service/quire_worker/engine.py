@@ -353,10 +353,7 @@ class Engine:
         try:
             outcome = await answer
         except SessionLostError:
-            log.warning(
-                ("the allocator lost this pool; running requests are computed again"),
-                running=len(self.scheduler.roster.running),
-            )
+            log.warning("the allocator lost this pool; recomputing", running=len(self.scheduler.roster.running))
             self.scheduler.forget_blocks()
             return None
         except QuireError as error:

@@ -186,7 +186,7 @@ class AllocatorCollector(Collector):
             "quire_allocator_dropped_blocks", "Cached blocks that owners and DropCache dropped.", labels=["pool"]
         )
         copies = CounterMetricFamily(
-            "quire_allocator_copies", ("Copy-on-write copies that owners were told to make."), labels=["pool"]
+            "quire_allocator_copies", "Copy-on-write copies that owners were told to make.", labels=["pool"]
         )
         for owner, numbers in self._counted():
             name, pool = owner.name, owner.pool

@@ -131,7 +131,7 @@ class SessionMachine:
         require(attach.epoch >= 1, "epoch must be at least 1, not 0")
         require(
             1 <= attach.window <= limits.WINDOW_MAX,
-            (f"window must be from 1 to {limits.WINDOW_MAX}, not {attach.window}"),
+            f"window must be from 1 to {limits.WINDOW_MAX}, not {attach.window}",
         )
         self._spec = translate.pool_spec(attach.spec)
         name = translate.pool_name(attach.pool)
@@ -214,7 +214,7 @@ class SessionMachine:
             self._directory.renew(owner, now)
             return []
         _expect(
-            request, "report_end", ("report_chunk, report_end or heartbeat, because the allocator asked for a report")
+            request, "report_end", "report_chunk, report_end or heartbeat, because the allocator asked for a report"
         )
         answer = self._open(owner, spec, report, request.report_end, now)
         self._directory.renew(owner, now)

@@ -240,7 +240,7 @@ def _name(names: list[str], index: int) -> str:
     if index >= len(names):
         raise Refusal(
             "MALFORMED",
-            (f"namespace index {index} must be below {len(names):,}, the number of namespaces in its chunk"),
+            f"namespace index {index} must be below {len(names):,}, the number of namespaces in its chunk",
         )
     return names[index]
 

@@ -70,7 +70,7 @@ class UnarySessions:
         authorization.require_owning(permissions, owner.name)
         require(
             owner.unary,
-            (f"pool {owner.name} is owned over the Session stream, so a unary call cannot change it"),
+            f"pool {owner.name} is owned over the Session stream, so a unary call cannot change it",
             "FENCED",
         )
         return owner

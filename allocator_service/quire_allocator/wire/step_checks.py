@@ -58,7 +58,7 @@ def _check_commits(pool: Pool, columns: StepColumns) -> None:
         twice = next(sequence for sequence, following in pairwise(ordered) if sequence == following)
         raise Refusal(
             "MALFORMED",
-            (f"commits: sequence {twice} occurs twice; a step may commit each sequence once"),
+            f"commits: sequence {twice} occurs twice; a step may commit each sequence once",
             field="commits.sequences",
         )
     dealt = map(len, columns.commit_digests) if columns.commit_digests else repeat(0)

@@ -168,7 +168,7 @@ class _Calls:
         if place.is_lost:
             raise QuireError.of(
                 Reason.LIMIT,
-                ("the request message arrived too late: the server gave its place to another call; try again later"),
+                "the request message arrived too late: the server gave its place to another call; try again later",
             )
         if message is aio.EOF:  # type: ignore[attr-defined]
             raise QuireError.of(Reason.MALFORMED, "the request cannot be decoded as the message of this call")

@@ -47,7 +47,7 @@ def dropped_lines(prefix: str) -> CounterMetricFamily:
     """Returns the counter of dropped log lines, named `{prefix}_log_lines_dropped_total`."""
     return CounterMetricFamily(
         f"{prefix}_log_lines_dropped",
-        ("Log lines dropped because the reader of the output was too slow."),
+        "Log lines dropped because the reader of the output was too slow.",
         dropped_line_count(),
     )
 

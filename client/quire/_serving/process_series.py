@@ -51,7 +51,7 @@ class BuildCollector(Collector):
         """Yields both metric families. A certificate that cannot be read has no sample."""
         build = GaugeMetricFamily(
             "quire_build_info",
-            ("Always 1; the labels name the running build of Quire."),
+            "Always 1; the labels name the running build of Quire.",
             labels=("version", "core", "python"),
         )
         build.add_metric(self._build, 1)

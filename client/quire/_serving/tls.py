@@ -73,7 +73,7 @@ class ServerTls:
                 self._context, self._grpc = self._read()
             except UsageError as error:
                 log.warning(
-                    ("the replaced certificate files are unusable; the previous certificates stay in use"),
+                    "the replaced certificate files are unusable; the previous certificates stay in use",
                     error=str(error),
                 )
                 return

@@ -256,7 +256,7 @@ class Link:
         if size > MESSAGE_BYTES_MAX:
             error = QuireError.of(
                 Reason.TOO_LARGE,
-                (f"the request has {size:,} bytes, and a server accepts at most {MESSAGE_BYTES_MAX:,}: send less"),
+                f"the request has {size:,} bytes, and a server accepts at most {MESSAGE_BYTES_MAX:,}: send less",
             )
             error.request_id = getattr(request, "request_id", None)
             raise error

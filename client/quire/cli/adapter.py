@@ -32,7 +32,7 @@ def load(
     name: Name,
     folder: Annotated[
         str,
-        typer.Argument(help=("Folder that PEFT saved, relative to the worker's --adapter-folder."), show_default=False),
+        typer.Argument(help="Folder that PEFT saved, relative to the worker's --adapter-folder.", show_default=False),
     ],
     *,
     worker: options.Worker = options.WORKER,

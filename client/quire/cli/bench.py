@@ -74,32 +74,26 @@ def bench(
     *,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, max=1_000_000, help=("Number of requests. Default: 64, or one per line of --file.")),
+        typer.Option(min=1, max=1_000_000, help="Default: 64, or one per line of --file."),
     ] = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=4_096, help=("Requests that run at the same time, at most."))
-    ] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, max=4_096, help="Requests that run at once, at most.")] = 8,
     rate: Annotated[
         float | None,
-        typer.Option(min=0.001, max=1e6, help="Requests per second (for chats: conversations), at random times."),
+        typer.Option(min=0.001, max=1e6, help="Requests (or conversations) per second, at random times."),
     ] = None,
     workload: Annotated[
         Workload,
-        typer.Option(
-            help=("shared: prompts with a common prefix; distinct: without one; chats: turns of conversations.")
-        ),
+        typer.Option(help="Prompts with a common prefix, without one, or turns of chats."),
     ] = Workload.SHARED,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, or of a turn of a chat.")] = 256,
     shared_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens that all prompts share. Default: three quarters of the prompt.")
+        int | None, typer.Option(min=0, help="Tokens that all prompts share. Default: three quarters.")
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     turns: Annotated[int, typer.Option(min=2, max=1_000, help="Turns of a chat.")] = 4,
-    file: Annotated[
-        str | None, typer.Option(metavar="PATH", help=("File of prompts to send instead, repeatedly."))
-    ] = None,
+    file: Annotated[str | None, typer.Option(metavar="PATH", help="File of prompts to send instead.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of all random choices.")] = 1,
-    namespace: Annotated[str, typer.Option(help="Only requests of the same namespace share prefixes.")] = "",
+    namespace: Annotated[str, typer.Option(help="Namespace inside which prefixes are shared.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
@@ -244,8 +238,8 @@ def _print(report: dict[str, Any]) -> None:
     share = report["cached_token_count"] / report["prompt_token_count"] if report["prompt_token_count"] else 0.0
     print(
         f"{report['request_count'] - failed:,} requests in {report['seconds']:.2f} s ({report['workload']}): "
-        f"{report['requests_per_s']:,.1f} requests/s, {report['output_tokens_per_s']:,.0f} "
-        f"tokens/s\n{report['prompt_token_count']:,} tokens of prompts, {share:.0%} of them cached; "
+        f"{report['requests_per_s']:,.1f} requests/s, {report['output_tokens_per_s']:,.0f} tokens/s\n"
+        f"{report['prompt_token_count']:,} tokens of prompts, {share:.0%} of them cached; "
         f"{report['output_token_count']:,} generated; {report['preemption_count']:,} preemptions"
     )
     table = Table(box=None, pad_edge=False)

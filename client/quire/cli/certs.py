@@ -56,21 +56,21 @@ def certs(
     client: Annotated[str | None, typer.Option(metavar="NAME", help="Make a caller's certificate.")] = None,
     pool: Annotated[list[str] | None, typer.Option(metavar="POOL", help="A pool that the client may own.")] = None,
     observe: Annotated[
-        list[str] | None, typer.Option(metavar="POOL", help=("A pool that the client may look into."))
+        list[str] | None, typer.Option(metavar="POOL", help="A pool that the client may look into.")
     ] = None,
     namespace: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAMESPACE", help=("A namespace that the client may use; '' is the nameless one.")),
+        typer.Option(metavar="NAMESPACE", help="A namespace that the client may use; '' is the nameless one."),
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=36_500, help="How long the certificates are valid.")] = 30,
     authority: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help=("Folder of the authority, if it is not FOLDER; its ca.pem is copied into FOLDER.")
+            metavar="FOLDER", help="Folder of the authority, if it is not FOLDER; its ca.pem is copied into FOLDER."
         ),
     ] = None,
     renew: Annotated[
-        bool, typer.Option("--renew", help=("Replace certificates that expire soon, and keep the others."))
+        bool, typer.Option("--renew", help="Replace certificates that expire soon, and keep the others.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:

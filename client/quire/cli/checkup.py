@@ -52,7 +52,7 @@ def of_machine() -> Iterator[Finding]:
     for server in PACKAGES:
         yield _tried(f"{server} packages", partial(require_extra, server), WARNING)
     yield _tried(
-        "compiler", _compiler, WARNING, ("install g++ or clang++: without a compiler a worker on a CPU is slower")
+        "compiler", _compiler, WARNING, "install g++ or clang++: without a compiler a worker on a CPU is slower"
     )
     yield _tried("cache", _cache, WARNING, "set QUIRE_CACHE to a folder that you can write")
     yield _tried("torch", _torch, WARNING, f"a worker needs it: {how_to_install('worker')}")

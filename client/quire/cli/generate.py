@@ -54,7 +54,7 @@ def generate(
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
     priority: Annotated[
         int,
-        typer.Option(min=-PRIORITY_MAX, max=PRIORITY_MAX, help=("Priority within its namespace; larger runs sooner.")),
+        typer.Option(min=-PRIORITY_MAX, max=PRIORITY_MAX, help="Priority within its namespace; larger runs sooner."),
     ] = 0,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,

@@ -29,7 +29,7 @@ padding: share of its bytes that nothing can use
 unused: padding, and slots past its end or before its window
 sequences: how many fit
 full size, if full: the same if every attention layer kept every token"""
-CHATS_LEGEND = """idle chats: how many chats without a common prefix can still be hit, by the pool's retention:
+CHATS_LEGEND = """idle chats: how many without a common prefix still hit, by the pool's retention:
 dense: all their blocks stay
 tail: of windows and states, only the blocks that can end a hit
 auto: as many as tail, and more while the pool has room"""

@@ -31,7 +31,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     ),
     "token_ids": (
         Annotated[
-            str | None, typer.Option(metavar="IDS", help=("Token ids instead of a prompt: 1,2,3; @FILE reads them."))
+            str | None, typer.Option(metavar="IDS", help="Token ids instead of a prompt: 1,2,3; @FILE reads them.")
         ],
         None,
     ),

@@ -33,16 +33,16 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "top_p": (_option(float, "Sample only from the likeliest tokens whose probabilities sum to this."), 1.0),
     "min_p": (_option(float, "Sample only tokens with at least this share of the likeliest token's probability."), 0.0),
     "repetition_penalty": (
-        _option(float, ("Makes tokens of the prompt and the text so far less likely; 1 is off.")),
+        _option(float, "Makes tokens of the prompt and the text so far less likely; 1 is off."),
         1.0,
     ),
     "presence_penalty": (_option(float, "Subtracted from the logit of each token in the text so far, -2 to 2."), 0.0),
     "frequency_penalty": (
-        _option(float, ("Subtracted from a token's logit once per occurrence in the text so far, -2 to 2.")),
+        _option(float, "Subtracted from a token's logit once per occurrence in the text so far, -2 to 2."),
         0.0,
     ),
     "logit_bias": (
-        _option(list[str], ("Added to a token's logit, -100 to 100; may be repeated."), metavar="ID=BIAS"),
+        _option(list[str], "Added to a token's logit, -100 to 100; may be repeated.", metavar="ID=BIAS"),
         [],
     ),
     "allowed_token_id": (_option(list[int], "A token that may be chosen; others may not. May be repeated."), []),
@@ -69,7 +69,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
         True,
     ),
     "logprobs": (
-        _option(int | None, ("With --json, logprobs of each token and of this many likeliest tokens."), min=0),
+        _option(int | None, "With --json, logprobs of each token and of this many likeliest tokens.", min=0),
         None,
     ),
     "prompt_logprobs": (_option(int | None, "With --json, the same for the tokens of the prompt.", min=0), None),

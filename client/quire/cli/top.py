@@ -54,7 +54,7 @@ def top(
     allocator: options.Allocator = options.ALLOCATOR,
     worker: Workers = None,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=3_600, help=("Time between two readings."))
+        float, typer.Option(metavar="SECONDS", min=0.1, max=3_600, help="Time between two readings.")
     ] = 2.0,
     timeout: options.Timeout = 5.0,
     as_json: options.Json = False,

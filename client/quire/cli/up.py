@@ -76,14 +76,14 @@ def up(
         str,
         typer.Option(
             metavar="ADDRESS",
-            help=(f"Where the gateway with OpenAI's endpoints listens; {NO_GATEWAY} starts no gateway."),
+            help=f"Where OpenAI's endpoints are; {NO_GATEWAY}: no gateway.",
         ),
     ] = "127.0.0.1:8000",
     metrics_allocator: Annotated[str, _metrics("allocator")] = "127.0.0.1:9470",
     metrics_worker: Annotated[str, _metrics("worker")] = "127.0.0.1:9471",
     token_file: options.TokenFile = None,
     log_folder: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the logs to this folder instead of showing them.")
+        Path | None, typer.Option(metavar="FOLDER", help="Write logs to this folder instead of showing them.")
     ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="Lowest level that is logged.")
@@ -91,12 +91,10 @@ def up(
     tensor_parallel: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
     ] = None,
-    drain_timeout: Annotated[
-        float, _seconds(0, ("How long each server may finish running answers after Ctrl-C."))
-    ] = DRAIN_S,
+    drain_timeout: Annotated[float, _seconds(0, "How long running answers may take after Ctrl-C.")] = DRAIN_S,
     start_timeout: Annotated[float, _seconds(1, "How long the servers may take to start.")] = 300.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Once all servers serve, print their addresses as one line of JSON.")
+        bool, typer.Option("--json", help="Once all serve, print their addresses as one line of JSON.")
     ] = False,
 ) -> None:
     """Runs a LocalStack in the foreground."""

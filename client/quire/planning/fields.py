@@ -159,4 +159,4 @@ class Fields:
         """Returns the error of a field with an unusable value."""
         value = repr(self.values.get(name))
         shown = value if len(value) <= 60 else f"{value[:60]}..."
-        return ConfigError(f"{name!r} of model type {self.model_type!r:.80} must be {wanted}, not {shown}")
+        return ConfigError(f"{name!r} of model type {self.model_type!r:.80} is {shown}, but must be {wanted}")

@@ -82,7 +82,7 @@ def _layer_count(fields: Fields) -> int:
 
 def _kind_of(fields: Fields, name: str, word: str) -> LayerKind:
     if word not in _WORDS:
-        raise fields.wrong(name, f"a list of {', '.join(_WORDS)}, without {word!r}")
+        raise fields.wrong(name, f"a list of {', '.join(_WORDS)}: {word!r} is unknown")
     return _WORDS[word]
 
 

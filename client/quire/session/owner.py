@@ -259,7 +259,7 @@ class PoolOwner:
         """Refuses a count above `most`. 0 means that no allocator has sent a limit."""
         if 0 < most < count:
             raise QuireError.of(
-                Reason.TOO_LARGE, (f"the step has {count} {what}, but the allocator accepts at most {most}")
+                Reason.TOO_LARGE, f"the step has {count} {what}, but the allocator accepts at most {most}"
             )
 
     def heartbeat(self) -> None:

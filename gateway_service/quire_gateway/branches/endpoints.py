@@ -231,7 +231,7 @@ def _prompt_of(body: PrefillBody) -> Prompt:
         raise (
             missing("prompt")
             if body.prompt is None
-            else invalid("messages", ("messages and prompt cannot be combined: give one of them"))
+            else invalid("messages", "messages and prompt cannot be combined: give one of them")
         )
     if body.prompt is not None:
         return body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)

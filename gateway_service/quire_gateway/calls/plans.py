@@ -163,7 +163,7 @@ def plan_of(
     if content is not None and not is_called and any(not run.opening and run.head[0] == "{" for run in form.runs):
         raise unsupported(
             "response_format",
-            ("cannot be combined with tools for this model, because its calls are themselves plain JSON"),
+            "cannot be combined with tools for this model, because its calls are themselves plain JSON",
         )
     is_compact = is_called and form.answer is None
     held = Held(is_reasoning, has_reasoned, is_called, tools.is_parallel, None if is_called else content, is_compact)

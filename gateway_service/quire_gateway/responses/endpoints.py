@@ -161,7 +161,7 @@ class _Responses:
             return served
         if not self._store.put(state.namespace, head, asked.items):
             raise ApiError(
-                429, ("there is no room to store the response: delete some stored responses"), code="response_too_large"
+                429, "there is no room to store the response: delete some stored responses", code="response_too_large"
             )
         self._background.start(state.namespace, head["id"], self._unattended(served, state.namespace, asked))
         return json_response(head)
@@ -204,7 +204,7 @@ class _Responses:
         kept = self.find(request, identity)
         if not orjson.loads(kept.response)["background"]:
             raise ApiError(
-                400, ("only a response with background=true can be canceled; to end another one, close its connection")
+                400, "only a response with background=true can be canceled; to end another one, close its connection"
             )
         if await self._background.cancel(request.state.namespace, identity):
             response = {**orjson.loads(kept.response), "status": "cancelled"}

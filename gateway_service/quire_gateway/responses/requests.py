@@ -123,7 +123,7 @@ def _check(body: ResponseBody) -> None:
     if body.background:
         if body.store is False:
             raise invalid(
-                "background", ("background=true needs store=true, because only a stored response can be retrieved")
+                "background", "background=true needs store=true, because only a stored response can be retrieved"
             )
         if body.stream:
             raise unsupported("stream", "cannot be combined with background=true: poll the response until it has ended")
@@ -148,7 +148,7 @@ def _choice(given: str | dict[str, Any] | None) -> Any:
     unknown = next((name for name, value in given.items() if known and value is not None and name not in known), None)
     if unknown is not None:
         raise unsupported(
-            f"tool_choice.{unknown}"[:128], (f"is not a known field: known are {', '.join(sorted(known or ()))}")
+            f"tool_choice.{unknown}"[:128], f"is not a known field: known are {', '.join(sorted(known or ()))}"
         )
     if given.get("type") == "allowed_tools":
         tools = given.get("tools")
@@ -169,7 +169,7 @@ def _format(body: ResponseBody) -> Any:
     unknown = next((name for name, value in given.items() if value is not None and name not in _FORMAT_KEYS), None)
     if unknown is not None:
         raise unsupported(
-            f"text.format.{unknown}"[:128], (f"is not a known field: known are {', '.join(sorted(_FORMAT_KEYS))}")
+            f"text.format.{unknown}"[:128], f"is not a known field: known are {', '.join(sorted(_FORMAT_KEYS))}"
         )
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 

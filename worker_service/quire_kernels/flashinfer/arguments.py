@@ -41,7 +41,7 @@ DECODE_PLAN = {
     # The rope_* arguments describe a rotation that these kernels do not compute. The last two repeat the page table.
     **dict.fromkeys(("rope_scale", "rope_theta", "non_blocking", "seq_lens", "block_tables"), HINT),
     "fixed_split_size": Rule(
-        (None,), ("the batch determines the splits; for results independent of the batch use disable_split_kv")
+        (None,), "the batch determines the splits; for results independent of the batch use disable_split_kv"
     ),
     "q_len_per_req": ONE_QUERY,
     "window_right": Rule((0,), "a query never sees a later key"),

@@ -98,7 +98,7 @@ class Bench:
         """
         if len(self._jobs) >= WAITING_MAX:
             raise QuireError.of(
-                Reason.QUEUE_FULL, (f"the queue of {self._kind} is full ({WAITING_MAX} wait); try again later")
+                Reason.QUEUE_FULL, f"the queue of {self._kind} is full ({WAITING_MAX} wait); try again later"
             )
         task = asyncio.create_task(self._in_its_turn(json.dumps(job).encode(), key))
         self._jobs.add(task)

@@ -40,7 +40,7 @@ class Threads:
         """
         if self._open >= self._count + self._waiting_max:
             raise QuireError.of(
-                Reason.QUEUE_FULL, (f"too many calls wait to be {self._name} ({self._waiting_max}); try again later")
+                Reason.QUEUE_FULL, f"too many calls wait to be {self._name} ({self._waiting_max}); try again later"
             )
         loop = asyncio.get_running_loop()
         result: asyncio.Future[ResultT] = loop.create_future()

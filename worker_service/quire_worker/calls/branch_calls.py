@@ -76,7 +76,7 @@ class BranchCalls:
         if not 1 <= count <= CANDIDATE_COUNT_MAX:
             raise QuireError.of(
                 Reason.BAD_PARAMETER,
-                (f"candidates must have 1 to {CANDIDATE_COUNT_MAX} entries, not {count}"),
+                f"candidates must have 1 to {CANDIDATE_COUNT_MAX} entries, not {count}",
                 field="candidates",
             )
         branch = self._branches.find(message.branch_id, permissions)
@@ -126,12 +126,12 @@ class BranchCalls:
         for name in ("n", "best_of", "num_beams"):
             if (getattr(sampling, name) or 1) > 1:
                 raise QuireError.of(
-                    Reason.BAD_PARAMETER, (f"{name} must be 1 on a branch: fork the branch instead"), field=name
+                    Reason.BAD_PARAMETER, f"{name} must be 1 on a branch: fork the branch instead", field=name
                 )
         for name in ("echo", "prompt_logprobs"):
             if getattr(sampling, name) is not getattr(_DEFAULTS, name):
                 raise QuireError.of(
-                    Reason.BAD_PARAMETER, (f"{name} must be left out: a branch does not support it"), field=name
+                    Reason.BAD_PARAMETER, f"{name} must be left out: a branch does not support it", field=name
                 )
         branch = self._branches.find(message.branch_id, permissions)
         matcher = await self._checks.matcher(sampling, branch.namespace)

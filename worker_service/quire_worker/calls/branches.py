@@ -352,8 +352,7 @@ class Branches:
         longest = self._engine.scheduler.sequence_tokens_max - 1  # there must be room for one more token
         if token_count > longest:
             raise QuireError.of(
-                Reason.PROMPT_TOO_LONG,
-                (f"the branch would have {token_count} tokens, but model and pool allow at most {longest}"),
+                Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens, but at most {longest} fit"
             )
 
     # -- branches and their expiry -------------------------------------------------------------------------------------
@@ -366,10 +365,7 @@ class Branches:
         """
         if not self._places.take(namespace, count):
             held, most = self._places.held_by(namespace), self._places.count_max
-            message = (
-                f"too many branches: a worker holds at most {most}, and one namespace at most as many as are "
-                f"free; this one has {held}"
-            )
+            message = f"a worker holds at most {most} branches, one namespace as many as are free; it has {held}"
             raise QuireError.of(Reason.LIMIT, f"{message}: release some")
 
     def _new(self, tokens: list[int], namespace: str, ttl_s: float) -> Branch:

@@ -254,7 +254,7 @@ class Checks:
         if max(tokens) >= vocabulary:
             unknown = next(token for token in tokens if token >= vocabulary)
             raise QuireError.of(
-                Reason.UNKNOWN_TOKEN, (f"token id {unknown} must be below the vocabulary size, {vocabulary}")
+                Reason.UNKNOWN_TOKEN, f"token id {unknown} must be below the vocabulary size, {vocabulary}"
             )
 
 

@@ -71,7 +71,7 @@ class StructureCompiler:
         except OverLimitError:
             limits = f"{LIMITS.cpu_s} s of CPU time or {LIMITS.memory_bytes >> 20} MiB"
             raise QuireError.of(
-                Reason.TOO_LARGE, (f"{field} needs more than {limits} to compile: use a simpler one"), field=field
+                Reason.TOO_LARGE, f"{field} needs more than {limits} to compile: use a simpler one", field=field
             ) from None
         except OSError as error:
             log.error("compiling failed", error=type(error).__name__)

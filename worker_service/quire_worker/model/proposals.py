@@ -43,7 +43,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         return NO_DEFAULTS
     if not isinstance(given, dict):
         log.warning(
-            ("the checkpoint's sampling defaults cannot be read and are ignored"),
+            "the checkpoint's sampling defaults cannot be read and are ignored",
             file=FILE,
             error="it is not an object",
         )

@@ -76,8 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def make_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(
-        prog="quire-worker",
-        description=("Generate text with one model. A Quire allocator manages the blocks of its KV cache."),
+        prog="quire-worker", description="Generate text with one model, in blocks that an allocator grants."
     )
     _add_model(parser)
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
@@ -102,10 +101,7 @@ def make_parser() -> Parser:
         "--max-waiting",
         type=int,
         default=1024,
-        help=(
-            "requests of one namespace that may wait before more are refused; twice as many of all namespaces "
-            "(default: %(default)s)"
-        ),
+        help="most waiting requests of one namespace; twice as many of all namespaces (default: %(default)s)",
     )
     parser.add_argument(
         "--grant-ahead-tokens",
@@ -172,8 +168,7 @@ def _add_conversations(parser: argparse.ArgumentParser) -> None:
         choices=("text", "tokens"),
         default="text",
         help="how to read a special token in a message, such as <|im_end|>: as ordinary text, or as the token, which "
-        "lets its writer forge other roles' messages (default: %(default)s; special tokens of the chat template "
-        "itself are always tokens)",
+        "lets its writer forge messages (default: %(default)s; in the chat template they are always tokens)",
     )
     parser.add_argument(
         "--chat-template",
@@ -193,10 +188,7 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size",
         type=int,
-        help=(
-            f"tokens per block (default: {BLOCK_SIZE}, or the largest part of it that divides the model's "
-            "attention chunks)"
-        ),
+        help=f"tokens per block (default: {BLOCK_SIZE}, or a part of it that divides the model's attention chunks)",
     )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
@@ -371,12 +363,8 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder from which `quire adapter load` may load further adapters (default: none)",
     )
-    adapters.add_argument(
-        "--max-adapters", type=int, default=16, help=("most adapters loaded at a time (default: %(default)s)")
-    )
-    adapters.add_argument(
-        "--max-adapter-rank", type=int, default=64, help=("largest rank of an adapter (default: %(default)s)")
-    )
+    adapters.add_argument("--max-adapters", type=int, default=16, help="most adapters at a time (default: %(default)s)")
+    adapters.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank (default: %(default)s)")
     adapters.add_argument(
         "--adapter-memory", type=memory_bytes, default=1 << 30, help="memory of all loaded adapters (default: 1GiB)"
     )

@@ -100,10 +100,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
             "--chat-template FILE"
         )
     if isinstance(tokenizer, NoTokenizer):
-        log.warning(
-            ("the model has no tokenizer: prompts must be token ids, and answers have no text"),
-            folder=str(options.model),
-        )
+        log.warning("no tokenizer: prompts must be token ids, and answers have no text", folder=str(options.model))
     if ranks is None or ranks.identity.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:

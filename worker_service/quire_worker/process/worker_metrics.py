@@ -113,7 +113,7 @@ class WorkerCollector(Collector):
         for name, text, value in (
             (
                 "backfilled",
-                ("Samples that were admitted before an earlier one that did not fit."),
+                "Samples that were admitted before an earlier one that did not fit.",
                 self._engine.scheduler.roster.backfilled_count,
             ),
             ("recomputed_tokens", "Tokens recomputed after a preemption.", roster.recomputed_token_count),
@@ -136,7 +136,7 @@ class WorkerCollector(Collector):
             ("queue_seconds", "Time from a request's arrival to its first granted blocks.", numbers.queue_seconds),
             (
                 "time_to_first_token_seconds",
-                ("Time from a request's arrival to its first token."),
+                "Time from a request's arrival to its first token.",
                 numbers.first_token_seconds,
             ),
             (
@@ -146,7 +146,7 @@ class WorkerCollector(Collector):
             ),
             (
                 "request_seconds",
-                ("Time from a request's arrival to its end, whatever the outcome."),
+                "Time from a request's arrival to its end, whatever the outcome.",
                 numbers.request_seconds,
             ),
             ("batch_samples", "Samples in a forward pass.", numbers.batch_samples),

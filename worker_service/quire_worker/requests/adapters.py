@@ -124,7 +124,7 @@ class Adapters:
         self.named(name)
         if request_count:
             raise QuireError.of(
-                Reason.ADAPTER_IN_USE, (f"{request_count} requests use adapter {name!r}: wait until they have ended")
+                Reason.ADAPTER_IN_USE, f"{request_count} requests use adapter {name!r}: wait until they have ended"
             )
         del self._by_name[name]
         log.info("adapter dropped", adapter=name)

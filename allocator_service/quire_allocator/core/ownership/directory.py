@@ -111,13 +111,13 @@ class Directory:
         if epoch <= owner.epoch:
             raise Refusal(
                 "FENCED",
-                (f"pool {name}: epoch {epoch} must be above {owner.epoch}, which a newer stream of its owner has"),
+                f"pool {name}: epoch {epoch} must be above {owner.epoch}, which a newer stream of its owner has",
             )
         resumed = bool(owner.session_id) and resume_session == owner.session_id
         if resumed and spec != owner.spec:
             raise Refusal(
                 "LAYOUT",
-                (f"pool {name}: a resumed session must keep its specification; or begin a new session"),
+                f"pool {name}: a resumed session must keep its specification; or begin a new session",
             )
         older, owner.stream = owner.stream, stream
         owner.epoch, owner.window, owner.lease_end = epoch, window, now + self.lease_s
@@ -169,7 +169,7 @@ class Directory:
             if owner.spec != spec:
                 raise Refusal(
                     "LAYOUT",
-                    (f"pool {name}: request_id {request_id} was used with another specification; use a new one"),
+                    f"pool {name}: request_id {request_id} was used with another specification; use a new one",
                 )
             self.renew(owner, now)
             return owner

@@ -146,7 +146,7 @@ async def test_who_gets_no_room_says_so_and_goes_on_when_somebody_is_freed(engin
     assert list(refused.due) == []
     with pytest.raises(ValueError, match=f"{room} have room"):
         refused.append(8)
-    with pytest.raises(IndexError, match=f"room for {room} tokens"):
+    with pytest.raises(IndexError, match=f"outside the {room} tokens"):
         refused.slot(room)
     other.free()
     while not engine.ready():

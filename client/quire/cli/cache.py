@@ -122,7 +122,7 @@ def drop(
     if as_json:
         output.print_json({**done._asdict(), "dry_run": dry_run})
         return
-    forgotten = "would be dropped" if dry_run else "forgotten"
+    forgotten = "would be dropped" if dry_run else "dropped"
     print(
         f"{done.dropped_block_count:,} blocks {forgotten}, {done.held_block_count:,} stay because sequences hold them"
     )

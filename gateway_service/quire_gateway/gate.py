@@ -248,9 +248,7 @@ class Gate:
             what = "Incorrect API key provided." if given else "You didn't provide an API key."
             raise ApiError(401, what, kind="authentication_error", code="invalid_api_key")
         if path in OPERATOR_PATHS:
-            what = (
-                f"API keys do not permit {path}, which shows all callers: send the gateway's own token (--token-file)"
-            )
+            what = f"API keys do not permit {path}, which shows all callers: send the gateway's own token"
             raise ApiError(403, what, kind="permission_error", code="permission_denied")
         return key
 

@@ -35,7 +35,9 @@ class Hosts:
         name = _name_of(host.decode("latin-1"))
         if not (_is_of_this_machine(name) or name in self._names):
             shown = ascii(name[:128])
-            what = f"this gateway does not accept the Host {shown}: use its address, or a name given with --host"
+            what = (
+                f"this gateway does not accept the Host {shown}: use its address, or a name that its operator allowed"
+            )
             raise ApiError(421, what, code="misdirected_request")
         self._latest = host
 

@@ -234,7 +234,7 @@ async def test_a_call_loads_only_from_below_its_folder(llama: Model, tmp_path: P
 
 
 async def test_without_a_folder_no_call_loads(llama: Model) -> None:
-    with pytest.raises(QuireError, match="operator must give --adapter-folder") as caught:
+    with pytest.raises(QuireError, match="operator has set no folder") as caught:
         await Adapters(paged_model(llama.base)).load("a", str(llama.adapters["a"]))
     assert caught.value.reason is Reason.NOT_SUPPORTED
 

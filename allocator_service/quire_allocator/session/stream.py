@@ -73,8 +73,7 @@ class SessionStream:
         try:
             require(
                 self._permissions.may_own_any,
-                "the certificate does not permit owning a pool: make one with the pool's name (quire certs "
-                "--pool NAME)",
+                "the certificate does not permit owning a pool: make one that names the pool",
                 "POOL_FORBIDDEN",
             )
             is_placed = places.take(self._caller)

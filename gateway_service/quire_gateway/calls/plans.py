@@ -156,7 +156,7 @@ def plan_of(
         raise unsupported(
             "tools",
             "need a tool_choice of 'none', 'required' or one function, because this model's format of calls is "
-            "unknown; the server's operator can set it with --tool-call-format",
+            "unknown; the server's operator can name it",
         )
     else:
         form = replace(own, marks=(*marks, *own.marks))

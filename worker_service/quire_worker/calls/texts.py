@@ -142,7 +142,7 @@ class Texts:
             with_generation_prompt=not given.without_generation_prompt,
         )
         if given.chat_template and not self._trusts_templates:
-            what = "is not allowed: the operator must permit templates of callers (--trust-request-chat-template)"
+            what = "is not allowed: this server's operator does not permit templates of callers"
             raise ConversationError(f"chat_template {what}", "chat_template")
         if given.continue_final_message and conversation.with_generation_prompt:
             what = "cannot be combined with a generation prompt, because the answer continues the last message"

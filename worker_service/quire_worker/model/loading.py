@@ -198,7 +198,7 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: Own
     """
     spec = model.cache_spec
     if spec.latent_dim is not None and model.device.type != "cpu":
-        raise UnsupportedModelError("latent attention has no kernel for fp8 pages; use --kv-cache-dtype auto")
+        raise UnsupportedModelError("latent attention has no kernel for fp8 pages; use kv-cache-dtype auto")
     scales = read_scales(folder)
     layers = tuple(
         layer if layer.kind is GroupKind.STATE else replace(layer, element_bytes=stored_as.itemsize)

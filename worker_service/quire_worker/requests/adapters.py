@@ -144,9 +144,7 @@ class Adapters:
             raise AdapterError(f"adapters are not supported with {self._model.rank_count} ranks")
         others = [adapter for adapter in self._by_name.values() if adapter.name != name]
         if len(others) >= self.limits.count_max:
-            raise AdapterError(
-                f"{len(others)} adapters are loaded, the most at this worker (--max-adapters): unload one"
-            )
+            raise AdapterError(f"{len(others)} adapters are loaded, the most at this worker: unload one")
         left = self.limits.byte_count_max - sum(adapter.byte_count for adapter in others)
         limits = AdapterLimits(self.limits.count_max, self.limits.rank_max, left)
         return read_adapter(name, folder, self._model.sites.by_name, limits, self._model.device, below=below)
@@ -155,7 +153,7 @@ class Adapters:
         if self._root is None:
             raise QuireError.of(
                 Reason.NOT_SUPPORTED,
-                "this worker does not load adapters by a call: its operator must give --adapter-folder",
+                "this worker does not load adapters by a call: its operator has set no folder for them",
             )
         path = (self._root / folder).resolve()
         if not path.is_relative_to(self._root) or not path.is_dir():

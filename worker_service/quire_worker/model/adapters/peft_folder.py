@@ -114,8 +114,8 @@ def read_adapter(
     byte_count = 4 * sum(math.prod(entry.shape) for entry in entries.values())
     if byte_count > limits.byte_count_max:
         raise AdapterError(
-            f"{folder.name} needs {byte_count:,} bytes, but only {limits.byte_count_max:,} are left for "
-            "adapters: drop one, or raise --adapter-memory"
+            f"{folder.name} needs {byte_count:,} bytes, but only {limits.byte_count_max:,} are left for adapters: "
+            "unload one"
         )
     try:
         tensors = load(weights)
@@ -180,9 +180,7 @@ def _scale_of(config: Mapping[str, Any], limits: AdapterLimits) -> float:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterError(f"{_CONFIG} has rank r = {rank!r:.40}, which must be an integer above 0")
     if rank > limits.rank_max:
-        raise AdapterError(
-            f"{_CONFIG} has rank r = {rank!r:.40}; this worker supports at most {limits.rank_max} (--max-adapter-rank)"
-        )
+        raise AdapterError(f"{_CONFIG} has rank r = {rank!r:.40}; this worker supports at most {limits.rank_max}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not -_ALPHA_MAX <= alpha <= _ALPHA_MAX:
         raise AdapterError(f"{_CONFIG} has lora_alpha = {alpha!r:.40}, which must be a number up to {_ALPHA_MAX:g}")
     if not isinstance(config.get("target_modules"), str | list):

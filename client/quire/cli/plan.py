@@ -90,7 +90,7 @@ def plan(
     utilization: Annotated[float, _share("Share of the memory that may be used; above 0.")] = 0.9,
     weights: AllWeights = None,
     used: Annotated[str | None, typer.Option(metavar="SIZE", help="Other used memory of one device.")] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that split the heads.")] = 1,
     dtype: Annotated[str, typer.Option(help="Dtype of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
     state_dtype: Annotated[str, typer.Option(help="Dtype of recurrent states: auto, bf16, fp32.")] = "auto",
     max_len: Tokens = None,

@@ -45,7 +45,7 @@ def planned_dtypes(
     if q_dtype not in QUERY_DTYPES:
         raise ValueError(f"q_data_type must be one of {QUERY_DTYPES}, not {q_dtype}")
     if kv_dtype != q_dtype and not is_fp8(kv_dtype):
-        raise ValueError(f"kv_data_type must be q_data_type's {q_dtype}, {FP8_NAMES}, not {kv_dtype}")
+        raise ValueError(f"kv_data_type must be q_data_type, {q_dtype}, or {FP8_NAMES}, not {kv_dtype}")
     if o_data_type is not None and as_dtype("o_data_type", o_data_type) != q_dtype:
         raise ValueError(f"o_data_type must be q_data_type, {q_dtype}, not {o_data_type}")
     return q_dtype, kv_dtype

@@ -153,7 +153,7 @@ def check_queries(q: torch.Tensor, *, head_dim: int, kv_heads: int, kv_dtype: to
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q must be float16, bfloat16 or float32, not {q.dtype}")
     if kv_dtype != q.dtype and not is_fp8(kv_dtype):
-        raise ValueError(f"cache must be of q's {q.dtype}, {FP8_NAMES}, not {kv_dtype}")
+        raise ValueError(f"the cache must have the dtype of q, {q.dtype}, or {FP8_NAMES}, not {kv_dtype}")
     if q.shape[1] == 0 or q.shape[1] % kv_heads:
         raise ValueError(f"the number of query heads must be a multiple of {kv_heads} KV heads, not {q.shape[1]}")
     if head_dim < DOT_MIN:

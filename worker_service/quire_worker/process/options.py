@@ -343,7 +343,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
             type=int,
             default=5,
             metavar="COUNT",
-            help=f"{text} last tokens that must have occurred earlier in the text for a draft (default: %(default)s)",
+            help=f"{text} last tokens of a text that the lookup searches for (default: %(default)s)",
         )
 
 

@@ -23,7 +23,12 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         help="blocks that a namespace may hold, or have cached, or both; * is every namespace without its own quota; "
         "may be repeated",
     )
-    policy.add_argument("--eviction-policy", default="", metavar="NAME", help="such as lru (default: the allocator's)")
+    policy.add_argument(
+        "--eviction-policy",
+        default="",
+        metavar="NAME",
+        help=("eviction policy, such as lru (default: the allocator's)"),
+    )
     policy.add_argument(
         "--watermark-blocks",
         type=_count,

@@ -147,8 +147,8 @@ def test_a_run_must_fit_its_plan(device: torch.device) -> None:
         wrapper.run(scene.q, scene.cache)
     plan_decode(wrapper, scene)
     for message, q, cache in (
-        ("^q is", scene.q[:1], scene.cache),
-        ("^q is", scene.q.half(), scene.cache),
+        ("^q must be", scene.q[:1], scene.cache),
+        ("^q must be", scene.q.half(), scene.cache),
         ("^paged_kv_cache dtype", scene.q, scene.cache.half()),
         ("^paged_kv_cache page_size", scene.q, scene.cache[:, :, :8]),
         ("^paged_kv_cache page_size", scene.q, scene.cache.transpose(2, 3)),
@@ -277,9 +277,9 @@ def test_ragged_prefill_is_the_softmax(layout: str, device: torch.device) -> Non
     options = AttentionOptions(192**-0.5)
     expected = prefill_ragged_reference(q, k, v, qo_indptr, kv_indptr, options, Masking(causal=True))
     assert_close(actual, expected)
-    with pytest.raises(ValueError, match=r"^k is"):
+    with pytest.raises(ValueError, match=r"^k must be"):
         wrapper.run(q, k[:19].expand(19, 2, 192), v)
-    with pytest.raises(ValueError, match=r"^v is"):
+    with pytest.raises(ValueError, match=r"^v must have the dtype of k"):
         wrapper.run(q, *given[:1], given[1].half())
 
 

@@ -181,7 +181,7 @@ def test_a_plan_of_decode_that_is_refused_writes_nothing(device: torch.device) -
             "^paged_kv_indices_buffer must be torch.int32 with at least 5 entries, not torch.int32 with 4",
             Scene([20, 40]),
         ),
-        ("^paged_kv_indptr_buffer: the plan is of 1 requests, the graph of 2", Scene([40])),
+        ("^paged_kv_indptr_buffer: the plan must have 2 requests, like the CUDA graph, not 1", Scene([40])),
     ):
         with pytest.raises(ValueError, match=message):
             wrapper.plan(*other.table, 4, 2, 64, 16, q_data_type="float32")
@@ -202,14 +202,18 @@ def test_a_plan_of_paged_prefill_that_is_refused_writes_nothing(device: torch.de
     plan(scene)
     before, kept = wrapper.run(scene.q, scene.cache), [buffer.clone() for buffer in buffers.values()]
     for message, other, changes in (
-        ("^qo_indptr has 15 tokens", Scene([40, 20], query_lengths=[6, 9], device=device), {}),
+        (
+            "^qo_indptr must have at most .* tokens, like the CUDA graph, not 15",
+            Scene([40, 20], query_lengths=[6, 9], device=device),
+            {},
+        ),
         ("^use_cuda_graph: plan", Scene([40, 20], query_lengths=[5, 9], device=device), {"causal": False}),
         (
             "^custom_mask must have",
             Scene([40, 20], query_lengths=[5, 9], device=device),
             {"custom_mask": torch.ones(1) > 0},
         ),
-        ("^paged_kv_indices_buf is", Scene([320, 20], query_lengths=[5, 9], device=device), {}),
+        ("^paged_kv_indices_buf must be", Scene([320, 20], query_lengths=[5, 9], device=device), {}),
     ):
         with pytest.raises(ValueError, match=message):
             plan(other, **changes)

@@ -245,7 +245,7 @@ def test_a_graph_of_prefill_sees_a_new_plan_where_the_old_one_was(device: torch.
         ("^custom_mask must be a flat", {"custom_mask": torch.ones(69)}),
         ("^packed_custom_mask must have 9", {"packed_custom_mask": torch.ones(8, dtype=torch.uint8)}),
         (
-            "both given",
+            "custom_mask, not both",
             {"custom_mask": torch.ones(69, dtype=torch.bool), "packed_custom_mask": torch.ones(9, dtype=torch.uint8)},
         ),
         ("^chunk_size", {"chunk_size": -1}),

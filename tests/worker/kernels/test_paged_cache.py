@@ -66,7 +66,7 @@ def test_other_caches_are_refused(cache: PagedKVCache, layout: str, message: str
         ({"indices": int32(0, 1, 2).view(1, 3)}, "^kv_indices must be a contiguous"),
         ({"last_page_len": int32(4, 0)}, r"^kv_last_page_len of request 1 must be in 1..4, not 0"),
         ({"last_page_len": int32(5, 1)}, r"^kv_last_page_len of request 0 must be in 1..4, not 5"),
-        ({"last_page_len": int32(-1, 1)}, "^kv_last_page_len must be in"),
+        ({"last_page_len": int32(-1, 1)}, "^kv_last_page_len of request 0 must be in"),
         ({"last_page_len": int32(1)}, "^kv_last_page_len must have 2"),
         ({"page_size": 0}, "^page_size"),
     ],

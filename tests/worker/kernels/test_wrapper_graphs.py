@@ -165,7 +165,7 @@ def test_a_graph_of_ragged_prefill_refuses_what_it_has_no_room_for_and_keeps_its
 @pytest.mark.parametrize(("sizes", "name"), [({"qo": 6}, "qo_indptr_buf"), ({"kv": 6}, "kv_indptr_buf")])
 def test_buffers_of_another_batch_are_refused(sizes: dict[str, int], name: str, device: torch.device) -> None:
     wrapper, _ = ragged_wrapper(device, **sizes)
-    with pytest.raises(ValueError, match=f"^{name}: the plan is of 3 requests, the graph of 5"):
+    with pytest.raises(ValueError, match=f"^{name}: the plan must have 5 requests, like the CUDA graph, not 3"):
         Ragged([30, 5, 0], [90, 5, 7], device).plan(wrapper)
 
 

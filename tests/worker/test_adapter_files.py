@@ -47,7 +47,7 @@ async def test_files_of_an_adapter_that_a_call_loads_are_below_the_folder_too(
     (root / "a" / name).rename(tmp_path / name)
     (root / "a" / name).symlink_to(tmp_path / name)
     adapters = Adapters(paged_model(files.base), LIMITS, root)
-    with pytest.raises(QuireError, match="leads out of the worker's folder of adapters") as caught:
+    with pytest.raises(QuireError, match="a link to outside the worker's folder of adapters") as caught:
         await adapters.load("a", "a")
     assert caught.value.reason is Reason.ADAPTER_UNUSABLE
     (root / "blobs").mkdir()

@@ -89,7 +89,7 @@ def test_dtypes_between_which_nothing_converts_are_refused_with_what_would_do(
     with pytest.raises(ValueError, match=message):
         append(case, cache, append_key=keys, append_value=keys)
     if dtype != E5M2:
-        with pytest.raises(ValueError, match=f"append_key is torch.float32, the cache {dtype}"):
+        with pytest.raises(ValueError, match=f"append_key is torch.float32, but the cache is {dtype}"):
             append(case, cache)
 
 

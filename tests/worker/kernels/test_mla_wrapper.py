@@ -70,10 +70,10 @@ def test_lengths_that_do_not_fit_the_pages_are_refused_by_name(device: torch.dev
     for message, lengths in (
         ("kv_len_arr of request 0 must be in 17..24, not 25", [25, 5, 0]),
         ("kv_len_arr of request 0 must be in 17..24, not 16", [16, 5, 0]),
-        ("kv_len_arr must be in 1..8, that of request 1 is 9", [19, 9, 0]),
-        ("kv_len_arr must be in 1..8, that of request 1 is -3", [24, -3, 0]),
-        ("kv_len_arr must be in 0..0, that of request 2 is 1", [17, 8, 1]),
-        ("kv_len_arr must be in 0..0, that of request 2 is -1", [17, 1, -1]),
+        ("kv_len_arr of request 1 must be in 1..8, not 9", [19, 9, 0]),
+        ("kv_len_arr of request 1 must be in 1..8, not -3", [24, -3, 0]),
+        ("kv_len_arr of request 2 must be in 0..0, not 1", [17, 8, 1]),
+        ("kv_len_arr of request 2 must be in 0..0, not -1", [17, 1, -1]),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             scene.plan(wrapper, kv_len_arr=torch.tensor(lengths, dtype=torch.int32))

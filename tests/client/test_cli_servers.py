@@ -75,7 +75,7 @@ def copy_of_demo(folder: Path, *without: str) -> Path:
 @pytest.mark.parametrize(
     ("without", "said"),
     [
-        (["config.json"], "no config.json in {}"),
+        (["config.json"], "there is no config.json in {}"),
         (
             ["tokenizer.json"],
             "no usable tokenizer in {}: it has tokenizer_config.json, but no tokenizer.json; add that, or remove"
@@ -131,7 +131,7 @@ def test_a_pool_larger_than_the_machine_is_refused_before_weights_are_read(run: 
     for command in ([*UP, "--", "--kv-memory", "100TiB"], ["worker", "--model", str(DEMO), "--kv-memory", "100TiB"]):
         code, _, err = run(*command)
         assert (code, err.count("\n")) == (2, 1)
-        assert err.startswith("quire: --kv-memory: 100.0 TiB are more than the ")
+        assert err.startswith("quire: --kv-memory: 100.0 TiB is more than the ")
 
 
 @pytest.mark.parametrize("option", [each.partition("=")[0].removeprefix("--") for each in UP[3:]])

@@ -314,7 +314,10 @@ def test_every_error_of_quire_has_a_status(reason: Reason) -> None:
 
 def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
     error = of_quire(QuireError.of(Reason.TOKEN, "this server requires a bearer token"), NAMES)
-    assert (error.status, error.body["error"]["message"]) == (500, "a worker rejected the gateway's credentials")
+    assert (error.status, error.body["error"]["message"]) == (
+        500,
+        "a worker rejected the gateway's credentials: tell the server's operator",
+    )
 
 
 def test_a_refusal_speaks_of_what_its_reader_has_sent_and_of_options_that_there_are() -> None:

@@ -124,7 +124,7 @@ def test_tensors_that_peft_would_leave_out_are_refused(
 ) -> None:
     folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
     change_config(folder, **entries)
-    with pytest.raises(AdapterError, match=f"which {next(iter(entries))} in {CONFIG} leaves out"):
+    with pytest.raises(AdapterError, match=f"which {next(iter(entries))} in {CONFIG} excludes"):
         Adapters(paged_model(files.base)).read("a", folder)
 
 

@@ -203,7 +203,7 @@ async def test_adapters_come_and_go_while_requests_are_computed(llama: Model, tm
         assert output.tokens[0] == adapted_text(llama.base, llama.adapters["a"], tuple(tokens), 8)
         request = harness.submit(tokens, adapter="one", max_tokens=50, ignore_eos=True)
         assert request_count(loaded, engine.open_requests) == 1
-        with pytest.raises(QuireError, match="1 requests are computed") as caught:
+        with pytest.raises(QuireError, match="1 requests use adapter") as caught:
             engine.adapters.drop("one", request_count(loaded, engine.open_requests))
         assert caught.value.reason is Reason.ADAPTER_IN_USE
         await harness.collect(request)
@@ -279,11 +279,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no scale": (lambda folder: change_config(folder, lora_alpha="x"), "lora_alpha"),
     "a target that is not there": (
         lambda folder: change_config(folder, target_modules=[*LINEARS, "w1"]),
-        "'w1', of which",
+        "'w1', but",
     ),
-    "no configuration": (lambda folder: (folder / CONFIG).unlink(), f"has no {CONFIG}"),
+    "no configuration": (lambda folder: (folder / CONFIG).unlink(), f"has no readable {CONFIG}"),
     "a broken configuration": (lambda folder: (folder / CONFIG).write_text("["), "not a JSON object"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"has no readable {WEIGHTS}"),
     "weights cut off": (
         lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]),
         "truncated: tensor",

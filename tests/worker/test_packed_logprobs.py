@@ -72,7 +72,7 @@ def test_samples_that_are_held_to_their_end_have_a_limit_of_logprobs_that_names_
 def test_samples_that_all_begin_with_a_long_text_have_a_limit_that_names_the_numbers() -> None:
     text = "a" * (HELD_CHARACTERS_MAX // 64)
     check_echo(SamplingParams(n=64), text)
-    what = r"echo of 262,145 characters in 64 samples is 16,777,280, .* may hold 16,777,216"
+    what = r"echo of 262,145 characters in 64 samples makes 16,777,280, .* at most 16,777,216"
     with pytest.raises(QuireError, match=what) as refused:
         check_echo(SamplingParams(n=64), text + "a")
     assert (refused.value.reason, refused.value.field) == (Reason.BAD_PARAMETER, "echo")

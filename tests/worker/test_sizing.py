@@ -232,7 +232,7 @@ def test_a_limit_of_sequences_plans_the_pool_and_is_refused_where_the_pool_does_
     assert [line["sequence_tokens_max"] for line in lines if line["event"] == "model loaded"] == [100]
     assert not [line for line in lines if line["log_level"] == "warning" and "context" in line["event"]]
     assert useful_blocks(loaded.model, 8) == 8 * 7
-    with pytest.raises(UsageError, match=r"^--max-model-len 145: the pool of .* at most 144 tokens: give it --kv-mem"):
+    with pytest.raises(UsageError, match=r"^--max-model-len 145: the pool of .* at most 144 tokens: use --kv-mem"):
         load(parse_arguments(["--model", str(folder), "--blocks", "9", "--max-model-len", "145"]))
 
 

@@ -69,7 +69,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "a tensor has another shape": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.update({UP: torch.zeros(96, 32)})),
-        [FILE, UP, "[96, 32]", "asks for [96, 64]"],
+        [FILE, UP, "[96, 32]", "needs [96, 64]"],
     ),
     "a tensor holds integers": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.update({UP: torch.zeros(96, 64).long()})),

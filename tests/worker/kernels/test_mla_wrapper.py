@@ -57,7 +57,7 @@ def test_the_wrapper_gives_the_softmax(new: list[int], device: torch.device) -> 
     scene.plan(wrapper)
     assert_close(scene.run(wrapper, return_lse=True), scene.expected())
     q, ckv, kpe = scene.q, scene.pool[..., :CKV], scene.pool[..., CKV:]
-    with pytest.raises(ValueError, match=r"^q_pe is"):
+    with pytest.raises(ValueError, match=r"^q_pe must be"):
         wrapper.run(q[..., :CKV], q[..., :CKV], ckv, kpe)
     with pytest.raises(ValueError, match=r"^kv_indices must be in 0..0"):
         wrapper.run(q[..., :CKV], q[..., CKV:], ckv[:1], kpe[:1])

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from quire_gateway.calls.deltas import Delta
-from quire_gateway.calls.formats import REQUIRED, Format, Place, only_arguments
+from quire_gateway.calls.formats import REQUIRED, AnswerPart, Format, only_arguments
 from quire_gateway.calls.grammars import Held, grammar_of
 from quire_gateway.calls.reader import AnswerReader
 from quire_gateway.calls.tools import Choice, Tools
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
     @property
     def has_reasoning(self) -> bool:
         """Tells whether the reader separates reasoning from content."""
-        return any(mark.then is Place.REASONING for mark in self.form.marks)
+        return any(mark.then is AnswerPart.REASONING for mark in self.form.marks)
 
     def reader(self, new_id: Callable[[int], str]) -> AnswerReader:
         """Returns a reader for one answer."""

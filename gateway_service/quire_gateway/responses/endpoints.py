@@ -23,7 +23,7 @@ from quire_gateway.responses.background import Background
 from quire_gateway.responses.bodies import InputTokensBody, ResponseBody
 from quire_gateway.responses.form import Ended, ResponseForm, failed
 from quire_gateway.responses.requests import Asked, of_response, renamed
-from quire_gateway.responses.store import Kept, Store
+from quire_gateway.responses.store import Store, StoredResponse
 from quire_gateway.serving import Served
 from quire_gateway.work import Work, json_response
 
@@ -72,7 +72,7 @@ class _Responses:
         self._work, self._store = work, store
         self._background = Background(are_several=store.are_several)
 
-    def find(self, request: Request, identity: str, param: str | None = None) -> Kept:
+    def find(self, request: Request, identity: str, param: str | None = None) -> StoredResponse:
         """Returns a response of the caller's namespace.
 
         Raises:
@@ -90,7 +90,7 @@ class _Responses:
             ApiError: the request is refused.
         """
         state, work = request.state, self._work
-        earlier: Kept | None = None
+        earlier: StoredResponse | None = None
 
         def ask_of(body: InputTokensBody) -> Asked:
             nonlocal earlier

@@ -43,8 +43,9 @@ from quire_worker.requests.samples import TokenIntake, begin_samples
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.granted import refusal_of
+from quire_worker.scheduling.output import STREAM_INTERVAL_S
 from quire_worker.scheduling.plan import Batch, Plan, Work, is_for_first_tokens
-from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -391,7 +392,7 @@ class Engine:
         self.outbox.deliver(request)
         request.trace.error = request.trace.error or error.reason or error.code.name
         self.scheduler.roster.cancel(request)
-        request.deliveries.put_nowait(error)
+        request.output.deliveries.put_nowait(error)
 
     def _not_delivered(self, request: Request, error: TokenizerError | QuireError) -> None:
         if isinstance(error, TokenizerError):

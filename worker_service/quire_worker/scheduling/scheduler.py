@@ -33,10 +33,11 @@ from quire_worker.scheduling.admission import Applicants, Peaks, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
 from quire_worker.scheduling.drafts import Drafting, with_drafts
 from quire_worker.scheduling.granted import REFUSED, take_commits, take_grow, work_of
+from quire_worker.scheduling.output import FinishReason
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
 from quire_worker.scheduling.plan import Batch, Committing, Entering, Forking, Growing, Plan, Round, Work
 from quire_worker.scheduling.ready import ready_after
-from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.roster import Roster
 
 

@@ -218,7 +218,7 @@ class Engine:
     @property
     def asked_samples(self) -> set[Sample]:
         """Returns the waiting samples that the step without an answer asks blocks for."""
-        return set() if self._asked is None else self._asked.plan.admitted
+        return set() if self._asked is None else self._asked.plan.to_admit
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""
@@ -300,7 +300,7 @@ class Engine:
         if not plan.has_to_be_sent:
             return plan, NOTHING_ASKED
         self._send(plan)
-        if plan.admitted:
+        if plan.to_admit:
             await asyncio.sleep(0)  # lets the session send the step before this thread is busy
             self._runner.sketch(plan.wanted)
         if not await self._is_answered(ready):
@@ -358,10 +358,10 @@ class Engine:
             self.scheduler.forget_blocks()
             return None
         except QuireError as error:
-            log.error("step refused", reason=error.reason, error=error.message, admitted=len(plan.admitted))
-            if not plan.admitted or isinstance(error, InternalError):
+            log.error("step refused", reason=error.reason, error=error.message, admitted=len(plan.to_admit))
+            if not plan.to_admit or isinstance(error, InternalError):
                 raise
-            for drawn in plan.admitted:
+            for drawn in plan.to_admit:
                 self.fail(drawn.request, error)
             self.scheduler.give_everything_back(plan)
             return None

@@ -220,12 +220,12 @@ class Sample:
     @property
     def matchable_token_count(self) -> int:
         """Returns how many leading tokens may be hit in the cache: none of those after which logits are wanted."""
-        if self.is_scored:
+        if self.needs_all_logits:
             return 0 if self.scored is None else self.scored.start - 1
         return len(self.tokens) - 1
 
     @property
-    def is_scored(self) -> bool:
+    def needs_all_logits(self) -> bool:
         """Tells whether logits are wanted after more than its last token: for a prompt's logprobs, or for scores."""
         wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
         return self.scored is not None or wants_prompt

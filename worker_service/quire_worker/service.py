@@ -92,7 +92,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         try:
             async with self._submitted(request, self._authorize(context), context.time_remaining()) as running:
                 outcome = "cancelled"
-                running.interval_s = request.interval_ms / 1e3
+                running.output.interval_s = request.interval_ms / 1e3
                 async for response in self._responses(running):
                     yield response
             outcome = "finished"
@@ -307,7 +307,7 @@ class WorkerService(AdapterCalls, RequestCalls):
             delivery = await self._engine.outbox.next_delivery(running)
             if isinstance(delivery, QuireError):
                 raise delivery
-            running.is_read = delivery.is_last
+            running.output.is_read = delivery.is_last
             for piece in pieces_of(delivery):
                 make = partial(response_of, running, piece, self._engine.scheduler.sequence_tokens_max)
                 told = piece.prompt_logprobs

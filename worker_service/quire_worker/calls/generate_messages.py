@@ -26,7 +26,8 @@ from quire_worker.sampling.params import (
     StructureKind,
     check_count,
 )
-from quire_worker.scheduling.request import Delivery, FinishReason, Request
+from quire_worker.scheduling.output import Delivery, FinishReason
+from quire_worker.scheduling.request import Request
 
 PIECE_VALUES_MAX = 1 << 14  # logprob values in one message; about 100 KB
 KNOWN_BYTES_MAX = 64  # size of sampling parameters that are cached; larger ones have texts or lists of tokens

@@ -131,7 +131,7 @@ class Reception:
         for request in self._roster.preempted:
             request.trace.note_stage(Stage.PREEMPTED, now_s)
         self._roster.preempted.clear()
-        for sample in plan.admitted:
+        for sample in plan.to_admit:
             request = sample.request
             if sample.sequence_id:
                 request.trace.note_stage(Stage.ADMITTED, now_s)

@@ -203,6 +203,6 @@ class Plan:
         return bool(self.commits or self.frees or self.forks or self.grows)
 
     @property
-    def admitted(self) -> set[Sample]:
+    def to_admit(self) -> set[Sample]:
         """Returns the waiting samples that are admitted if their room is granted."""
         return {each.sample for each in self.grows if each.entering is not None}

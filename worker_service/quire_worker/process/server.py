@@ -306,6 +306,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         memory=loaded.memory,
         authorize=server.authorize,
         request_log=RequestLog(options.log_requests),
+        tracing=server.tracing,
         sampling_defaults=read_sampling_defaults(Path(options.model)),
         trusts_templates=options.trust_request_chat_template,
     )

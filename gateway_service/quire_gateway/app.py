@@ -13,6 +13,7 @@ from fastapi.responses import PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from quire._serving.metrics import keeping_colons
 from starlette.exceptions import HTTPException
 
 from quire_gateway import asks, listing, relay, replies, texts
@@ -142,7 +143,7 @@ def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry:
 
     @got(app, "/metrics", PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        write, kind = choose_encoder(request.headers.get("accept", ""))
+        write, kind = choose_encoder(keeping_colons(request.headers.get("accept", "")))
         return Response(write(registry), media_type=kind)
 
     @got(app, "/requests")

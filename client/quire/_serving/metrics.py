@@ -33,6 +33,7 @@ CONNECTIONS_MAX: Final = 32
 HEAD_BYTES_MAX: Final = 16_384
 FAILURES_TOLD_S: Final = 60.0  # least time between two log lines about failed connections
 PERMISSIONS_KEY = "quire.permissions"  # key in a request's WSGI environment
+_OPENMETRICS: Final = "application/openmetrics-text"
 Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
 
@@ -67,6 +68,11 @@ class Histogram:
             exemplar = self.exemplars.get(place)
             rows.append((bound, total) if exemplar is None else (bound, total, exemplar))
         return rows
+
+
+def keeping_colons(accept: str) -> str:
+    """Returns an Accept header with which prometheus-client writes `vllm:` in OpenMetrics; else it writes `vllm_`."""
+    return accept.replace(_OPENMETRICS, f"{_OPENMETRICS};escaping=allow-utf-8")
 
 
 class MetricsServer:
@@ -247,6 +253,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
         if environ.get("PATH_INFO") != "/metrics":
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"metrics are at /metrics\n"]
+        environ["HTTP_ACCEPT"] = keeping_colons(str(environ.get("HTTP_ACCEPT", "")))
         with scraping:
             return app(environ, start_response)
 

@@ -45,7 +45,7 @@ Every server on Linux also has the `process_*` series of Prometheus' Python clie
 ALLOCATOR_NOTES = """
 No series names a namespace but those of `--metrics-namespaces NAME,...` (at most 20); all others are one, `other`.
 
-An allocator follows one block in 64 by its digest, all in a pool that saw few, and estimates from these why prompts missed:
+An allocator follows one block in 64 by its digest, or all if it saw few, and estimates from these why prompts missed:
 
 | outcome | the tokens were | what to do |
 | --- | --- | --- |

@@ -23,7 +23,7 @@ FOLDER: Final = ROOT / "build" / "dashboard-types"
 PACKAGES: Final = ("@grafana/schema@11.6.0", "typescript@5.9.3")
 RAW: Final = "./node_modules/@grafana/schema/dist/esm/raw"  # The package exports no paths of its folders.
 OPTIONS: Final = {"stat": "Stat", "timeseries": "TimeSeries", "text": "Text"}
-# Properties that Grafana's types lack: the SDK writes `auto` for each variable, and annotations have Prometheus' queries.
+# Properties that Grafana's types lack: the SDK writes `auto` for each variable; annotations have Prometheus' queries.
 EXTRAS: Final = {
     "templating": ("auto", "auto_min", "auto_count"),
     "annotations": ("expr", "step", "titleFormat", "textFormat"),

@@ -151,7 +151,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     rows = measured(options)
     goals = [
-        Goal(f"CPU time over the rest, {row['part']} of the {row['server']}", row["ratio"], RATIO_GOAL, "lower")
+        Goal(f"CPU time over the rest, {row['part']}, {row['server']}", row["ratio"], RATIO_GOAL, "lower")
         for row in rows
     ]
     publish("What metrics and log lines cost", rows, goals, as_json=options.json, csv_file=options.csv)

@@ -26,7 +26,7 @@ from quire.protocol.outcomes import StepOutcome
 from quire.session import AsyncSession, SessionLostError
 
 from quire_worker.cache import KVCache
-from quire_worker.encoding import Asked, step_of
+from quire_worker.encoding import Asked
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.lane import Lane
 from quire_worker.execution.launched import Shortcut
@@ -317,8 +317,8 @@ class Engine:
                 self._send(plan)
 
     def _send(self, plan: Plan) -> None:
-        self._sent_s = self.clock()
-        self._asked = Asked(plan, asyncio.create_task(self.session.step(step_of(plan))), self._sent_s)
+        self._asked = Asked(plan, self.session, self.clock)
+        self._sent_s = self._asked.sent_s
 
     async def _is_answered(self, ready: Plan) -> bool:
         """Waits for the answer: up to `PATIENCE_S` if samples can continue without it, else as long as it takes."""
@@ -350,7 +350,7 @@ class Engine:
             QuireError: a step that admits no request was refused, or the allocator broke the protocol.
         """
         assert self._asked is not None
-        (plan, answer, _), self._asked = self._asked, None
+        (plan, answer), self._asked = (self._asked.plan, self._asked.answer), None
         try:
             outcome = await answer
         except SessionLostError:

@@ -13,6 +13,7 @@ from grpc import aio
 from quire._distribution import VERSION
 from quire._serving.request_log import SILENT, RequestLog
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
+from quire._serving.tracing import OFF, Tracing
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.features import FEATURES
 from quire.protocol.limits import MESSAGE_BYTES_MAX, PRIORITY_MAX, PROTOCOL_VERSION
@@ -56,6 +57,8 @@ class WorkerService(AdapterCalls, RequestCalls):
         model_aliases: further names that requests may use.
         memory: figures that the pool was sized from.
         authorize: returns the caller's permissions.
+        request_log: gets a line for each request that ends.
+        tracing: gets a span of each request.
         sampling_defaults: the checkpoint's defaults, for requests that ask for them.
         trusts_templates: whether conversations may bring chat templates.
     """
@@ -70,6 +73,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         memory: PoolMemory,
         authorize: Authorize = permit_everything,
         request_log: RequestLog = SILENT,
+        tracing: Tracing = OFF,
         sampling_defaults: SamplingDefaults = NO_DEFAULTS,
         trusts_templates: bool = False,
     ) -> None:
@@ -80,7 +84,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         self._authorize = authorize
         self._version = VERSION
         self._checks = Checks(engine, trusts_templates=trusts_templates)
-        self._records = RequestRecords(engine, request_log, model_name=model_name, pool=pool)
+        self._records = RequestRecords(engine, request_log, model_name=model_name, pool=pool, tracing=tracing)
         self._sampling_defaults = pb.SamplingDefaults(**cast("dict[str, Any]", sampling_defaults))
         self._branches = Branches(engine)
         self._branch_calls = BranchCalls(self._branches, self._checks)

@@ -88,6 +88,11 @@ def make_parser() -> Parser:
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     request_log.add_argument(parser)
+    parser.add_argument(
+        "--vllm-metrics",
+        action="store_true",
+        help="also serve the numbers under the names of vLLM's metrics, as vllm:kv_cache_usage_perc",
+    )
     _add_pool(parser)
     add_policy(parser)
     for option, text in (

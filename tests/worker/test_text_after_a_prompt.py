@@ -59,12 +59,11 @@ def test_the_bytes_of_an_answers_tokens_are_its_text(kind: str, keeps_special: b
         text = "".join([stream.push([token]) for token in answer]) + stream.flush()
         places = [len(prompt) + index for index in range(len(answer))]
         spelled = tokenizer.spell_in_text(answer, prompt + answer, places, keeps_special=keeps_special)
-        shown = [each for token, each in zip(answer, spelled, strict=True) if keeps_special or token not in special]
-        whole = codecs.getincrementaldecoder("utf-8")("replace")
         before = tokenizer.spell_in_text(prompt, prompt, [*range(len(prompt))], keeps_special=keeps_special)
-        whole.decode(
-            b"".join([each for token, each in zip(prompt, before, strict=True) if keeps_special or token not in special])
-        )
+        whole = codecs.getincrementaldecoder("utf-8")("replace")
+        hidden = () if keeps_special else special
+        whole.decode(b"".join([each for token, each in zip(prompt, before, strict=True) if token not in hidden]))
+        shown = [each for token, each in zip(answer, spelled, strict=True) if token not in hidden]
         assert whole.decode(b"".join(shown), True) == text, (prompt, answer)
 
 

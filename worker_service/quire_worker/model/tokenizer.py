@@ -13,8 +13,8 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer
 
-from quire_worker.model.checkpoint import CheckpointError, has_tokenizer
-from quire_worker.model.conversation import SIGN, ChatTemplate, Conversation, chat_template_of, sign
+from quire_worker.model.checkpoint import CheckpointError
+from quire_worker.model.conversation import SIGN, Conversation, chat_template_of, sign
 from quire_worker.model.spelling import REPLACEMENT, Spelling
 
 _CHARACTER_BYTES_MAX = 4  # bytes of a character in UTF-8
@@ -24,13 +24,6 @@ _REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an er
 
 class TokenizerError(Exception):
     """The tokenizer failed on a text or on tokens. The message names the kind of error, and no part of the text."""
-
-
-class NoTokenizerError(TokenizerError):
-    """The checkpoint has no tokenizer. The message is for callers."""
-
-    def __init__(self) -> None:
-        super().__init__("this model comes without a tokenizer: give token ids")
 
 
 @contextmanager
@@ -240,7 +233,7 @@ class Tokenizer:
         return self._spelling.is_separate and (self._spelling.is_same_at_start or any(map(is_visible, text)))
 
     def is_visible(self, token: int, *, keeps_special: bool = False) -> bool:
-        """Returns whether a token is part of a text: the tokenizer knows it, and it is not special or these are kept."""
+        """Returns whether a token is part of a text: it is known, and not special unless these are kept."""
         return (keeps_special or token not in self.special_ids) and self._backend.id_to_token(token) is not None
 
     def new_stream(self, after: Sequence[int] = (), *, keeps_special: bool = False) -> StreamDecoder:
@@ -254,67 +247,9 @@ class Tokenizer:
         return kind(self, self._spelling, after, keeps_special=keeps_special)
 
 
-class NoTokenizer(Tokenizer):
-    """The substitute if a checkpoint has no tokenizer: prompts are token ids, and tokens have no text.
-
-    Methods that need more raise NoTokenizerError.
-    """
-
-    def __init__(self) -> None:
-        """Creates an empty tokenizer."""
-        self.special, self.special_ids, self._signed = {}, frozenset(), ()
-        self.chat_template = ChatTemplate({}, {})
-        self._spelling = Spelling(tokenizers.Tokenizer(tokenizers.models.BPE()))
-
-    @property
-    def vocab_size(self) -> int:
-        return 0
-
-    def to_json(self) -> str:
-        raise NoTokenizerError
-
-    def encode(self, text: str) -> list[int]:
-        raise NoTokenizerError
-
-    def encode_continuation(self, text: str) -> list[int]:
-        raise NoTokenizerError
-
-    def surrounded(self, tokens: list[int]) -> list[int]:
-        raise NoTokenizerError
-
-    def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        raise NoTokenizerError
-
-    def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
-        return ""
-
-    def written(self, tokens: Sequence[int]) -> str:
-        return ""
-
-    def spell(self, tokens: Sequence[int]) -> list[bytes]:
-        raise NoTokenizerError
-
-    def spell_in_text(
-        self, tokens: Sequence[int], text: Sequence[int], places: Sequence[int], *, keeps_special: bool = False
-    ) -> list[bytes]:
-        raise NoTokenizerError
-
-    def is_visible(self, token: int, *, keeps_special: bool = False) -> bool:
-        return False
-
-
 def _ids(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
     """Returns token ids. Of the library's calls, only this one releases the interpreter lock and skips offsets."""
     return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
-
-
-def read_tokenizer(folder: Path | str, *, keeps_special: bool = False) -> Tokenizer:
-    """Returns a checkpoint's tokenizer, or `NoTokenizer` if it has none. Takes the arguments of `Tokenizer`.
-
-    Raises:
-        CheckpointError: the tokenizer cannot be read.
-    """
-    return Tokenizer(folder, keeps_special=keeps_special) if has_tokenizer(Path(folder)) else NoTokenizer()
 
 
 class StreamDecoder:

@@ -164,7 +164,12 @@ def test_a_malformed_conversation_is_refused_with_a_reason_or_tokenized(scene: S
         ([1, 2], [3], [0], "places must be as many as token_ids, 2"),
         ([1], [3], [2], "a place must be at most the count of text_ids, 1"),
         ([1], [3], [], "text_ids without places"),
-        ([1] * 40_000, [3] * 30_000, [0] * 40_000, "token_ids and text_ids together must have at most 65,536 entries, not 70,000"),
+        (
+            [1] * 40_000,
+            [3] * 30_000,
+            [0] * 40_000,
+            "token_ids and text_ids together must have at most 65,536 entries, not 70,000",
+        ),
     ],
 )
 def test_tokens_without_a_place_in_their_text_are_refused(

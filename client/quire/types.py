@@ -61,6 +61,19 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TextTokens:
+    """Bytes of tokens in a text.
+
+    Attributes:
+        texts: the bytes of each token.
+        is_settled: whether every token behind the text adds the bytes that it has by itself.
+    """
+
+    texts: tuple[bytes, ...]
+    is_settled: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """The likelihood of one continuation of a branch: the natural logarithm of each token's probability."""
 

@@ -7,7 +7,7 @@ the same text but other tokens, so the cached pages of the earlier answer would 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ def common_count(said: Sequence[int], prompt: Sequence[int]) -> int:
 
 
 def continued(
-    said: Sequence[int], prompt: Sequence[int], parting: Parting, spelled: Mapping[int, bytes]
+    said: Sequence[int], prompt: Sequence[int], parting: Parting, theirs: Sequence[bytes], ours: Sequence[bytes]
 ) -> tuple[int, ...]:
     """Returns a prompt of the same text that begins with as many tokens of `said` as the text allows.
 
@@ -67,11 +67,11 @@ def continued(
         said: tokens of the continued request and of its answer.
         prompt: tokens of the conversation, as the tokenizer splits them.
         parting: where the two differ.
-        spelled: the bytes of the tokens behind that place.
+        theirs: the bytes of the tokens of `said` behind that place.
+        ours: the bytes of the prompt's tokens behind it.
     """
-    theirs, counts = _written([spelled[token] for token in said[parting.said :]])
-    ours = [spelled[token] for token in prompt[parting.prompt :]]
-    common = _common_length(theirs, b"".join(ours))
+    text, counts = _written(theirs)
+    common = _common_length(text, b"".join(ours))
     own_counts = {end: count for count, end in enumerate(accumulate(map(len, ours)), start=1)}
     best = max((end for end in counts.keys() & own_counts.keys() if end <= common), default=0)
     return (*said[: parting.said + counts.get(best, 0)], *prompt[parting.prompt + own_counts.get(best, 0) :])

@@ -159,6 +159,7 @@ class Fleet:
 
     Attributes:
         spelled: the bytes of each model's tokens, filled on demand; at most the whole vocabulary.
+        settled: whether a model's tokens have the same bytes wherever they are in a text, as far as that was asked.
         turn: a lock. After a large chunk, one answer at a time holds it before it reads its next chunk.
     """
 
@@ -178,6 +179,7 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
         self.spelled: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
+        self.settled: dict[str, bool] = {}
         self.turn = asyncio.Lock()
 
     async def open(self) -> None:

@@ -7,13 +7,15 @@ import codecs
 import math
 from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 from quire.sampling import TokenLogprobs
 
 SLICE_TOKENS: Final = 32  # tokens whose logprobs are formatted at a time; about a millisecond
 LOGPROB_MIN: Final = -9999.0  # stands for -inf, which JSON lacks; OpenAI's value
+
+Spelled: TypeAlias = Sequence[Mapping[int, bytes]]  # for each token of a text: the bytes of it, and of others there
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -119,8 +121,6 @@ class Places:
         if not self._is_next(text):
             if self._before + self._place == 0 and text.startswith(" ") and self._is_next(text[1:]):
                 text = text[1:]
-            elif text and self._text.startswith(f" {text}", self._place):  # The decoder adds a space between two words.
-                self._place += 1
             elif not self._pending:
                 return self._before + self._place
         place = self._before + self._place + is_cut
@@ -145,32 +145,33 @@ def _decoded(data: bytes) -> tuple[str, bytes]:
     return decoder.decode(data), decoder.getstate()[0]
 
 
-def of_completion(tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]) -> dict[str, Any]:
+def of_completion(tokens: Sequence[Told], spelled: Spelled, offsets: Sequence[int]) -> dict[str, Any]:
     """Returns `logprobs` of a choice or a piece of it. Each token is already JSON, which takes a quarter of the memory.
 
     Args:
         tokens: the tokens in their order.
-        spelled: the bytes of each token id.
+        spelled: for each token the bytes of itself and of the others at its place.
         offsets: the number of characters before each token.
     """
+    pairs = list(zip(tokens, spelled, strict=True))
     return {
-        "tokens": [_text(spelled[token.token_id]) for token in tokens],
+        "tokens": [_text(texts[token.token_id]) for token, texts in pairs],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [_json(_top(token, spelled)) for token in tokens],
+        "top_logprobs": [_json(_top(token, texts)) for token, texts in pairs],
         "text_offset": list(offsets),
     }
 
 
-def of_chat(tokens: Sequence[Told], spelled: Mapping[int, bytes]) -> dict[str, Any]:
+def of_chat(tokens: Sequence[Told], spelled: Spelled) -> dict[str, Any]:
     """Returns `logprobs` of a choice or a piece of it. Each token is already JSON."""
     content = [
         _json(
             {
-                **_described(token.token_id, token.logprob, spelled),
-                "top_logprobs": [_described(other, logprob, spelled) for other, logprob in token.top],
+                **_described(token.token_id, token.logprob, texts),
+                "top_logprobs": [_described(other, logprob, texts) for other, logprob in token.top],
             }
         )
-        for token in tokens
+        for token, texts in zip(tokens, spelled, strict=True)
     ]
     return {"content": content, "refusal": None}
 
@@ -193,38 +194,38 @@ def joined_logprobs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def of_prompt(tokens: Iterable[Told], spelled: Mapping[int, bytes]) -> list[orjson.Fragment | None]:
+def of_prompt(tokens: Sequence[Told], spelled: Spelled) -> list[orjson.Fragment | None]:
     """Returns `prompt_logprobs` in vLLM's form.
 
     Each token except the first has itself and the likeliest tokens at its place, by their ids. Its rank is unknown if
     it is not among the likeliest.
     """
     found: list[orjson.Fragment | None] = []
-    for token in tokens:
+    for token, texts in zip(tokens, spelled, strict=True):
         if token.logprob is None:
             found.append(None)
             continue
         ranks = {number: rank for rank, (number, _) in enumerate(token.top, start=1)}
         described = {
-            str(number): {"logprob": logprob, "rank": ranks.get(number), "decoded_token": _text(spelled[number])}
+            str(number): {"logprob": logprob, "rank": ranks.get(number), "decoded_token": _text(texts[number])}
             for number, logprob in ((token.token_id, token.logprob), *token.top)
         }
         found.append(_json(described))
     return found
 
 
-def _top(token: Told, spelled: Mapping[int, bytes]) -> dict[str, float] | None:
+def _top(token: Told, texts: Mapping[int, bytes]) -> dict[str, float] | None:
     """Returns the likeliest tokens and the token itself, by text. If texts are equal, the likelier token counts."""
     if token.logprob is None:
         return None
     found: dict[str, float] = {}
     for number, logprob in (*token.top, (token.token_id, token.logprob)):
-        found.setdefault(_text(spelled[number]), logprob)
+        found.setdefault(_text(texts[number]), logprob)
     return found
 
 
-def _described(token_id: int, logprob: float | None, spelled: Mapping[int, bytes]) -> dict[str, Any]:
-    data = spelled[token_id]
+def _described(token_id: int, logprob: float | None, texts: Mapping[int, bytes]) -> dict[str, Any]:
+    data = texts[token_id]
     return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
 
 

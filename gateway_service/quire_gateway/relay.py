@@ -7,7 +7,7 @@ If all refuse, the caller gets the error of the last one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, Final, NamedTuple, cast
 
@@ -26,7 +26,8 @@ from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, full_of_answers, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
 from quire_gateway.shares import Charge
-from quire_gateway.unary import ELSEWHERE, spelled, tokens_of
+from quire_gateway.spelling import Speller
+from quire_gateway.unary import ELSEWHERE, tokens_of
 
 log = structlog.get_logger()
 
@@ -110,8 +111,9 @@ async def prepare(
             ask = ask._replace(prompts=tokens)  # An echo shows only the tokens that were kept.
     as_split = tokens
     if said is not None and said.model == model.base and (parting := said.parting(tokens[0])) is not None:
-        texts = await spelled(fleet, model, {*said.tokens[parting.said :], *tokens[0][parting.prompt :]})
-        tokens = (continued(said.tokens, tokens[0], parting, texts),)
+        theirs = await _behind(fleet, model, said.tokens, parting.said)
+        ours = await _behind(fleet, model, tokens[0], parting.prompt)
+        tokens = (continued(said.tokens, tokens[0], parting, theirs, ours),)
     longest = max(map(len, tokens))
     if longest + wanted > model.sequence_tokens_max:
         raise ApiError(
@@ -146,6 +148,11 @@ async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) 
     return CachePolicy(keep_s, (len(tokens),)) if tokens else CachePolicy()
 
 
+async def _behind(fleet: Fleet, model: Model, tokens: Sequence[int], place: int) -> list[bytes]:
+    """Returns the bytes of a text's tokens from this place on."""
+    return await Speller(fleet, model, tokens[:place], keeps_special=True).texts(tokens[place:]) if tokens else []
+
+
 async def _planned(fleet: Fleet, call: Call) -> Call:
     """Returns the call of a chat, with the constraints on its answers and the plan to read them.
 
@@ -155,8 +162,7 @@ async def _planned(fleet: Fleet, call: Call) -> Call:
     ask, model = call.ask, call.model
     notation = await fleet.notation(model)
     tail = call.tokens[0][-TAIL_TOKENS:] if notation.reasoning is not None else ()
-    texts = await spelled(fleet, model, set(tail)) if tail else {}
-    end = b"".join(texts[token] for token in tail).decode(errors="replace")
+    end = b"".join(await _behind(fleet, model, tail, 0)).decode(errors="replace")
     plan = plan_of(
         ask.tools,
         ask.options.get("json_schema"),

@@ -13,7 +13,7 @@ from quire_gateway import probabilities
 from quire_gateway.calls.deltas import Call as CalledFunction
 from quire_gateway.calls.deltas import CallDelta, Delta
 from quire_gateway.failures import ApiError
-from quire_gateway.probabilities import Told
+from quire_gateway.probabilities import Spelled, Told
 
 DONE: Final = b"data: [DONE]\n\n"
 _FINISH_REASONS: Final = {None: None, FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -115,9 +115,7 @@ class Form(Protocol):
     def piece(self, index: int, delta: Delta, finish_reason: str | None, beside: Beside) -> bytes:
         """Returns the event of a piece of one choice."""
 
-    def logprobs(
-        self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
-    ) -> Mapping[str, Any]:
+    def logprobs(self, tokens: Sequence[Told], spelled: Spelled, offsets: Sequence[int]) -> Mapping[str, Any]:
         """Returns `logprobs` of tokens; `offsets` has the place of each in the text, in characters."""
 
     def ending(self, taken: Taken) -> bytes:
@@ -207,9 +205,7 @@ class CompletionForm(_Form, Form):
             service_tier=service_tier,
         )
 
-    def logprobs(
-        self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
-    ) -> Mapping[str, Any]:
+    def logprobs(self, tokens: Sequence[Told], spelled: Spelled, offsets: Sequence[int]) -> Mapping[str, Any]:
         return probabilities.of_completion(tokens, spelled, offsets)
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
@@ -253,9 +249,7 @@ class ChatForm(_Form, Form):
             service_tier=service_tier,
         )
 
-    def logprobs(
-        self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
-    ) -> Mapping[str, Any]:
+    def logprobs(self, tokens: Sequence[Told], spelled: Spelled, offsets: Sequence[int]) -> Mapping[str, Any]:
         return probabilities.of_chat(tokens, spelled)
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:

@@ -3,65 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import string
 import time
-from array import array
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 import structlog
 from quire.sampling import Chunk, FinishReason, TokenLogprobs
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire_gateway import relay, unary
-from quire_gateway.calls.deltas import Delta, joined, joined_pieces
+from quire_gateway import relay
+from quire_gateway.calls.deltas import Delta, joined
 from quire_gateway.calls.plans import reasoning_token_count
-from quire_gateway.calls.reader import AnswerReader
+from quire_gateway.choices import Choice, begin_choices
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
-from quire_gateway.probabilities import Columns, Places, in_slices, joined_logprobs, of_prompt, text_of
+from quire_gateway.probabilities import Columns, joined_logprobs, of_prompt, text_of
 from quire_gateway.relay import Call
 from quire_gateway.replies import Answer, Beside, Form, Taken, reason_of
 from quire_gateway.shares import Charge
+from quire_gateway.spelling import Speller
 from quire_gateway.stream_head import KEEP_ALIVE_S, StreamHead
 
 log = structlog.get_logger()
-_ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
 class CallerGoneError(Exception):
     """The caller has gone, so nobody reads the answer."""
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One choice of an answer, as far as it has arrived."""
-
-    texts: list[str] = field(default_factory=list)
-    told: Columns = field(default_factory=Columns)  # tokens whose logprobs were not sent yet
-    places: Places = field(default_factory=Places)
-    # empty for a stream whose reasoning is not counted
-    token_ids: array[int] = field(default_factory=lambda: array("I"))
-    token_count: int = 0
-    reader: AnswerReader | None = None  # None: the whole answer is content
-    # pieces that were read; only for an answer that is sent as a whole
-    deltas: list[Delta] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    is_opened: bool = False
-    has_piece: bool = False  # whether a piece was sent
-
-    def read(self, chunk: Chunk) -> Delta:
-        """Returns the content, reasoning and calls that a chunk adds."""
-        if self.reader is None:
-            return Delta(chunk.text)
-        delta = self.reader.push(chunk.text)
-        return delta if chunk.finish_reason is None else joined_pieces(delta, self.reader.flush())
 
 
 class Served(Response):
@@ -125,14 +96,14 @@ class Served(Response):
 
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
-        choices = self._new_choices()
+        choices = begin_choices(self._fleet, self._call)
         try:
             await self._send_whole(send, choices)
         finally:
             # An error refers to this frame, which would keep the choices alive until garbage is collected.
             choices.clear()
 
-    async def _send_whole(self, send: Send, choices: list[_Choice]) -> None:
+    async def _send_whole(self, send: Send, choices: list[Choice]) -> None:
         has_echo = bool(self._call.ask.options.get("echo"))
         async with aclosing(relay.pieces(self._fleet, self._call, self._memory)) as pieces:
             async for number, came in pieces:
@@ -166,7 +137,7 @@ class Served(Response):
         form, has_echo = self._form, bool(self._call.ask.options.get("echo"))
         top_count, plan = self._call.ask.top_logprob_count, self._call.plan
         counts_reasoning = plan is not None and plan.has_reasoning and self._call.ask.with_usage
-        choices = self._new_choices()
+        choices = begin_choices(self._fleet, self._call)
         head = StreamHead(send, self._keep_alive_s)
         try:
             async with head, aclosing(relay.pieces(self._fleet, self._call, self._memory)) as pieces:
@@ -204,11 +175,7 @@ class Served(Response):
             last = form.failed(error)
         await send({"type": "http.response.body", "body": last})
 
-    def _new_choices(self) -> list[_Choice]:
-        plan, count = self._call.plan, self._call.ask.choice_count * len(self._call.tokens)
-        return [_Choice(reader=None if plan is None else plan.reader(_new_id)) for _ in range(count)]
-
-    async def _count_reasoning(self, choices: Iterable[_Choice]) -> None:
+    async def _count_reasoning(self, choices: Iterable[Choice]) -> None:
         """Stores how many tokens of the answer are reasoning.
 
         Raises:
@@ -218,14 +185,15 @@ class Served(Response):
         if plan is None or not plan.has_reasoning:
             return
         count = 0
-        for choice in choices:
+        for index, choice in enumerate(choices):
             if choice.reader is None or not choice.reader.has_reasoned:
                 continue
-            spelled = await unary.spelled(self._fleet, self._call.model, set(choice.token_ids))
-            count += reasoning_token_count(plan, (spelled[token] for token in choice.token_ids))
+            prompt = self._call.tokens[index // self._call.ask.choice_count]
+            speller = Speller(self._fleet, self._call.model, prompt, keeps_special=True)
+            count += reasoning_token_count(plan, await speller.texts(choice.token_ids))
         self._taken = self._taken._replace(reasoning_token_count=count)
 
-    def _answer(self, choice: _Choice, beside: Beside, prompt_logprobs: Sequence[Any] | None) -> Answer:
+    def _answer(self, choice: Choice, beside: Beside, prompt_logprobs: Sequence[Any] | None) -> Answer:
         """Returns a choice that is complete."""
         plan = self._call.plan
         if plan is None:
@@ -242,7 +210,7 @@ class Served(Response):
         plan = self._call.plan
         return delta if plan is None or plan.tells_reasoning else delta._replace(reasoning="")
 
-    def _reason(self, choice: _Choice, chunk: Chunk) -> str | None:
+    def _reason(self, choice: Choice, chunk: Chunk) -> str | None:
         plan, reader = self._call.plan, choice.reader
         has_called = plan is not None and plan.tells_calls and reader is not None and reader.call_count > 0
         return reason_of(chunk.finish_reason, has_called=has_called)
@@ -270,7 +238,7 @@ class Served(Response):
         """Returns the number of a chunk's choice. Choices are ordered by prompt, then by sample."""
         return number * self._call.ask.choice_count + chunk.sample
 
-    async def _echoed(self, number: int, chunk: Chunk, choice: _Choice) -> Chunk:
+    async def _echoed(self, number: int, chunk: Chunk, choice: Choice) -> Chunk:
         """Returns a chunk with the prompt before the first text of its choice, or with the prompt alone if asked so.
 
         Raises:
@@ -278,15 +246,15 @@ class Served(Response):
         """
         text, prompt, tokens = "", self._call.ask.prompts[number], self._call.tokens[number]
         if not choice.is_opened:
-            spelled = await unary.spelled(self._fleet, self._call.model, set(tokens))
-            text = prompt if isinstance(prompt, str) else text_of(spelled[token] for token in tokens)
+            speller = Speller(self._fleet, self._call.model, keeps_special=True)
+            text = prompt if isinstance(prompt, str) else text_of(await speller.texts(tokens))
         if not self._call.ask.is_echo_alone:
             return replace(chunk, text=text + chunk.text)
         usage = chunk.usage and replace(chunk.usage, output_token_count=0)
         reason = chunk.finish_reason and FinishReason.LENGTH
         return replace(chunk, text=text, token_ids=(), logprobs=(), finish_reason=reason, usage=usage)
 
-    def _tell(self, number: int, chunk: Chunk, choice: _Choice) -> None:
+    def _tell(self, number: int, chunk: Chunk, choice: Choice) -> None:
         """Stores the logprobs of a chunk's tokens, if they are wanted.
 
         With an echo, the first chunk of a choice also gets the logprobs of the prompt. The worker sends these with the
@@ -318,10 +286,10 @@ class Served(Response):
         if count is None:
             return None
         told = self._told_of_prompt(number, count)
-        spelled = await unary.spelled(self._fleet, self._call.model, told.token_ids())
-        return [each async for part in in_slices(told) for each in of_prompt(part, spelled)]
+        slices = Speller(self._fleet, self._call.model).slices(told)
+        return [each async for part, spelled in slices for each in of_prompt(part, spelled)]
 
-    async def _logprobs(self, choice: _Choice, text: str) -> Mapping[str, Any] | None:
+    async def _logprobs(self, choice: Choice, text: str) -> Mapping[str, Any] | None:
         """Returns the logprobs of a choice's tokens that were not sent yet, in the form that goes with this text.
 
         Raises:
@@ -330,12 +298,11 @@ class Served(Response):
         if self._call.ask.top_logprob_count is None:
             return None
         told, choice.told = choice.told, Columns()
-        spelled = await unary.spelled(self._fleet, self._call.model, told.token_ids())
         ask = self._call.ask  # Text that may begin a stop text arrives later than its tokens.
         choice.places.add(text, is_held=ask.is_streamed and "stop" in ask.options and choice.finish_reason is None)
         parts = []
-        async for part in in_slices(told):
-            offsets = [choice.places.of(spelled[token.token_id]) for token in part]
+        async for part, spelled in choice.speller.slices(told):
+            offsets = [choice.places.of(texts[token.token_id]) for token, texts in zip(part, spelled, strict=True)]
             parts.append(self._form.logprobs(part, spelled, offsets))
         return joined_logprobs(parts)
 
@@ -356,7 +323,7 @@ class Served(Response):
             entry.cached_tokens = self._taken.cached_token_count
 
     @staticmethod
-    def _check_whole(choices: Iterable[_Choice]) -> None:
+    def _check_whole(choices: Iterable[Choice]) -> None:
         """Refuses an answer that a worker has broken off.
 
         Raises:
@@ -368,10 +335,6 @@ class Served(Response):
 
 async def _nowhere(_message: Message) -> None:
     """Drops a message, because no caller waits for it."""
-
-
-def _new_id(count: int) -> str:
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(count))
 
 
 async def until_gone(receive: Receive, answer: Awaitable[None]) -> None:

@@ -13,6 +13,7 @@ from quire_gateway.conversations import Chat, chat_of
 from quire_gateway.failures import PROMPT, invalid, missing
 from quire_gateway.fleet import Fleet
 from quire_gateway.probabilities import text_of
+from quire_gateway.spelling import Speller
 
 _NAMES: Final = {
     "messages_json": "messages",
@@ -108,8 +109,8 @@ async def tokenized(fleet: Fleet, asked: Tokenizing, split_special_tokens: bool 
     )
     texts = None
     if asked.with_texts:
-        spelled = await unary.spelled(fleet, model, set(tokens))
-        texts = [spelled[token].decode(errors="replace") for token in tokens]
+        spelled = await Speller(fleet, model, keeps_special=True).texts(tokens)
+        texts = [each.decode(errors="replace") for each in spelled]
     return {
         "count": len(tokens),
         "max_model_len": model.sequence_tokens_max,
@@ -125,5 +126,4 @@ async def detokenized(fleet: Fleet, asked: DetokenizeBody) -> Mapping[str, Any]:
         ApiError: no worker serves the model, or no worker answers.
     """
     model = fleet.model(asked.model)
-    spelled = await unary.spelled(fleet, model, set(asked.tokens))
-    return {"prompt": text_of(spelled[token] for token in asked.tokens)}
+    return {"prompt": text_of(await Speller(fleet, model, keeps_special=True).texts(asked.tokens))}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final, TypeVar
 
 import grpc
 from quire import AsyncClient
 from quire.errors import QuireError
+from quire.types import TextTokens
 
 from quire_gateway.asks import Prompt
 from quire_gateway.conversations import Chat
@@ -35,6 +36,30 @@ async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Map
         known.update((token, text) for token, text in found.items() if text)
         return ChainMap(known, found)
     return known
+
+
+async def spelled_in_text(
+    fleet: Fleet, model: Model, tokens: Sequence[tuple[int, int]], text: Sequence[int], *, keeps_special: bool = False
+) -> TextTokens:
+    """Returns the bytes of tokens in a text, from any worker of the model.
+
+    Args:
+        fleet: the workers.
+        model: the model whose tokenizer is used.
+        tokens: each token, and how many tokens of the text are before it.
+        text: the tokens of the text.
+        keeps_special: whether the text has the names of special tokens.
+
+    Raises:
+        ApiError: no worker answers.
+    """
+    token_ids, places = [token for token, _ in tokens], [place for _, place in tokens]
+    return await _asked(
+        fleet,
+        model,
+        lambda client: client.detokenize_in_text(token_ids, text, places, keeps_special=keeps_special),
+        {},
+    )
 
 
 async def tokens_of(

@@ -11,7 +11,7 @@ from quire.cli.model_config import read_config
 from quire.cli.prompts import content
 from quire_gateway.keys import read_keys
 from quire_worker.model.conversation import read_conversation
-from quire_worker.model.tokenizer import read_tokenizer
+from quire_worker.model.no_tokenizer import read_tokenizer
 from quire_worker.process.chat_template import read_chat_template
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

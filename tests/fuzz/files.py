@@ -31,7 +31,8 @@ from quire_worker.model.adapters.peft_folder import AdapterError, read_adapter
 from quire_worker.model.checkpoint import ModelError, attention_chunk_of, fingerprint
 from quire_worker.model.configuration import check_configuration
 from quire_worker.model.loading import load_model
-from quire_worker.model.tokenizer import NoTokenizerError, TokenizerError, read_tokenizer
+from quire_worker.model.no_tokenizer import NoTokenizerError, read_tokenizer
+from quire_worker.model.tokenizer import TokenizerError
 from quire_worker.process.preflight import check_model
 from quire_worker.requests.adapters import LIMITS
 

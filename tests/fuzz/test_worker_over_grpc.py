@@ -11,7 +11,7 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quire import Client
+from quire import Client, QuireError
 from quire._serving.calls import CallInterceptor
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
@@ -75,7 +75,7 @@ RIGHT_CONVERSATION = pb.TokenizeRequest(
         messages_json='[{"role": "user", "content": "The for statement"}]', tools_json="[]", variables_json='{"a": 1}'
     )
 )
-RIGHT_TOKENS = pb.DetokenizeRequest(token_ids=[0, 5, 2047, 2048])
+RIGHT_TOKENS = pb.DetokenizeRequest(token_ids=[0, 5, 2047, 2048], text_ids=[5, 0, 7], places=[0, 3, 1, 2])
 FUZZED = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -156,6 +156,27 @@ def test_a_malformed_conversation_is_refused_with_a_reason_or_tokenized(scene: S
         data = malformer.scrambled(data)
     method = "Tokenize" if right is RIGHT_CONVERSATION else "Detokenize"
     ask(scene.channel, f"/{SERVICE.full_name}/{method}", data)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "places", "message"),
+    [
+        ([1, 2], [3], [0], "places must be as many as token_ids, 2"),
+        ([1], [3], [2], "a place must be at most the count of text_ids, 1"),
+        ([1], [3], [], "text_ids without places"),
+        (
+            [1] * 40_000,
+            [3] * 30_000,
+            [0] * 40_000,
+            "token_ids and text_ids together must have at most 65,536 entries, not 70,000",
+        ),
+    ],
+)
+def test_tokens_without_a_place_in_their_text_are_refused(
+    scene: Scene, tokens: list[int], text: list[int], places: list[int], message: str
+) -> None:
+    with Client(scene.address) as client, pytest.raises(QuireError, match=message):
+        client.detokenize_in_text(tokens, text, places)
 
 
 @pytest.mark.parametrize("method", OTHERS)

@@ -372,12 +372,6 @@ def test_what_the_text_leaves_out_takes_no_place() -> None:
     assert places("ab", [b"a", b"bcd", b"e"]) == [0, 1, 1], "behind a stop text nothing is in the text"
 
 
-def test_a_space_that_a_decoder_puts_between_two_words_is_before_the_later_one() -> None:
-    """So does `BPEDecoder`, which knows only at the next token that a word has ended."""
-    assert places(" the for.e", [b"the", b"for", b".e"]) == [1, 5, 8]
-    assert places("the  for", [b"the", b"for"]) == [0, 3], "of two nobody knows"
-
-
 def test_text_that_may_be_held_back_is_where_it_will_be() -> None:
     found = Places()
     found.add("ab", is_held=True)
@@ -388,7 +382,7 @@ def test_text_that_may_be_held_back_is_where_it_will_be() -> None:
 
 def test_of_equal_texts_the_likelier_token_is_told() -> None:
     told = [Told(1, -0.5, ((2, -0.1), (1, -0.5))), Told(3, None, ())]
-    found = of_completion(told, {1: b"\xe2", 2: b"\x98", 3: b"ab"}, [5, 6])
+    found = of_completion(told, [{1: b"\xe2", 2: b"\x98", 3: b"ab"}] * 2, [5, 6])
     assert found["tokens"] == ["\N{REPLACEMENT CHARACTER}", "ab"]
     assert orjson.loads(orjson.dumps(found["top_logprobs"])) == [{"\N{REPLACEMENT CHARACTER}": -0.1}, None]
     assert found["text_offset"] == [5, 6]

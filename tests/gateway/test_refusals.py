@@ -57,6 +57,16 @@ def served() -> Iterator[ServerProcess]:
             {"messages": CHAT, "response_format": {"type": "yaml"}},
             "response_format.type must be one of text, json_object, json_schema; it is 'yaml'",
         ),
+        (
+            "chat/completions",
+            {
+                "messages": CHAT,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": 9007199254740993}}}],
+                "tool_choice": "required",
+            },
+            "tools has the number 9007199254740993, which would be rounded: numbers of a schema must be from -2^53 to"
+            " 2^53, with no more digits than a float64 keeps",
+        ),
     ],
 )
 def test_a_refusal_has_the_value_and_the_callers_name_for_it(

@@ -247,7 +247,8 @@ def test_a_prompt_begins_with_the_tokens_that_were_said_wherever_the_text_allows
         text = text[: dice.choice((len(text), dice.randrange(len(text) + 1)))]
         prompt = tokenized(text + bytes(dice.choice(b"ab") for _ in range(dice.randrange(8))))
         same = common_count(said, prompt)
-        found = continued(said, prompt, Parting(same, same), spelled)
+        theirs, ours = ([spelled[token] for token in part[same:]] for part in (said, prompt))
+        found = continued(said, prompt, Parting(same, same), theirs, ours)
         assert b"".join(spelled[token] for token in found) == b"".join(spelled[token] for token in prompt)
         kept = common_count(said, found)
         ends = {len(b"".join(spelled[token] for token in prompt[:index])) for index in range(len(prompt) + 1)}

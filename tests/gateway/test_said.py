@@ -15,45 +15,44 @@ def of(tokens: tuple[int, ...], prompt_token_count: int) -> Said:
     return Said("m", tokens, prompt_token_count, tokens[:prompt_token_count])
 
 
+def whole(said: Said, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    parting = said.parting(prompt)
+    assert parting is not None
+    theirs, ours = (
+        [SPELLED[token] for token in part] for part in (said.tokens[parting.said :], prompt[parting.prompt :])
+    )
+    return continued(said.tokens, prompt, parting, theirs, ours)
+
+
 def test_an_answer_keeps_its_tokens_where_a_tokenizer_would_take_others() -> None:
     said = of((TURN, A, TURN, A, B), 3)
     prompt = (TURN, A, TURN, AB, TURN, B)
-    parting = said.parting(prompt)
-    assert parting is not None
-    assert continued(said.tokens, prompt, parting, SPELLED) == (TURN, A, TURN, A, B, TURN, B)
+    assert whole(said, prompt) == (TURN, A, TURN, A, B, TURN, B)
 
 
 def test_so_do_all_answers_of_a_longer_conversation() -> None:
     second = (TURN, A, TURN, A, B, TURN, B, TURN)  # the prompt that follows the first answer
     said = Said("m", (*second, A, B), len(second), (TURN, A, TURN, AB, TURN, B, TURN))
     prompt = (TURN, A, TURN, AB, TURN, B, TURN, AB, TURN, A)
-    parting = said.parting(prompt)
-    assert parting is not None
-    assert continued(said.tokens, prompt, parting, SPELLED) == (*second, A, B, TURN, A)
+    assert whole(said, prompt) == (*second, A, B, TURN, A)
 
 
 def test_the_last_token_of_a_prompt_may_be_one_with_the_first_of_its_answer() -> None:
     said = of((TURN, A, B, A), 2)
     prompt = (TURN, AB, A, B)
-    parting = said.parting(prompt)
-    assert parting is not None
-    assert continued(said.tokens, prompt, parting, SPELLED) == (TURN, A, B, A, B)
+    assert whole(said, prompt) == (TURN, A, B, A, B)
 
 
 def test_an_answer_keeps_tokens_that_are_no_text() -> None:
     said = of((TURN, A, TURN, A, HALF, A, B, HALF), 3)
     prompt = (TURN, A, TURN, A, NONE, AB, NONE, TURN, B)
-    parting = said.parting(prompt)
-    assert parting is not None
-    assert continued(said.tokens, prompt, parting, SPELLED) == (*said.tokens, TURN, B)
+    assert whole(said, prompt) == (*said.tokens, TURN, B)
 
 
 def test_half_a_character_is_not_what_was_said_where_the_prompt_has_another_text() -> None:
     said = of((TURN, A, TURN, A, HALF, A), 3)
     prompt = (TURN, A, TURN, A, B, TURN)
-    parting = said.parting(prompt)
-    assert parting is not None
-    assert continued(said.tokens, prompt, parting, SPELLED) == prompt
+    assert whole(said, prompt) == prompt
 
 
 def test_a_text_that_spells_special_tokens_is_not_what_was_said() -> None:

@@ -115,11 +115,53 @@ def byte_level_fused() -> Backend:
     return backend
 
 
+def ctc() -> Backend:
+    pieces = ["<pad>", "<unk>", "<s>", "</s>", "|", *WORDS]
+    backend = Backend(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    backend.decoder = decoders.CTC(pad_token="<pad>", word_delimiter_token="|", cleanup=False)  # type: ignore[assignment]
+    return backend
+
+
+def spaces_after_fusing() -> Backend:
+    parts = [decoders.Fuse(), decoders.Replace(SPACE, " ")]
+    pieces = [piece for piece in _sentencepiece_pieces() if piece not in BYTES]
+    return _with_pieces(pieces, decoders.Sequence(parts), prepends=False)
+
+
+def stripped_at_its_end() -> Backend:
+    parts = [decoders.Replace(SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]
+    pieces = [piece for piece in _sentencepiece_pieces() if piece not in BYTES]
+    return _with_pieces(pieces, decoders.Sequence(parts), prepends=True)
+
+
+def stripped_word_by_word() -> Backend:
+    parts = [decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 0), decoders.Fuse()]
+    pieces = [piece for piece in _sentencepiece_pieces() if piece not in BYTES]
+    return _with_pieces(pieces, decoders.Sequence(parts), prepends=True)
+
+
+def byte_level_stripped() -> Backend:
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])  # type: ignore[assignment]
+    return backend
+
+
+def word_ends_in_a_sequence() -> Backend:
+    backend = word_ends()
+    parts = [decoders.BPEDecoder(suffix="</w>"), decoders.Fuse(), decoders.Replace(" ,", ",")]
+    backend.decoder = decoders.Sequence(parts)  # type: ignore[assignment]
+    return backend
+
+
 KINDS: dict[str, Callable[[], Backend]] = {
     "llama_2": llama_2, "gemma": gemma, "metaspace": metaspace, "metaspace_with_bytes": metaspace_with_bytes,
     "unigram": unigram, "byte_level": byte_level, "word_piece": word_piece, "word_ends": word_ends,
     "no_decoder": no_decoder, "word_piece_as_it_is": word_piece_as_it_is, "bytes_before_spaces": bytes_before_spaces,
-    "metaspace_inside": metaspace_inside, "byte_level_fused": byte_level_fused,
+    "metaspace_inside": metaspace_inside, "byte_level_fused": byte_level_fused, "ctc": ctc,
+    "spaces_after_fusing": spaces_after_fusing, "stripped_at_its_end": stripped_at_its_end,
+    "stripped_word_by_word": stripped_word_by_word, "byte_level_stripped": byte_level_stripped,
+    "word_ends_in_a_sequence": word_ends_in_a_sequence,
 }  # fmt: skip
 
 

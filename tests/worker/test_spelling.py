@@ -54,7 +54,7 @@ def test_what_decodes_in_another_way_is_asked_of_the_tokenizer() -> None:
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece(prefix="##")  # type: ignore[assignment]
     assert [Spelling(backend).spell(token) for token in (1, 2)] == [b" play", b"ing"]
-    assert Spelling(backend).spell_first(1) == b"play"
+    assert Spelling(backend).spell_behind((), 1) == b"play"
 
 
 def test_a_conversation_is_what_transformers_makes_of_it() -> None:

@@ -285,6 +285,30 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         reply = await self._link.call(self._stub.Detokenize, request, timeout_s)
         return tuple(reply.texts)
 
+    async def detokenize_in_text(
+        self,
+        token_ids: Sequence[int],
+        text_ids: Sequence[int],
+        places: Sequence[int],
+        *,
+        keeps_special: bool = False,
+        timeout_s: float | None = None,
+    ) -> types.TextTokens:
+        """Returns the bytes that each token adds to a text, such as the space before a word.
+
+        Args:
+            token_ids: the tokens.
+            text_ids: the tokens of the text.
+            places: for each of `token_ids`, how many tokens of the text are before it.
+            keeps_special: whether the text has the names of special tokens.
+            timeout_s: timeout of this call.
+        """
+        request = worker_pb.DetokenizeRequest(
+            token_ids=token_ids, text_ids=text_ids, places=places, keeps_special=keeps_special
+        )
+        reply = await self._link.call(self._stub.Detokenize, request, timeout_s)
+        return types.TextTokens(tuple(reply.texts), reply.is_settled)
+
     async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         """Returns the version, protocol, features and limits of the worker."""
         request = server_pb2.GetServerInfoRequest()

@@ -1236,23 +1236,39 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """DetokenizeRequest: tokens, none of which has to follow another."""
+    """DetokenizeRequest: tokens, each by itself or as a part of a text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_IDS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    KEEPS_SPECIAL_FIELD_NUMBER: _builtins.int
+    keeps_special: _builtins.bool
+    """Whether the text has the names of special tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids, at most 65,536."""
+        """Ids, at most 65,536 together with `text_ids`."""
+
+    @_builtins.property
+    def text_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of a text, if `places` is not empty."""
+
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each of `token_ids`, how many of `text_ids` are before it; empty: each token is by itself."""
 
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text_ids: _abc.Iterable[_builtins.int] | None = ...,
+        places: _abc.Iterable[_builtins.int] | None = ...,
+        keeps_special: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_special", b"keeps_special", "places", b"places", "text_ids", b"text_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1265,18 +1281,24 @@ class DetokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXTS_FIELD_NUMBER: _builtins.int
+    IS_SETTLED_FIELD_NUMBER: _builtins.int
+    is_settled: _builtins.bool
+    """Whether every token behind `text_ids` adds the bytes that it has by itself."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of each token its bytes, which need not be whole characters; empty for an id that the tokenizer does not know."""
+        """Of each token its bytes, which need not be whole characters; empty for an id that the tokenizer does not know.
+        With `places`, they are the bytes that the token adds to the text.
+        """
 
     def __init__(
         self,
         *,
         texts: _abc.Iterable[_builtins.bytes] | None = ...,
+        is_settled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_settled", b"is_settled", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -223,7 +223,8 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only.
+        """Detokenize: says what each token is, by itself or in a text, for callers that show single ones, as beside their
+        logprobs. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -84,7 +84,9 @@ class WorkerServiceStub:
     Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
     """
     Detokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]
-    """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+    """Detokenize: says what each token is, by itself or in a text, for callers that show single ones, as beside their
+    logprobs. Read-only.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
     """GetServerInfo: says which version, protocol and features this worker has. Read-only.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -151,7 +153,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
     """
     Detokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+    """Detokenize: says what each token is, by itself or in a text, for callers that show single ones, as beside their
+    logprobs. Read-only.
+    """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """GetServerInfo: says which version, protocol and features this worker has. Read-only.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -293,7 +297,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DetokenizeResponse, _abc.Awaitable[_worker_pb2.DetokenizeResponse]]:
-        """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
+        """Detokenize: says what each token is, by itself or in a text, for callers that show single ones, as beside their
+        logprobs. Read-only.
+        """
 
     @_abc_1.abstractmethod
     def GetServerInfo(

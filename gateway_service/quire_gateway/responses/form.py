@@ -10,7 +10,7 @@ import orjson
 from quire_gateway import probabilities
 from quire_gateway.calls.deltas import CallDelta, Delta
 from quire_gateway.failures import RATE, ApiError
-from quire_gateway.probabilities import Told
+from quire_gateway.probabilities import Spelled, Told
 from quire_gateway.replies import Answer, Beside, Form, Taken
 from quire_gateway.responses.items import new_id
 
@@ -80,9 +80,7 @@ class ResponseForm(Form):
         self._logprobs: list[Any] = []  # logprobs of tokens that no message has yet
         self._is_whole = False  # whether the response is sent as a whole, without events
 
-    def logprobs(
-        self, tokens: Sequence[Told], spelled: Mapping[int, bytes], offsets: Sequence[int]
-    ) -> Mapping[str, Any]:
+    def logprobs(self, tokens: Sequence[Told], spelled: Spelled, offsets: Sequence[int]) -> Mapping[str, Any]:
         return probabilities.of_chat(tokens, spelled)
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:

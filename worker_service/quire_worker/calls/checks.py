@@ -18,7 +18,8 @@ from quire_worker.calls.structures import StructureCompiler
 from quire_worker.calls.texts import Texts
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
-from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, TokenizerError
+from quire_worker.model.no_tokenizer import NoTokenizer, NoTokenizerError
+from quire_worker.model.tokenizer import TokenizerError
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 
@@ -208,13 +209,19 @@ class Checks:
         """Returns the bytes of each token.
 
         Raises:
-            QuireError: there are too many tokens, or the tokenizer failed.
+            QuireError: there are too many tokens, their places are wrong, or the tokenizer failed.
         """
-        if len(request.token_ids) > SPELLED_MAX:
-            raise QuireError.of(
-                Reason.LIMIT, f"token_ids must have at most {SPELLED_MAX:,} entries, not {len(request.token_ids):,}"
-            )
-        return await self._computed("", self._texts.spelled(list(request.token_ids)))
+        count, text_count = len(request.token_ids), len(request.text_ids)
+        if count + text_count > SPELLED_MAX:
+            what = "token_ids and text_ids together" if text_count else "token_ids"
+            message = f"{what} must have at most {SPELLED_MAX:,} entries, not {count + text_count:,}"
+            raise QuireError.of(Reason.LIMIT, message)
+        if not request.places:
+            require(not text_count, "text_ids without places: give a place for each of token_ids")
+        else:
+            require(len(request.places) == count, f"places must be as many as token_ids, {count:,}")
+            require(max(request.places) <= text_count, f"a place must be at most the count of text_ids, {text_count:,}")
+        return await self._computed("", self._texts.spelled(request))
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
         """Returns an answer of `size` tokens. A long one is built on a thread, so that other calls do not wait."""

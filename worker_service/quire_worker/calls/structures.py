@@ -13,7 +13,8 @@ from quire.errors import QuireError, Reason
 from quire_worker.aside.bench import Bench, Limits, OverLimitError
 from quire_worker.aside.threads import Threads
 from quire_worker.execution.failures import TOKENIZER
-from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, Tokenizer
+from quire_worker.model.no_tokenizer import NoTokenizer, NoTokenizerError
+from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullError, Matcher
 from quire_worker.sampling.params import Structure
 

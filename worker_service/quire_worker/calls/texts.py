@@ -19,7 +19,8 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.aside.bench import Bench, Limits, OverLimitError
 from quire_worker.aside.threads import Threads
 from quire_worker.model.conversation import Conversation, ConversationError, read_conversation
-from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, Tokenizer, TokenizerError
+from quire_worker.model.no_tokenizer import NoTokenizer, NoTokenizerError
+from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
 
@@ -81,10 +82,17 @@ class Texts:
         """Returns the text of tokens. Special tokens are written out."""
         return await self._threads(len(tokens)).run(self._tokenizer.written, tokens)
 
-    async def spelled(self, tokens: Sequence[int]) -> pb.DetokenizeResponse:
-        """Returns the bytes of each token."""
-        spell = self._tokenizer.spell
-        return await self._threads(len(tokens)).run(lambda: pb.DetokenizeResponse(texts=spell(tokens)))
+    async def spelled(self, asked: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        """Returns the bytes of each token, by itself or in a text."""
+        return await self._threads(len(asked.token_ids) + len(asked.text_ids)).run(self._spelled, asked)
+
+    def _spelled(self, asked: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        tokens, text, keeps_special = list(asked.token_ids), list(asked.text_ids), asked.keeps_special
+        is_settled = self._tokenizer.is_settled(text, keeps_special=keeps_special)
+        if not asked.places:
+            return pb.DetokenizeResponse(texts=self._tokenizer.spell(tokens), is_settled=is_settled)
+        texts = self._tokenizer.spell_in_text(tokens, text, list(asked.places), keeps_special=keeps_special)
+        return pb.DetokenizeResponse(texts=texts, is_settled=is_settled)
 
     async def bad_word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Returns the tokens of each word: as it begins a text, and as it follows a space."""

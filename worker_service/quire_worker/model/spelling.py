@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 import tokenizers
@@ -36,6 +37,7 @@ class Spelling:
     Attributes:
         is_separate: whether a text is the concatenation of its tokens' bytes, except for the beginning of its first
             token.
+        is_same_at_start: whether even a text's first token has the same bytes as others.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -47,8 +49,9 @@ class Spelling:
         }
         parts = [] if backend.decoder is None else _decoder_parts(json.loads(backend.decoder.__getstate__()))
         kinds = {str(part.get("type")) for part in parts}
-        self.is_separate = kinds <= {"ByteLevel", "Fuse"} if "ByteLevel" in kinds else _are_separate(parts)
+        self.is_separate = _are_separate(parts)
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
+        self.is_same_at_start = self._alphabet is not None and kinds <= {"ByteLevel", "Fuse"}
         self._has_bytes = "ByteFallback" in kinds
         self._known: dict[int, bytes] = {}
         self._anchor: tuple[int, str] | None = None
@@ -63,14 +66,33 @@ class Spelling:
             found = self._known[token_id] = self._special.get(token_id) or self._spelled(token_id, name)
         return found
 
-    def spell_first(self, token_id: int) -> bytes:
-        """Returns the bytes of a token at the beginning of a text."""
+    def spell_behind(self, before: Sequence[int], token_id: int) -> bytes:
+        """Returns the bytes that a token adds to a text.
+
+        Args:
+            before: the last tokens of the text that have text; none if the token begins it.
+            token_id: the token.
+        """
+        alone = self.spell(token_id)
+        is_first_name = not before and token_id in self._special
+        if not alone and self._backend.id_to_token(token_id) is None:
+            return alone
+        if self.is_same_at_start or (self.is_separate and (before or is_first_name)):
+            return alone
+        text = self._decoded(before)
+        together = self._decoded([*before, token_id])
+        is_part = self._is_bytes(token_id) and REPLACEMENT in (together[-1:], text[-1:])
+        return alone if is_part else together[len(text) :].encode()
+
+    def _is_bytes(self, token_id: int) -> bool:
+        """Returns whether the token stands for bytes, which may be a part of a character."""
         name = self._backend.id_to_token(token_id)
-        if name is None or self._alphabet is not None:
-            return self.spell(token_id)
-        text = self._backend.decode([token_id], skip_special_tokens=False)
-        is_part = text == REPLACEMENT and self._has_bytes  # the token is a part of a character
-        return self.spell(token_id) if is_part else text.encode()
+        return self._alphabet is not None or (self._has_bytes and name is not None and bool(_BYTE.fullmatch(name)))
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        if not token_ids:  # some decoders of the library panic at an empty text
+            return ""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
     def _spelled(self, token_id: int, name: str) -> bytes:
         if self._alphabet is not None:
@@ -81,9 +103,9 @@ class Spelling:
         if byte is not None:
             return bytes([int(byte[1], 16)])
         anchor, before = self._anchored()
-        together = self._backend.decode([anchor, token_id], skip_special_tokens=False)
+        together = self._decoded([anchor, token_id])
         if not together.startswith(before):
-            return self._backend.decode([token_id], skip_special_tokens=False).encode()
+            return self._decoded([token_id]).encode()
         return together[len(before) :].encode()
 
     def _anchored(self) -> tuple[int, str]:
@@ -95,7 +117,7 @@ class Spelling:
                 if name.isascii() and name.isalnum()
             )
             number = next(ordinary, 0)
-            self._anchor = number, self._backend.decode([number], skip_special_tokens=False)
+            self._anchor = number, self._decoded([number])
         return self._anchor
 
 
@@ -108,8 +130,8 @@ def _decoder_parts(description: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _are_separate(parts: list[dict[str, Any]]) -> bool:
     """Returns whether decoders decode each token separately, except the first token and bytes."""
-    is_fused = False
-    for part in parts:
+    is_fused = bool(parts) and parts[0].get("type") == "ByteLevel"  # it makes one text of all tokens
+    for part in parts[is_fused:]:
         kind = part.get("type")
         if kind not in _SEPARATE or (is_fused and kind not in {"Fuse", "Strip"}):
             return False

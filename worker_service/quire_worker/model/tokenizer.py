@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,23 +13,17 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer
 
-from quire_worker.model.checkpoint import CheckpointError, has_tokenizer
-from quire_worker.model.conversation import SIGN, ChatTemplate, Conversation, chat_template_of, sign
+from quire_worker.model.checkpoint import CheckpointError
+from quire_worker.model.conversation import SIGN, Conversation, chat_template_of, sign
 from quire_worker.model.spelling import REPLACEMENT, Spelling
 
 _CHARACTER_BYTES_MAX = 4  # bytes of a character in UTF-8
+CONTEXT_TOKENS = 4  # tokens of a text that decide about the next token's bytes
 _REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
 
 
 class TokenizerError(Exception):
     """The tokenizer failed on a text or on tokens. The message names the kind of error, and no part of the text."""
-
-
-class NoTokenizerError(TokenizerError):
-    """The checkpoint has no tokenizer. The message is for callers."""
-
-    def __init__(self) -> None:
-        super().__init__("this model comes without a tokenizer: give token ids")
 
 
 @contextmanager
@@ -173,6 +169,8 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer cannot do it.
         """
+        if not tokens:  # some decoders of the library panic at an empty text
+            return ""
         with named():
             return self._backend.decode(list(tokens), skip_special_tokens=not keeps_special)
 
@@ -185,11 +183,10 @@ class Tokenizer:
         with named():
             known = [token for token in tokens if self._backend.id_to_token(token) is not None]
             if not self._spelling.is_separate:
-                return self._backend.decode(known, skip_special_tokens=False)
+                return self.decode(known, keeps_special=True)
             data = b"".join(map(self._spelling.spell, known[1:]))
             if known:
-                first = self._spelling.spell if known[0] in self.special_ids else self._spelling.spell_first
-                data = first(known[0]) + data
+                data = self._spelling.spell_behind((), known[0]) + data
             return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
     def spell(self, tokens: Sequence[int]) -> list[bytes]:
@@ -201,9 +198,43 @@ class Tokenizer:
         with named():
             return [self._spelling.spell(token) for token in tokens]
 
-    def is_visible(self, token: int) -> bool:
-        """Returns whether a token is part of the text: it is not special, and the tokenizer knows it."""
-        return token not in self.special_ids and self._backend.id_to_token(token) is not None
+    def spell_in_text(
+        self, tokens: Sequence[int], text: Sequence[int], places: Sequence[int], *, keeps_special: bool = False
+    ) -> list[bytes]:
+        """Returns the bytes that each token adds to a text.
+
+        Args:
+            tokens: the tokens; their order has no meaning.
+            text: the tokens of the text.
+            places: for each of `tokens`, how many tokens of the text are before it.
+            keeps_special: whether the text has the names of special tokens. Their bytes are their names in any case.
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        before: dict[int, tuple[int, ...]] = {}
+        wanted, tail = set(places), deque[int](maxlen=CONTEXT_TOKENS)
+        for place, token in enumerate([*text, 0]):
+            if place in wanted:
+                before[place] = tuple(tail)
+            if self.is_visible(token, keeps_special=keeps_special):
+                tail.append(token)
+        hidden = frozenset[int]() if keeps_special else self.special_ids
+        spell, behind = self._spelling.spell, self._spelling.spell_behind
+        with named():
+            return [
+                spell(token) if token in hidden else behind(before[place], token)
+                for token, place in zip(tokens, places, strict=True)
+            ]
+
+    def is_settled(self, text: Sequence[int], *, keeps_special: bool = False) -> bool:
+        """Returns whether the bytes of each token behind this text are those of `spell`."""
+        is_visible = functools.partial(self.is_visible, keeps_special=keeps_special)
+        return self._spelling.is_separate and (self._spelling.is_same_at_start or any(map(is_visible, text)))
+
+    def is_visible(self, token: int, *, keeps_special: bool = False) -> bool:
+        """Returns whether a token is part of a text: it is known, and not special unless these are kept."""
+        return (keeps_special or token not in self.special_ids) and self._backend.id_to_token(token) is not None
 
     def new_stream(self, after: Sequence[int] = (), *, keeps_special: bool = False) -> StreamDecoder:
         """Returns a decoder for one sample's tokens.
@@ -216,62 +247,9 @@ class Tokenizer:
         return kind(self, self._spelling, after, keeps_special=keeps_special)
 
 
-class NoTokenizer(Tokenizer):
-    """The substitute if a checkpoint has no tokenizer: prompts are token ids, and tokens have no text.
-
-    Methods that need more raise NoTokenizerError.
-    """
-
-    def __init__(self) -> None:
-        """Creates an empty tokenizer."""
-        self.special, self.special_ids, self._signed = {}, frozenset(), ()
-        self.chat_template = ChatTemplate({}, {})
-        self._spelling = Spelling(tokenizers.Tokenizer(tokenizers.models.BPE()))
-
-    @property
-    def vocab_size(self) -> int:
-        return 0
-
-    def to_json(self) -> str:
-        raise NoTokenizerError
-
-    def encode(self, text: str) -> list[int]:
-        raise NoTokenizerError
-
-    def encode_continuation(self, text: str) -> list[int]:
-        raise NoTokenizerError
-
-    def surrounded(self, tokens: list[int]) -> list[int]:
-        raise NoTokenizerError
-
-    def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        raise NoTokenizerError
-
-    def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
-        return ""
-
-    def written(self, tokens: Sequence[int]) -> str:
-        return ""
-
-    def spell(self, tokens: Sequence[int]) -> list[bytes]:
-        raise NoTokenizerError
-
-    def is_visible(self, token: int) -> bool:
-        return False
-
-
 def _ids(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
     """Returns token ids. Of the library's calls, only this one releases the interpreter lock and skips offsets."""
     return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
-
-
-def read_tokenizer(folder: Path | str, *, keeps_special: bool = False) -> Tokenizer:
-    """Returns a checkpoint's tokenizer, or `NoTokenizer` if it has none. Takes the arguments of `Tokenizer`.
-
-    Raises:
-        CheckpointError: the tokenizer cannot be read.
-    """
-    return Tokenizer(folder, keeps_special=keeps_special) if has_tokenizer(Path(folder)) else NoTokenizer()
 
 
 class StreamDecoder:
@@ -298,26 +276,22 @@ class StreamDecoder:
         self._hidden = frozenset[int]() if keeps_special else tokenizer.special_ids
         self._spelling = spelling
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        visible = filter(tokenizer.is_visible, reversed(after))
-        tail = list(itertools.islice(visible, _CHARACTER_BYTES_MAX))
+        tail = self._tail(after)
         self._is_first = not tail
         if tail:  # the prompt may end inside a character, and the first tokens complete it
-            before = b"".join(map(spelling.spell, reversed(tail)))
-            self._decoder.decode(before)
+            self._decoder.decode(b"".join(map(spelling.spell, tail)))
 
     def push(self, tokens: Iterable[int]) -> str:
         """Takes the next tokens and returns the text that they complete, including pending bytes of earlier tokens."""
         hidden, spell = self._hidden, self._spelling.spell
         with named():
             if self._is_first:
-                special_ids, is_visible = self.tokenizer.special_ids, self.tokenizer.is_visible
-                tokens = [each for each in tokens if is_visible(each) or (each in special_ids and each not in hidden)]
+                tokens = [each for each in tokens if self._is_visible(each)]
                 if not tokens:
                     return ""
                 self._is_first = False
                 first, *rest = tokens
-                data = spell(first) if first in special_ids else self._spelling.spell_first(first)
-                data += b"".join(map(spell, rest))
+                data = self._spelling.spell_behind((), first) + b"".join(map(spell, rest))
             else:
                 data = b"".join([spell(token) for token in tokens if token not in hidden])
         return self._decoder.decode(data)
@@ -325,6 +299,13 @@ class StreamDecoder:
     def flush(self) -> str:
         """Ends the text. Returns U+FFFD for pending bytes, or "" if there are none."""
         return self._decoder.decode(b"", True)
+
+    def _is_visible(self, token: int) -> bool:
+        return self.tokenizer.is_visible(token, keeps_special=self.keeps_special)
+
+    def _tail(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the last tokens that are part of the text."""
+        return list(itertools.islice(filter(self._is_visible, reversed(tokens)), CONTEXT_TOKENS))[::-1]
 
 
 class WindowDecoder(StreamDecoder):
@@ -339,30 +320,30 @@ class WindowDecoder(StreamDecoder):
         self, tokenizer: Tokenizer, spelling: Spelling, after: Sequence[int], *, keeps_special: bool = False
     ) -> None:
         super().__init__(tokenizer, spelling, after, keeps_special=keeps_special)
-        visible = filter(tokenizer.is_visible, reversed(after))
-        self._tokens = [*itertools.islice(visible, _CHARACTER_BYTES_MAX)][::-1]  # the context, then pending tokens
+        self._tokens = self._tail(after)  # the context, then pending tokens
         self._context_count = len(self._tokens)
         self._context_text = self._decoded()
 
     def push(self, tokens: Iterable[int]) -> str:
-        new = [token for token in tokens if token not in self._hidden]
+        new = [token for token in tokens if self._is_visible(token)]
         if not new:
             return ""
         self._tokens += new
         text = self._decoded()
         is_pending = text.endswith(REPLACEMENT) and len(self._tokens) - self._context_count < _CHARACTER_BYTES_MAX
-        if is_pending or len(text) <= len(self._context_text):
-            return ""
-        return self._hand_out(text)
+        return "" if is_pending else self._hand_out(text)
 
     def flush(self) -> str:
         return self._hand_out(self._decoded())
 
     def _hand_out(self, text: str) -> str:
-        piece = text[len(self._context_text) :]
-        del self._tokens[: self._context_count]
-        self._context_count = len(self._tokens)
-        self._context_text = self._decoded()
+        is_longer = text.startswith(self._context_text)  # otherwise it completes a character that the prompt began
+        known = self._context_text if is_longer else self._context_text.rstrip(REPLACEMENT)
+        piece = text[len(known) :]
+        if piece:
+            del self._tokens[: self._context_count]
+            self._context_count = len(self._tokens)
+            self._context_text = self._decoded()
         return piece
 
     def _decoded(self) -> str:

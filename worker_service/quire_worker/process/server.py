@@ -40,9 +40,10 @@ from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import CheckpointError, ModelError
 from quire_worker.model.configuration import check_configuration
 from quire_worker.model.loading import load_model
+from quire_worker.model.no_tokenizer import NoTokenizer, read_tokenizer
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.proposals import read_sampling_defaults
-from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
+from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.process import preflight
 from quire_worker.process.chat_template import read_chat_template
 from quire_worker.process.options import parse_arguments

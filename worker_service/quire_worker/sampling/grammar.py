@@ -14,6 +14,7 @@ grammar that runs out of fuel fails only its own request.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import threading
@@ -266,7 +267,7 @@ def _grammar_of(structure: Structure) -> str:
 
     text = structure.texts[0]
     if structure.kind is StructureKind.JSON_SCHEMA:
-        check_numbers(text)
+        check_numbers(text, "json_schema")
         if text.strip() == "true":
             text = "{}"  # means the same; llguidance takes only objects
         if not text.lstrip().startswith("{"):
@@ -279,26 +280,31 @@ def _grammar_of(structure: Structure) -> str:
         return LLMatcher.grammar_from_regex(text)
     if structure.kind is StructureKind.GRAMMAR:
         for schema in re.split(r"%json\b", text)[1:]:
-            check_numbers(schema.lstrip())
+            check_numbers(schema.lstrip(), "grammar")
         return LLMatcher.grammar_from_lark(text)
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in structure.texts))
 
 
-def check_numbers(schema: str) -> None:
+def check_numbers(schema: str, name: str) -> None:
     """Checks the numbers of the JSON text that a string begins with. Invalid JSON is ignored; llguidance refuses it.
+
+    Args:
+        schema: the string.
+        name: the caller's name of its parameter.
 
     Raises:
         GrammarError: llguidance would round one of the numbers.
     """
-    decoder = json.JSONDecoder(parse_int=_check_number, parse_float=_check_number)
+    check = functools.partial(_check_number, name)
+    decoder = json.JSONDecoder(parse_int=check, parse_float=check)
     with contextlib.suppress(json.JSONDecodeError, RecursionError):
         decoder.raw_decode(schema)
 
 
-def _check_number(written: str) -> None:
+def _check_number(name: str, written: str) -> None:
     with contextlib.suppress(InvalidOperation, OverflowError):
         number = Decimal(written)
         if number == INT64_MAX or (abs(number) <= INTEGER_MAX and number == Decimal(repr(float(written)))):
             return
     what = "numbers of a schema must be from -2^53 to 2^53, with no more digits than a float64 keeps"
-    raise GrammarError(f"json_schema has the number {written[:32]}, which would be rounded: {what}")
+    raise GrammarError(f"{name} has the number {written[:32]}, which would be rounded: {what}")

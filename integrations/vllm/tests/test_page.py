@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from peers import PYTHON, ROOT, SOURCES, WHY_NOT
+from peers import PYTHON, ROOT, SOURCES, WHY_NOT, in_vllm
 
 from tests.client.servers import allocator_process
 from tests.page_blocks import blocks_of
@@ -135,3 +135,37 @@ def test_the_five_minutes_of_the_page(tmp_path: Path) -> None:
     assert len(outputs) == 4
     assert all("mine" in shown for shown in outputs[:2])
     assert "blocks forgotten" in outputs[3]
+
+
+IN_PROCESS = """
+import urllib.request
+from quire_vllm.embedded import EmbeddedPool, Prompt
+from quire_vllm.metrics import serve_metrics
+from quire_vllm.options import Options
+from quire_vllm.pool import GroupShape, PoolShape
+from quire_vllm.releases import UnsupportedError
+pool = EmbeddedPool(PoolShape(9, (GroupShape("full_attention", 32, 0),), 0, "layout", b"page", 0, 1, False, False))
+serve_metrics(pool, Options(pool="mine", metrics={metrics!r}))
+pool.admit(Prompt("key", 64, 64, b"", False))
+with urllib.request.urlopen("http://{metrics}/metrics") as answer:
+    print(answer.read().decode())
+for wrong in ("0.0.0.0:9474", "nowhere", "unix:///tmp/socket", {metrics!r}):
+    try:
+        serve_metrics(pool, Options(pool="mine", metrics=wrong))
+    except UnsupportedError as error:
+        print("REFUSED", error)
+"""
+
+
+def test_an_engine_without_an_allocator_serves_the_metrics_of_its_pool() -> None:
+    metrics = free_address()
+    lines = in_vllm("-c", IN_PROCESS.format(metrics=metrics), VLLM_LOGGING_LEVEL="ERROR").splitlines()
+    assert 'quire_allocator_blocks{pool="mine",state="held"} 2.0' in lines
+    assert 'quire_allocator_prefix_tokens_total{outcome="queried",pool="mine"} 64.0' in lines
+    assert any(line.startswith("quire_vllm_info{") for line in lines)
+    assert not any("quire_allocator_steps" in line for line in lines), "such a pool has no steps"
+    others, address, socket_, taken = [line for line in lines if line.startswith("REFUSED")]
+    assert "can be reached from other machines" in others
+    assert "'nowhere' is no address" in address
+    assert "is a socket; give host:port" in socket_
+    assert "cannot serve metrics on" in taken

@@ -55,6 +55,12 @@ def test_every_dependency_has_a_tested_version() -> None:
     assert requirement_names() <= pinned
 
 
+def test_no_transformers_beyond_the_tested_minor_release_is_allowed() -> None:
+    """Minor releases rename arguments of models: 5.24 has `cache` for `past_key_values`."""
+    (tested,) = re.findall(r"^transformers==5\.(\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f'"transformers>=5.17,<5.{int(tested) + 1}"' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_every_decision_has_a_number_of_its_own_and_says_it() -> None:
     records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
     numbers = [int(record.name[:4]) for record in records]

@@ -21,10 +21,11 @@ TYPESCRIPT: Final = "tests/typescript/test_owner.py"
 CONFORMANCE: Final = "tests/test_conformance.py"
 
 TEXT: Final = "no command: a formula or a tree of files"
-DOCKER: Final = "not run: needs Docker, which no test of `make test` or `make test-processes` has"
-KUBERNETES: Final = "not run: needs Kubernetes; tests of processes ask the same paths"
+DOCKER: Final = "not run: needs Docker"
+KUBERNETES: Final = "not run: needs a cluster of Kubernetes"
+HOST: Final = "not run: makes users and services of the host"
 GPU: Final = "not run: needs a GPU"
-REASONS: Final = (TEXT, DOCKER, KUBERNETES, GPU)
+REASONS: Final = (TEXT, DOCKER, KUBERNETES, HOST, GPU)
 
 # page -> what runs its blocks, or why nothing does. A block of another kind has a line with its beginning.
 HOW: Final = {
@@ -39,6 +40,8 @@ HOW: Final = {
     "docs/branches.md": HERE,
     "docs/engine.md": README,
     "docs/first-hour.md": README,
+    "docs/fleet.md": KUBERNETES,
+    "docs/fleet.md: useradd": HOST,
     "docs/gateway.md": HERE,
     "docs/hash.md": TEXT,
     "docs/hash.md: fingerprint =": HASHING,

@@ -166,6 +166,6 @@ def test_an_engine_without_an_allocator_serves_the_metrics_of_its_pool() -> None
     assert not any("quire_allocator_steps" in line for line in lines), "such a pool has no steps"
     others, address, socket_, taken = [line for line in lines if line.startswith("REFUSED")]
     assert "can be reached from other machines" in others
-    assert "'nowhere' is no address" in address
+    assert "'nowhere' is not an address" in address
     assert "is a socket; give host:port" in socket_
     assert "cannot serve metrics on" in taken

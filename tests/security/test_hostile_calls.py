@@ -37,7 +37,7 @@ from tests.security.test_hostile_doors import (
 ATTACKER = "attacker"
 NUMBERS = itertools.count()
 LARGE_POOL_BLOCKS = 1 << 20  # One answer of GetPoolBlocks has a byte for each.
-UNREAD = 300  # calls of each kind whose answers are not read
+UNREAD = 200  # calls of each kind whose answers are not read
 HALF_SENT = 500  # calls with a half-sent message of the largest size
 STREAMS = 64  # attached streams
 LONG = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)

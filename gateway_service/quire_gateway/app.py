@@ -55,7 +55,15 @@ def make_app(
 ) -> FastAPI:
     """Returns the endpoints as an ASGI application."""
     # FastAPI's pages would load scripts from other servers; /openapi.json tells programs the same.
-    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    # The gate counts requests. FastAPI's telemetry would look for its providers at each request.
+    app = FastAPI(
+        title="Quire",
+        version=version,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     app.router.route_class = PlainRoute
     work = Work(fleet, telemetry, Reader(), request_timeout_s, keep_alive_s)
 

@@ -14,14 +14,14 @@ PROCESSES := tests/e2e tests/security $(addprefix tests/client/,test_cli_names.p
 # Tests of how long something may take; they run alone, because beside others on two cores they would time those, too.
 TIMED := tests/security/test_event_loops.py tests/security/test_hostile_answers.py tests/security/test_hostile_worker.py
 # Tests with a target of their own, since they take long; .ci/run calls all of them.
-APART := $(PROCESSES) tests/faults tests/worker/kernels tests/typescript
+APART := $(PROCESSES) tests/faults tests/worker/kernels tests/typescript tests/chart
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo docs dashboards-check test test-processes test-interpreted test-compiled test-lowest test-pythons test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-typescript test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo docs dashboards-check test test-processes test-interpreted test-compiled test-lowest test-pythons test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-typescript test-chart test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -226,6 +226,9 @@ test-packages: $(READY) $(AGENTS) ## the packages that people write agents with,
 
 test-typescript: $(READY) ## the owner in TypeScript against the recordings and a real allocator; npm installs into build/typescript
 	$(BIN)/python -m pytest -rs tests/typescript
+
+test-chart: $(READY) ## the chart for Kubernetes: rendered by helm, checked against strict schemas, its servers started; npm installs into build/chart
+	$(BIN)/python -m pytest -rs tests/chart
 
 test-vllm: $(READY) $(VLLM) ## vLLM's engine on Quire's blocks beside the same on its own, ten minutes or more: FILES="test_start.py"
 	$(BIN)/python -m pytest -rs -m peer $(addprefix integrations/vllm/tests/,$(or $(FILES),.))

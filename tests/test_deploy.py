@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +336,31 @@ def test_no_index_but_the_usual_one_is_asked_for_more_than_torch() -> None:
     (asked,) = [line for line in commands.splitlines() if "index.example" in line]
     assert "--no-deps" in asked
     assert asked.split()[-1] == "torch"
+
+
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=[unit.name for unit in UNITS])
+def test_a_unit_starts_its_server_with_options_that_it_has(unit: Path) -> None:
+    (command,) = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
+    program, *options = command.split()
+    module = Path(program).name.replace("-", "_")
+    assert program == f"/opt/quire/bin/{unit.name.split('.')[0].split('@')[0]}"
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
+    for option in options:
+        if option.startswith("--"):
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", done.stdout), option
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    for unit in UNITS:
+        text = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit.read_text(), flags=re.MULTILINE)
+        (tmp_path / unit.name).write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *map(str, tmp_path.iterdir())], capture_output=True, text=True, check=False
+    )
+    ours = [line for line in done.stderr.splitlines() if "quire" in line]
+    assert done.returncode == 0, done.stderr
+    assert ours == []

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ ON_GPU = (
     "--block-size", str(BLOCK_TOKENS),
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
-TRANSFORMERS_ORDER = {32: 0, 1: 1, 128: 2}  # number of requests -> place of that workload
-SIDES_S = {"generate": 110.0, "generate_batch": 60.0}  # time limits; `generate` compiles for most of it
+SIDES_S = {"generate": 150.0, "generate_batch": 60.0}  # time limits; `generate` compiles for most of it
+# Numbers of requests whose processes are on the GPU at the same time: all three of `generate` might not fit.
+TOGETHER = {"generate": ((1, 128), (32,)), "generate_batch": ((32, 1, 128),)}
 VOCABULARY = 256  # tokens to draw their prompts from
 # Environments for the worker. They are tried in turn until it answers.
 SETTINGS: tuple[dict[str, str], ...] = (
@@ -176,46 +178,75 @@ def _memory_bytes() -> int:
 def _transformers_rows(
     side: str, model: Path, wanted: Measurement, left_s: Callable[[], float], logs: Path, *, has_gpu: bool
 ) -> Iterator[Row]:
-    """Yields a row for each of the first workloads of `wanted.decode` that `side` finishes in time."""
+    """Yields a row for each of the first workloads of `wanted.decode` that `side` finishes in time.
+
+    `generate` compiles and captures for each batch size, which takes a minute of one CPU. So each of its workloads has
+    a process, several processes warm up at the same time, and then they are measured one after another.
+    """
     device, dtype = ("cuda", "bfloat16") if has_gpu else ("cpu", "float32")
     command = [sys.executable, "-m", "serving_sides.transformers_side", str(model), dtype, device, side]
-    process: Side | None = None
-    ending = contextlib.ExitStack()
-    try:
-        with ending:
-            started = time.monotonic()
-            process = Side(
-                command,
-                log=logs / f"{side}.log",
-                on_start=lambda made: _kill_after(ending, made, min(SIDES_S[side], left_s())),
-            )
-            start_s = time.monotonic() - started
-            for count, prompt, output in sorted(wanted.decode[:3], key=lambda each: TRANSFORMERS_ORDER.get(each[0], 3)):
-                workload = Workload(KINDS[0], count, prompt, output)
-                # `generate` compiles and captures for each length, so it warms up with the same lengths. The other side
-                # would only take longer.
-                warming = workload if side == "generate" else replace(workload, output_tokens=8)
-                process.generate(warming.draw(-1, VOCABULARY))
-                answer = process.generate(workload.draw(0, VOCABULARY))
-                yield {
-                    "measured": "decode",
-                    "side": side,
-                    "requests": count,
-                    "prompt_tokens": prompt,
-                    "output_tokens": output,
-                    "rounds": 1,
-                    "whole_tokens_per_s": round(count * output / answer.seconds, 1),
-                    "start_s": round(start_s, 1),
-                }
-    except (RuntimeError, OSError) as error:
-        yield {"measured": "decode", "side": side, "ended": str(error)[:500]}
-    finally:
-        if process is not None:
-            process.kill()
+    ended_at = time.monotonic() + min(SIDES_S[side], left_s())
+    for counts in TOGETHER[side] if has_gpu else ({each[0] for each in wanted.decode},):
+        workloads = [Workload(KINDS[0], *each) for each in wanted.decode[:3] if each[0] in counts]
+        alone = [[each] for each in workloads] if side == "generate" else [workloads]
+        sides = [_Warmed(command, each, logs / f"{side}-{each[0].request_count}.log", ended_at) for each in alone]
+        with contextlib.ExitStack() as ending, ThreadPoolExecutor(len(sides)) as pool:
+            for each in sides:
+                ending.callback(each.end)
+            for each in [*pool.map(_Warmed.start, sides)]:
+                yield from each.rows(side)
 
 
-def _kill_after(ending: contextlib.ExitStack, side: Side, seconds: float) -> None:
-    timer = threading.Timer(max(0.1, seconds - 3), side.kill)
-    timer.daemon = True
-    timer.start()
-    ending.callback(timer.cancel)
+class _Warmed:
+    """A side of transformers in its own process, with its workloads. It is killed at `ended_at`."""
+
+    def __init__(self, command: list[str], workloads: list[Workload], log: Path, ended_at: float) -> None:
+        self._command, self._workloads, self._log, self._ended_at = command, workloads, log, ended_at
+        self._process: Side | None = None
+        self._timer: threading.Timer | None = None
+        self._start_s, self._error = 0.0, ""
+
+    def start(self) -> _Warmed:
+        """Loads the model and warms it up, with the same lengths where transformers compiles for them."""
+        started = time.monotonic()
+        try:
+            self._process = Side(self._command, log=self._log, on_start=self._kill_in_time)
+            self._start_s = time.monotonic() - started
+            for each in self._workloads:
+                compiles = self._command[-1] == "generate"
+                self._process.generate((each if compiles else replace(each, output_tokens=8)).draw(-1, VOCABULARY))
+        except (RuntimeError, OSError) as error:
+            self._error = str(error)
+        return self
+
+    def rows(self, side: str) -> Iterator[Row]:
+        """Yields the measured rows, or one that says how the process ended."""
+        for each in self._workloads:
+            row: Row = {"measured": "decode", "side": side, "requests": each.request_count}
+            try:
+                if self._error or self._process is None:
+                    raise RuntimeError(self._error)
+                answer = self._process.generate(each.draw(0, VOCABULARY))
+            except (RuntimeError, OSError) as error:
+                yield row | {"ended": str(error)[:500]}
+                return
+            yield row | {
+                "prompt_tokens": each.prompt_tokens,
+                "output_tokens": each.output_tokens,
+                "rounds": 1,
+                "whole_tokens_per_s": round(each.request_count * each.output_tokens / answer.seconds, 1),
+                "start_s": round(self._start_s, 1),
+            }
+
+    def end(self) -> None:
+        """Kills the process, which frees its GPU memory."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._process is not None:
+            self._process.kill()
+
+    def _kill_in_time(self, process: Side) -> None:
+        self._process = process
+        self._timer = threading.Timer(max(0.1, self._ended_at - time.monotonic() - 3), process.kill)
+        self._timer.daemon = True
+        self._timer.start()

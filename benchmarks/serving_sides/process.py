@@ -76,6 +76,7 @@ class Side:
     def kill(self) -> None:
         """Ends the process at once. A caller that waits for its answer gets a RuntimeError."""
         self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
         """Closes the process's input, which ends it."""

@@ -53,7 +53,12 @@ def generate_request(
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
     request = worker_pb.GenerateRequest()
-    named = {"namespace": namespace, "adapter": adapter, "request_id": request_id, "cache_salt": cache_salt}
+    named: dict[str, Any] = {
+        "namespace": namespace,
+        "adapter": adapter,
+        "request_id": request_id,
+        "cache_salt": cache_salt,
+    }
     fill(request, request_id, priority=priority, **named)
     ranges.check("interval_s", interval_s, _INTERVAL_S, request_id=request_id)
     request.interval_ms = round(interval_s * 1e3)

@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds (default: %(default)s)")
     parser.add_argument("--without", nargs="*", default=[], choices=["vllm", "service", "scale"], help="parts to skip")
-    parser.add_argument("--pin", action="store_true", help="all processes on one CPU")
+    parser.add_argument("--pin", action="store_true", help="run all processes on one CPU")
     add_output_arguments(parser)
     return parser.parse_args()
 
@@ -202,7 +202,7 @@ def main() -> None:
     rows += [row(name, "us", {"core": cost}, 2 * long_prompts.TOKENS // BLOCK_TOKENS) for name, cost in long.items()]
     rows.append(row("the core is compiled", "1 if so", {"core": float(BUILD == "compiled")}))
     if options.pin:
-        rows.append(row("all processes on one CPU", "1 if so", {"core": 1.0}))
+        rows.append(row("run all processes on one CPU", "1 if so", {"core": 1.0}))
     if "vllm" in medians:
         rows.append(row("the machine, slower than that of the floors", "times", {"core": slower}))
     goals = [*floor_goals(medians["core"], slower), *ratio_goals(medians)]

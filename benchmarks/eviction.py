@@ -40,12 +40,12 @@ CHAT_ROUNDS = 50
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="file of requests, a line of JSON each")
+    parser.add_argument("--trace", type=Path, required=True, help="file of requests, one line of JSON per request")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BLOCKS", help="(default: %(default)s)")
-    parser.add_argument("--split", type=int, default=1, help="divide each block into so many (default: %(default)s)")
+    parser.add_argument("--split", type=int, default=1, help="divide each block into this many (default: %(default)s)")
     parser.add_argument(
         "--restarts", type=int, nargs="*", default=(), metavar="N",
-        help="also replace the allocator so many times during the trace, the pool being rebuilt of its owner's report",
+        help="also replace the allocator this many times during the trace; its pool is rebuilt from the owner's report",
     )  # fmt: skip
     add_output_arguments(parser)
     return parser.parse_args()

@@ -46,8 +46,10 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-32m", help="`demo`, `llama-32m` (random weights) or a folder")
-    parser.add_argument("--streams", type=int, action="append", help="at a time; repeatable (default: 1, 8 and 64)")
-    parser.add_argument("--requests", type=int, default=2, help="of each stream and round (default: %(default)s)")
+    parser.add_argument(
+        "--streams", type=int, action="append", help="streams at a time; may be repeated (default: 1, 8 and 64)"
+    )
+    parser.add_argument("--requests", type=int, default=2, help="requests per stream and round (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
     parser.add_argument(
@@ -90,7 +92,7 @@ def grpc_side(client: AsyncClient) -> Complete:
             first_token_s = first_token_s or time.perf_counter() - started
             count += len(chunk.token_ids)
         if count != output_tokens:
-            raise RuntimeError(f"{count} tokens came instead of {output_tokens}")
+            raise RuntimeError(f"the answer had {count} tokens instead of {output_tokens}")
         return Answered(first_token_s, count)
 
     return complete

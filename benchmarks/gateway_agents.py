@@ -42,9 +42,11 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="`demo` or `llama-32m` (random weights) (default: %(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=256, help="of a chat (default: %(default)s)")
+    parser.add_argument(
+        "--output-tokens", type=int, default=256, help="tokens of a chat's answer (default: %(default)s)"
+    )
     parser.add_argument("--repeat", type=int, default=25, help="rounds of chats (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=4, help="that continue a response (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=4, help="turns that continue a response (default: %(default)s)")
     add_output_arguments(parser)
     options = parser.parse_args()
     if min(options.output_tokens, options.repeat, options.turns) < 1:
@@ -114,7 +116,7 @@ def chats(gateways: dict[str, ServerProcess], worker: ServerProcess, options: ar
             last = post(process, "/v1/chat/completions", ask | SIDES[side][1]).split(b"data: ")[-2]
             seconds, count = time.perf_counter() - started_s, json.loads(last)["usage"]["completion_tokens"]
             if count != options.output_tokens:
-                raise RuntimeError(f"{side}: {count} tokens came instead of {options.output_tokens}")
+                raise RuntimeError(f"{side}: the answer had {count} tokens instead of {options.output_tokens}")
             if number >= 0:  # The first chat with each gateway is a warm-up.
                 rates[side].append(count / seconds)
                 work[side].append((cpu_s(process) - before_s) / count * 1e6)

@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", metavar="FOLDER", type=Path, help="checkout to compare with")
     parser.add_argument(
-        "--requests", type=int, default=200, help="of each kind that are counted (default: %(default)s)"
+        "--requests", type=int, default=200, help="counted requests of each kind (default: %(default)s)"
     )
     add_output_arguments(parser)
     options = parser.parse_args()
@@ -178,7 +178,9 @@ def wait_ready(gateway: subprocess.Popen[bytes], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             if time.monotonic() < deadline_s:
                 continue
-        raise RuntimeError(f"the gateway does not serve:\n{(folder / 'log').read_text(errors='replace')[-4_000:]}")
+        raise RuntimeError(
+            f"the gateway did not start to serve:\n{(folder / 'log').read_text(errors='replace')[-4_000:]}"
+        )
 
 
 def main() -> None:

@@ -61,16 +61,20 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes, sides = list(all_shapes()), [QUIRE, *VLLM, FULL, OPTIMUM]
     workloads = [*WORKLOADS, TRACE]
-    parser.add_argument("--trace", type=Path, help="file of requests, a line of JSON each; without it: no trace")
-    parser.add_argument("--quick", action="store_true", help="small workloads: less than a minute")
     parser.add_argument(
-        "--random", type=int, default=0, metavar="COUNT", help="scenarios 0 to COUNT - 1 that are drawn"
+        "--trace",
+        type=Path,
+        help="file of requests, one line of JSON per request; without it the workload `trace` is left out",
+    )
+    parser.add_argument("--quick", action="store_true", help="run small workloads, in less than a minute")
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="COUNT", help="also run the random scenarios 0 to COUNT - 1"
     )
     parser.add_argument("--shapes", nargs="+", default=shapes, choices=shapes, metavar="SHAPE", help=", ".join(shapes))
     parser.add_argument(
         "--workloads", nargs="+", default=workloads, choices=workloads, metavar="WORKLOAD", help=", ".join(workloads)
     )
-    parser.add_argument("--loads", nargs="+", type=float, default=LOADS, help="working set over pool")
+    parser.add_argument("--loads", nargs="+", type=float, default=LOADS, help="ratios of working set to pool")
     parser.add_argument(
         "--sides",
         nargs="+",

@@ -41,9 +41,9 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--check", action="store_true", help="fail where a count is not within 3 %% of the committed one"
+        "--check", action="store_true", help="fail if a count differs from the committed one by more than 3 %%"
     )
-    parser.add_argument("--write", action="store_true", help="commit to what is counted: writes the rows")
+    parser.add_argument("--write", action="store_true", help="write the counts to the committed rows")
     add_output_arguments(parser)
     return parser.parse_args()
 

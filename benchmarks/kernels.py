@@ -27,14 +27,18 @@ PEERS = ("flex", "sdpa", "torch", "triton", "vllm")
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["cpu", "gpu"], help="(default: gpu where there is one, or cpu)")
-    parser.add_argument("--repeat", type=int, help="rounds: at least on a CPU, at most on a GPU (default: 9, 21)")
-    parser.add_argument("--without", nargs="*", default=[], choices=PEERS, help="peers to skip; on the CPU only flex")
+    parser.add_argument("--parts", nargs="+", choices=["cpu", "gpu"], help="default: gpu if there is one, else cpu")
+    parser.add_argument(
+        "--repeat", type=int, help="rounds: the minimum on a CPU, the maximum on a GPU (default: 9, 21)"
+    )
+    parser.add_argument("--without", nargs="*", default=[], choices=PEERS, help="peers to skip; the CPU has only flex")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     on_cpu = parser.add_argument_group("on the CPU")
-    on_cpu.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    on_cpu.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     on_cpu.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
-    on_cpu.add_argument("--cases", type=int, metavar="COUNT", help="the first ones of each dtype alone (default: all)")
+    on_cpu.add_argument(
+        "--cases", type=int, metavar="COUNT", help="run only the first COUNT cases of each dtype (default: all)"
+    )
     on_cpu.add_argument("--csv", help="append the CPU's rows to this file")
     on_gpu = parser.add_argument_group("on the GPU", "which cases; all by default")
     on_gpu.add_argument("--works", nargs="+", choices=gpu_cases.WORKS, default=gpu_cases.WORKS)
@@ -43,9 +47,14 @@ def arguments() -> argparse.Namespace:
         ("--batches", gpu_cases.BATCHES), ("--contexts", gpu_cases.CONTEXTS), ("--page-sizes", gpu_cases.PAGE_SIZES),
     ):  # fmt: skip
         on_gpu.add_argument(option, nargs="+", type=int, default=default, metavar="N")
-    on_gpu.add_argument("--budget-s", type=float, default=400.0, help="start no case after (default: %(default)s)")
     on_gpu.add_argument(
-        "--operations-max", type=float, default=gpu_cases.OPERATIONS_MAX, help="of a launch (default: %(default).0e)"
+        "--budget-s", type=float, default=400.0, help="start no case after this many seconds (default: %(default)s)"
+    )
+    on_gpu.add_argument(
+        "--operations-max",
+        type=float,
+        default=gpu_cases.OPERATIONS_MAX,
+        help="most operations of a launch (default: %(default).0e)",
     )
     on_gpu.add_argument("--csv-gpu", help="append the GPU's rows to this file")
     return parser.parse_args()

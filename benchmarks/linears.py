@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--repeat", type=int, default=9, help="rounds, at least (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=9, help="minimum number of rounds (default: %(default)s)")
     add_output_arguments(parser)
     return parser.parse_args()
 

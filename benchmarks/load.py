@@ -43,10 +43,16 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", required=True, type=Path, help="JSON lines with input_length and output_length")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1, 2, 3], help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=15, help="of arrivals, at each load (default: %(default)s)")
-    parser.add_argument("--burst", type=int, default=128, help="requests that measure what fits (default: %(default)s)")
-    parser.add_argument("--cache-tokens", type=int, default=16_384, help="that fit the pool (default: %(default)s)")
-    parser.add_argument("--max-waiting", type=int, default=32, help="as the worker's (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=15, help="duration of arrivals at each load (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--burst", type=int, default=128, help="requests that measure the capacity (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cache-tokens", type=int, default=16_384, help="tokens that fit into the pool (default: %(default)s)"
+    )
+    parser.add_argument("--max-waiting", type=int, default=32, help="the worker's --max-waiting (default: %(default)s)")
     parser.add_argument("--first-token-s", type=float, default=1.0, help="(default: %(default)s)")
     parser.add_argument("--per-token-s", type=float, default=0.1, help="(default: %(default)s)")
     parser.add_argument("--without-vllm", action="store_true", help="leave vLLM out")
@@ -132,7 +138,7 @@ def row_of(options: argparse.Namespace, load: float, sent: list[Arrival], got: l
         if first_s is None or last_s is None:  # refused
             continue
         if token_count != arrival.output_tokens:
-            raise RuntimeError(f"{token_count} tokens came instead of {arrival.output_tokens}")
+            raise RuntimeError(f"the answer had {token_count} tokens instead of {arrival.output_tokens}")
         first.append(first_s)
         each.append((last_s - first_s) / (arrival.output_tokens - 1))
         good += first_s <= options.first_token_s and each[-1] <= options.per_token_s

@@ -32,12 +32,16 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--trace", type=Path, default=Path("../shared/traces/conversation_trace.jsonl"),
-        help="file of requests, a line of JSON each (default: %(default)s)",
+        help="file of requests, one line of JSON per request (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--requests", type=int, default=300, help="of the trace, the first (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=300, help="use the first requests of the trace (default: %(default)s)"
+    )
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16], metavar="TOKENS")
-    parser.add_argument("--running", type=int, nargs="+", default=[16, 64], help="samples at a time, at most")
-    parser.add_argument("--memory-gib", type=int, default=24, help="for the pages of hybrids (default: %(default)s)")
+    parser.add_argument("--running", type=int, nargs="+", default=[16, 64], help="most samples at a time")
+    parser.add_argument(
+        "--memory-gib", type=int, default=24, help="memory for the pages of hybrid models (default: %(default)s)"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[8_192, 32_768], metavar="TOKENS")
     add_output_arguments(parser)
     return parser.parse_args()

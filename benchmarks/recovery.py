@@ -53,10 +53,14 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=int, default=100_000, help="blocks of the smaller pool (default: %(default)s)")
-    parser.add_argument("--large", type=int, default=1_000_000, help="of the larger one (default: %(default)s)")
-    parser.add_argument("--pools", type=int, default=32, help="smaller pools at once (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=50, help="kills of the smaller pool's (default: %(default)s)")
-    parser.add_argument("--repeat-large", type=int, default=5, help="of the others (default: %(default)s)")
+    parser.add_argument("--large", type=int, default=1_000_000, help="blocks of the larger pool (default: %(default)s)")
+    parser.add_argument("--pools", type=int, default=32, help="number of smaller pools at once (default: %(default)s)")
+    parser.add_argument(
+        "--repeat", type=int, default=50, help="kills of the smaller pool's allocator (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeat-large", type=int, default=5, help="kills of the other allocators (default: %(default)s)"
+    )
     add_output_arguments(parser)
     return parser.parse_args()
 

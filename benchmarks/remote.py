@@ -71,7 +71,9 @@ def arguments() -> argparse.Namespace:
         "--long-tokens", type=int, default=128, help="tokens to generate in a long round (default: %(default)s)"
     )
     parser.add_argument("--repeat", type=int, default=8, help="rounds, both sides together (default: %(default)s)")
-    parser.add_argument("--makings", type=int, default=8, help="times both sides are made anew (default: %(default)s)")
+    parser.add_argument(
+        "--makings", type=int, default=8, help="times that both sides are started again (default: %(default)s)"
+    )
     add_output_arguments(parser)
     return parser.parse_args()
 

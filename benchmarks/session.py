@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=400, help="messages of a side's turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="messages in a side's turn (default: %(default)s)")
     parser.add_argument(
         "--transport", choices=("unix", "tcp"), default="unix", help="sockets of both sides (default: %(default)s)"
     )

@@ -129,7 +129,9 @@ async def measure(minutes: float) -> dict[str, float]:
 def main() -> None:
     """Measures everything, and prints or writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=3.0, help="of both phases together (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="duration of both phases together (default: %(default)s)"
+    )
     add_output_arguments(parser)
     options = parser.parse_args()
     print(f"this takes {options.minutes:g} minutes", file=sys.stderr)

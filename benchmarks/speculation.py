@@ -49,11 +49,11 @@ LOOKUP = ("--prompt-lookup-min", "2", "--prompt-lookup-max", "5")
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32, help="of the served model (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4, help="drafted behind each sample (default: %(default)s)")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 6], help="texts (default: 1 and 6)")
+    parser.add_argument("--layers", type=int, default=32, help="layers of the served model (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens drafted for each sample (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 6], help="texts at once (default: 1 and 6)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: %(default)s)")
-    parser.add_argument("--text-tokens", type=int, default=TEXT_TOKENS, help="of a text (default: %(default)s)")
+    parser.add_argument("--text-tokens", type=int, default=TEXT_TOKENS, help="tokens of a text (default: %(default)s)")
     add_output_arguments(parser)
     options = parser.parse_args()
     if options.layers < 4 or not 1 <= options.tokens <= 64 or options.repeat < 1:

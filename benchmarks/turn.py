@@ -40,9 +40,9 @@ Row = dict[str, Any]
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=DEMO, help="folder (default: the demo model)")
+    parser.add_argument("--model", type=Path, default=DEMO, help="folder of the model (default: the demo model)")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--requests", nargs="+", type=int, default=[32, 1], help="at once (default: 32 and 1)")
+    parser.add_argument("--requests", nargs="+", type=int, default=[32, 1], help="requests at once (default: 32 and 1)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=10, help="rounds (default: %(default)s)")
@@ -82,7 +82,7 @@ class Stack:
         deadline = time.monotonic() + 10
         while not self._turns.exists():
             if time.monotonic() > deadline:
-                raise RuntimeError("the worker does not say what it has noted")
+                raise RuntimeError("the worker did not send its notes")
             time.sleep(0.01)
         found: list[Row] = json.loads(self._turns.read_text())
         return found

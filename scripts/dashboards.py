@@ -54,7 +54,7 @@ def written() -> dict[str, str]:
 def main() -> None:
     """Writes the files, or compares them with the descriptions."""
     parser = argparse.ArgumentParser(description="Write the dashboards.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is outdated")
     is_check = parser.parse_args().check
     texts = written()
     if not is_check:
@@ -66,7 +66,7 @@ def main() -> None:
     there = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
     different = sorted(name for name in texts.keys() | there.keys() if texts.get(name) != there.get(name))
     if different:
-        sys.exit(f"{', '.join(different)} are not what scripts/boards/ says: run python scripts/dashboards.py")
+        sys.exit(f"{', '.join(different)} differ from scripts/boards/: run python scripts/dashboards.py")
 
 
 if __name__ == "__main__":

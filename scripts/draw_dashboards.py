@@ -84,8 +84,8 @@ def draw(scene: Scene, port: int, folder: Path) -> None:
 def main() -> None:
     """Builds the page, runs the deployment, and draws it."""
     parser = argparse.ArgumentParser(description="Draw the dashboards of a deployment under load.")
-    parser.add_argument("folder", type=Path, help="for the pictures")
-    parser.add_argument("--seconds", type=float, default=120, help="of load before the pictures")
+    parser.add_argument("folder", type=Path, help="folder for the pictures")
+    parser.add_argument("--seconds", type=float, default=120, help="seconds of load before the pictures")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     www = build()

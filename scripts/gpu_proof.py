@@ -53,18 +53,32 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-proof", help="folder of the results")
     parser.add_argument(
-        "--parts", nargs="+", default=list(PARTS), metavar="PART[=SECONDS]", help="in order (default: all)"
+        "--parts",
+        nargs="+",
+        default=list(PARTS),
+        metavar="PART[=SECONDS]",
+        help="parts to run, in this order (default: all)",
     )
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds of all parts (default: %(default)s)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=540.0,
+        help="time limit of all parts together, in seconds (default: %(default)s)",
+    )
     parser.add_argument("--dry", action="store_true", help="run what needs no GPU, on tiny shapes")
-    parser.add_argument("--commit", help="that is measured, where git does not know it")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels", help="installed first, if there")
+    parser.add_argument("--commit", help="measured commit, for a copy without git")
+    parser.add_argument(
+        "--wheels",
+        type=Path,
+        default=ROOT / "build" / "gpu-wheels",
+        help="folder of wheels to install first, if it exists",
+    )
     options = parser.parse_args()
     options.seconds = {}
     for part in options.parts:
         name, _, seconds = part.partition("=")
         if name not in PARTS:
-            parser.error(f"--parts: {name!r} is none of {', '.join(PARTS)}")
+            parser.error(f"--parts: {name!r} is not a part: use {', '.join(PARTS)}")
         options.seconds[name] = float(seconds or (DRY_SECONDS if options.dry else PARTS[name]))
     return options
 
@@ -89,7 +103,7 @@ def install(wheels: Path, site: Path) -> None:
         done = subprocess.run([*pip, "--target", str(site), *found], check=False)
         print(f"{len(found)} wheels installed" if done.returncode == 0 else "wheels could not be installed", flush=True)
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version is not None, "pyproject.toml says no version"
+    assert version is not None, "pyproject.toml has no version"
     about = site / f"quire_kv-{version[1]}.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: quire-kv\nVersion: {version[1]}\n")

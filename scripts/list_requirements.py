@@ -29,7 +29,7 @@ def requirements(extras: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the requirements of the distribution and some extras.")
-    parser.add_argument("extras", nargs="*", help="extras of pyproject.toml, such as: allocator cli")
+    parser.add_argument("extras", nargs="*", help="extras of pyproject.toml, for example: allocator cli")
     print("\n".join(requirements(parser.parse_args().extras)))
 
 

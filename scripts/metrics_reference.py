@@ -41,7 +41,7 @@ A histogram has the series `_bucket`, `_sum` and `_count` under its name.
 Every server on Linux also has the `process_*` series of Prometheus' Python client: CPU, memory, open files, start.
 """
 ALLOCATOR_NOTES = """
-No series names a namespace but those of `--metrics-namespaces NAME,...` (at most 20); all others are one, `other`.
+Series name only the namespaces of `--metrics-namespaces NAME,...` (at most 20); all others together are `other`.
 
 An allocator follows one block in 64 by its digest, in small pools more, and estimates from these why prompts missed:
 
@@ -104,13 +104,13 @@ def reference() -> str:
 def main() -> None:
     """Writes the document, or compares it with the code."""
     parser = argparse.ArgumentParser(description="Write docs/metrics.md from the code.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the document is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the document is outdated")
     is_check = parser.parse_args().check
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # hides the worker's logs
     if not is_check:
         DOCUMENT.write_text(reference(), encoding="utf-8")
     elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != reference():
-        sys.exit(f"{DOCUMENT.name} is not what the code says: run python scripts/metrics_reference.py")
+        sys.exit(f"{DOCUMENT.name} differs from the code: run python scripts/metrics_reference.py")
 
 
 if __name__ == "__main__":

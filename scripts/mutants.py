@@ -194,11 +194,13 @@ def survives(mutant: Mutant, folder: Path) -> bool:
 def main() -> None:
     """Draws and tries changes, and names the survivors. Fails if there are more than allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100, help="changes (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the drawing (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=100, help="number of changes (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed that draws the changes (default: %(default)s)")
     parser.add_argument("--areas", nargs="+", choices=list(AREAS), default=list(AREAS), metavar="FOLDER")
-    parser.add_argument("--jobs", type=int, default=2, help="at a time (default: %(default)s)")
-    parser.add_argument("--survivors", type=int, default=5, help="allowed (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="changes tested at the same time (default: %(default)s)")
+    parser.add_argument(
+        "--survivors", type=int, default=5, help="changes that may survive without an error (default: %(default)s)"
+    )
     options = parser.parse_args()
     mutants = draw(options.count, options.seed, options.areas)
     print(f"{len(mutants)} changes, seed {options.seed}", flush=True)

@@ -61,9 +61,9 @@ def test_on(interpreter: Interpreter, ignored: list[str], jobs: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=2, help="processes of tests (default: %(default)s)")
-    parser.add_argument("--without", action="append", default=[], help="a file or folder that is left out")
-    parser.add_argument("--only", choices=PYTHONS, action="append", help="a Python, instead of all")
+    parser.add_argument("--jobs", type=int, default=2, help="number of test processes (default: %(default)s)")
+    parser.add_argument("--without", action="append", default=[], help="leave out the tests in this file or folder")
+    parser.add_argument("--only", choices=PYTHONS, action="append", help="use only this Python")
     options = parser.parse_args()
     found = {each.version: each for each in interpreters()}
     wanted = options.only or PYTHONS
@@ -71,7 +71,7 @@ def main() -> None:
     failed = [name for name in wanted if name in found and not test_on(found[name], ignored, options.jobs)]
     for name in wanted:
         if name not in found:
-            print(f"not run: Python {name}, which is not on PATH or has no headers")
+            print(f"not run: Python {name} is not on PATH, or lacks its headers")
     if failed:
         sys.exit(f"failed on Python {', '.join(failed)}")
 

@@ -144,7 +144,7 @@ def try_out(work: Path, version: str, found: list[Interpreter], *, with_worker: 
     python = environment(work / "pure", own, f"{pure}[allocator,cli]")
     assert run(python, "-P", "-c", CORE, cwd=work) == "pure"
     if not with_worker:
-        print("not run: a worker and a gateway from a wheel, because of --without-worker")
+        print("not run, because of --without-worker: a worker and a gateway from a wheel")
         return
     shutil.copytree(ROOT / "models" / "demo", work / "model")
     tag = f"cp{own.version.replace('.', '')}"
@@ -157,12 +157,17 @@ def try_out(work: Path, version: str, found: list[Interpreter], *, with_worker: 
 def main() -> None:
     """Runs `make release` from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--without-worker", action="store_true", help="try no worker: torch is not installed")
+    parser.add_argument(
+        "--without-worker", action="store_true", help="do not try a worker, because torch is not installed"
+    )
     options = parser.parse_args()
     version, found = released_version(), interpreters()
     print(f"releasing {version} for Python {', '.join(each.version for each in found)}", flush=True)
     if missing := sorted(set(PYTHONS) - {each.version for each in found}):
-        print(f"not built: the compiled wheels for Python {', '.join(missing)}, which are not here with their headers")
+        print(
+            f"not built: the compiled wheels for Python {', '.join(missing)}, because they or their headers are "
+            "not installed"
+        )
     with tempfile.TemporaryDirectory(prefix="quire-release-") as folder:
         build(Path(folder), found)
         try_out(Path(folder), version, found, with_worker=not options.without_worker)

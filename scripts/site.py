@@ -264,7 +264,7 @@ def wide_pages(site: Path, browser: str) -> list[str]:
             try:
                 found: list[str] = answers.get(timeout=BROWSER_S_MAX)
             except queue.Empty:
-                sys.exit(f"{browser} did not look at every page")
+                sys.exit(f"{browser} did not check every page")
             finally:
                 running.kill()
     return found
@@ -301,7 +301,7 @@ def served(folder: Path, frames: str) -> Iterator[tuple[str, queue.Queue[list[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sources", action="store_true", help="only write what mkdocs reads")
+    parser.add_argument("--sources", action="store_true", help="only write the files that mkdocs reads")
     source, site = ROOT / "build" / "site-source", ROOT / "build" / "site"
     if parser.parse_args().sources:
         stage(source)
@@ -309,10 +309,10 @@ def main() -> None:
     dead = build(source, site)
     print(*dead, sep="\n", file=sys.stderr)
     if dead:
-        sys.exit(f"{len(dead)} links lead nowhere")
+        sys.exit(f"{len(dead)} links are broken")
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        print(f"not run: whether a page is wider than {WIDTH} pixels, because there is no chromium")
+        print(f"not run, because there is no Chromium: whether a page is wider than {WIDTH} pixels")
     elif wide := wide_pages(site, browser):
         sys.exit(f"wider than {WIDTH} pixels: {wide}")
     count = len(list(site.rglob("*.html")))

@@ -131,7 +131,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str], recipe: Rec
         token_ids.extend(document_ids)
         token_ids.append(tokenizer.eos_token_id)
     if len(token_ids) < recipe.window_tokens:
-        raise SystemExit(f"{len(documents)} documents make fewer than {recipe.window_tokens} tokens; take more")
+        raise SystemExit(
+            f"{len(documents)} documents have fewer than {recipe.window_tokens} tokens; use more documents"
+        )
     return torch.tensor(token_ids, dtype=torch.int64)
 
 
@@ -184,17 +186,19 @@ def report_step(recipe: Recipe, step: int, loss: float, elapsed_s: float) -> Non
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model from the text that ships with Python.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not hold a model yet")
-    parser.add_argument("--config", type=Path, default=DEMO_MODEL, help="folder whose config.json to train")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not contain a model yet")
+    parser.add_argument(
+        "--config", type=Path, default=DEMO_MODEL, help="folder with the config.json of the model to train"
+    )
     parser.add_argument("--steps", type=int, default=SHIPPED.steps, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=SHIPPED.seed, help="of the split, the weights and the batches")
+    parser.add_argument("--seed", type=int, default=SHIPPED.seed, help="seed of the split, the weights and the batches")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--documents", type=int, help="use only the first so many documents, for a quick try")
+    parser.add_argument("--documents", type=int, help="use only this many documents, for a quick try")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
     if (arguments.output / "config.json").exists():
-        parser.error(f"{arguments.output} already holds a model")
+        parser.error(f"{arguments.output} already contains a model")
     return arguments
 
 

@@ -53,12 +53,12 @@ SUBSTITUTIONS: Final = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 where a file is outdated")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if a file is outdated")
     is_check: bool = parser.parse_args().check
     outdated = [each for each in _targets() if not _is_fresh(each, is_check)]
     if outdated:
         names = ", ".join(str(each.relative_to(ROOT)) for each in outdated)
-        raise SystemExit(f"not what scripts/unasync.py writes: {names}: change the _async file, then `make format`")
+        raise SystemExit(f"outdated: {names}; change the _async file, then run `make format`")
 
 
 def blocking(source: str, target: Path) -> str:

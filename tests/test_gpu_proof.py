@@ -163,7 +163,7 @@ def test_goals_are_read_off_rows_and_unmet_without_them() -> None:
         {"measured": "decode", "side": "quire", "requests": 32, "prompt_tokens": 512, "whole_tokens_per_s": 300.0,
          "share_of_bound": 0.8, "idle_share": 0.01},
         {"measured": "decode", "side": "generate", "requests": 32, "prompt_tokens": 512, "whole_tokens_per_s": 100.0},
-        {"measured": "decode", "side": "generate_batch", "ended": "it ended with 1"},
+        {"measured": "decode", "side": "generate_batch", "ended": "it exited with code 1"},
     ]  # fmt: skip
     found = {goal["name"]: (goal["value"], goal["is_met"]) for goal in goals.goals_of(rows)}
     assert found["prompts of 4 k and more: share of a product"] == (0.7, False)

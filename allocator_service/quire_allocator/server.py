@@ -35,7 +35,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options = parser.parse_args(arguments)
     if not limits.LEASE_S_MIN <= options.lease <= limits.LEASE_S_MAX:
         parser.error(
-            f"--lease must be {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:,.0f} seconds, not {options.lease:g}"
+            f"--lease must be from {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:,.0f} seconds, not {options.lease:g}"
         )
     return options
 
@@ -57,9 +57,11 @@ def make_parser() -> Parser:
         type=_names,
         default=(),
         metavar="NAME,...",
-        help=f"namespaces that metrics may name, at most {limits.METRIC_NAMESPACES_MAX}; all others are one, `other`",
+        help=f"namespaces that metrics name, at most {limits.METRIC_NAMESPACES_MAX}; all others together are `other`",
     )
-    parser.add_argument("--cpu", type=int, help="run on this CPU alone: under load a message costs a third less CPU")
+    parser.add_argument(
+        "--cpu", type=int, help="run only on this CPU: under load a message then costs a third less CPU time"
+    )
     parser.add_argument(
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
     )
@@ -71,7 +73,7 @@ def _names(text: str) -> frozenset[str]:
     names = frozenset(text.split(","))
     if "" in names or len(names) > limits.METRIC_NAMESPACES_MAX:
         raise argparse.ArgumentTypeError(
-            f"it has {len(names)} names; allowed are 1 to {limits.METRIC_NAMESPACES_MAX}, none of them empty"
+            f"must have 1 to {limits.METRIC_NAMESPACES_MAX} names, none of them empty, not {len(names)}"
         )
     return names
 
@@ -100,7 +102,7 @@ async def serve(options: argparse.Namespace) -> None:
     await asyncio.wait({leases, stopping}, return_when=asyncio.FIRST_COMPLETED)
     failure = leases.exception() if leases.done() else None
     if failure is not None:
-        log.error("leases cannot be watched", exc_info=failure)
+        log.error("the watch of leases failed, so the allocator stops", exc_info=failure)
     log.info("draining")
     leases.cancel()
     stopping.cancel()

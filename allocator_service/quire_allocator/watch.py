@@ -73,7 +73,7 @@ class Watching:
         caller = caller_of(context)
         require(
             self.places.take(caller),
-            f"one caller has at most {self.places.count_max} watches, fewer where others have many: end one, or wait",
+            f"one caller may have at most {self.places.count_max} watches, fewer if others have many: end one, or wait",
             "LIMIT",
         )
         news = asyncio.Event()
@@ -143,7 +143,9 @@ class _Watcher:
         """Sends some of the events after `cursor`; returns the cursor of the last one sent."""
         log, session_id = owner.pool.log, owner.session_id
         if not log.can_resume(cursor):
-            raise Refusal("WATCHER_SLOW", f"events after {cursor} are no longer kept; start over from a snapshot")
+            raise Refusal(
+                "WATCHER_SLOW", f"events after cursor {cursor} are no longer kept; start again with a snapshot"
+            )
         # A list, because the log drops old events while a message waits for a slow caller.
         for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
             if self._permissions.may_use(event.scope.namespace.name):

@@ -68,7 +68,7 @@ class HttpCaller:
             last = (last + chunk[:-2])[-2_000:]
         usage = json.loads(last.split(END)[0].strip().rsplit(b"data: ", 1)[1])["usage"]
         if usage["completion_tokens"] != output_tokens:
-            raise RuntimeError(f"the server counts {usage['completion_tokens']} tokens instead of {output_tokens}")
+            raise RuntimeError(f"the server counted {usage['completion_tokens']} tokens instead of {output_tokens}")
         self._idle_since_s = time.monotonic()
         return Answered(first_token_s, output_tokens)
 

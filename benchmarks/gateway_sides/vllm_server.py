@@ -67,4 +67,4 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise RuntimeError(f"vLLM's server does not serve; its log ends with:\n{log.read_text()[-2_000:]}")
+    raise RuntimeError(f"vLLM's server did not start to serve; its log ends with:\n{log.read_text()[-2_000:]}")

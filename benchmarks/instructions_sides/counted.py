@@ -145,7 +145,7 @@ def step_operation() -> Counted:
     except StopIteration:
         pass
     else:
-        raise RuntimeError("attaching waited for something")
+        raise RuntimeError("attaching must not wait")
     builder = StepBuilder()
     for sequence_id in range(1, STEP_OPERATIONS + 1):
         builder.allocate(sequence_id, 1 + sequence_id % BLOCK_TOKENS)

@@ -94,7 +94,7 @@ def difference(result: torch.Tensor, expected: torch.Tensor) -> float:
         expected: the same shape.
     """
     if result.shape != expected.shape:
-        raise ValueError(f"gives {tuple(result.shape)}, not {tuple(expected.shape)}")
+        raise ValueError(f"the result has the shape {tuple(result.shape)}, not {tuple(expected.shape)}")
     worst = torch.zeros((), device=expected.device)
     for ours, theirs in zip(result.split(COMPARED_TOKENS), expected.split(COMPARED_TOKENS), strict=True):
         wanted = theirs.float()

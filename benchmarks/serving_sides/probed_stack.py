@@ -95,7 +95,7 @@ class ProbedStack:
         except TimeoutError:
             self._print_stacks()
             await asyncio.sleep(0.5)
-            raise TimeoutError(f"{len(requests)} requests were not done after {limit_s:.0f} s") from None
+            raise TimeoutError(f"{len(requests)} requests were not finished after {limit_s:.0f} s") from None
 
     def profile(self, requests: list[Request], *, after_s: float, seconds: float) -> tuple[Trace, list[Pass]]:
         """Traces the worker while it answers requests; returns the trace and the passes of that time.
@@ -141,7 +141,7 @@ class ProbedStack:
         counts = await asyncio.gather(*map(one, requests))
         seconds = time.perf_counter() - started
         if counts != [request["output_tokens"] for request in requests]:
-            raise RuntimeError("not all tokens came")
+            raise RuntimeError("tokens are missing in the answer")
         return Round(seconds, first[0] - started, [])
 
     def passes(self) -> list[Pass]:
@@ -167,7 +167,7 @@ class ProbedStack:
             now = time.monotonic()
             if now > deadline:
                 self._print_stacks()
-                raise RuntimeError("the worker does not say what it has noted")
+                raise RuntimeError("the worker did not send its notes")
             if now > again:
                 os.write(self._pipe, line)
                 again = now + ASK_AGAIN_S

@@ -52,7 +52,7 @@ async def _serve(listen: str) -> None:
 def main() -> None:
     """Serves until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", type=int, help="have this CPU for itself")
+    parser.add_argument("--cpu", type=int, help="run only on this CPU")
     parser.add_argument("--listen", default="127.0.0.1:0", help="address (default: %(default)s)")
     options = parser.parse_args()
     if options.cpu is not None:

@@ -84,9 +84,9 @@ def read_authority(folder: Path) -> Authority | None:
         cert, *earlier = x509.load_pem_x509_certificates(cert_path.read_bytes())
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError):  # The error's text may be long and does not help a user.
-        raise UsageError(f"{cert_path} and {key_path} are no certificate and key of an authority") from None
+        raise UsageError(f"{cert_path} and {key_path} are not the certificate and key of an authority") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
-        raise UsageError(f"{cert_path} and {key_path} are no pair")
+        raise UsageError(f"{key_path} is not the private key of {cert_path}")
     return Authority(cert, key, tuple(earlier))
 
 
@@ -147,9 +147,9 @@ def check_name(name: str) -> None:
         UsageError: the name is refused.
     """
     if name == AUTHORITY:
-        raise UsageError(f"{name!r} is the authority; give the certificate another name")
+        raise UsageError(f"{name!r} is the authority's name; give the certificate another name")
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r:.200} is no name of a file: write letters, digits, '.', '_' and '-'")
+        raise UsageError(f"{name!r:.200} is not a valid name: use letters, digits, '.', '_' and '-'")
 
 
 def check_new(folder: Path, name: str) -> None:
@@ -166,7 +166,7 @@ def _check_absent(folder: Path, name: str) -> None:
     for suffix in ("pem", "key"):
         if (folder / f"{name}.{suffix}").exists():
             raise UsageError(
-                f"{folder / name}.{suffix} is there already and is not overwritten: give another name, or --renew"
+                f"{folder / name}.{suffix} already exists and is not overwritten: give another name, or --renew"
             )
 
 
@@ -190,7 +190,7 @@ def _make_leaf(
     if renew and _is_good(folder, name, authority, names, purpose):
         return False
     if authority.cert.not_valid_after_utc <= _now():
-        raise UsageError(f"the authority in {folder} has expired; make another one in another folder")
+        raise UsageError(f"the authority in {folder} has expired; make a new one in another folder")
     key = ec.generate_private_key(ec.SECP256R1())
     ends = authority.cert.not_valid_after_utc
     builder = (
@@ -292,7 +292,7 @@ def _host(host: str) -> x509.GeneralName:
     except ValueError:
         pass
     if not re.fullmatch(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", host):
-        raise UsageError(f"{host!r:.200} is no host: write a name or an IP address, without a port")
+        raise UsageError(f"{host!r:.200} is not a host: write a name or an IP address, without a port")
     return x509.DNSName(host)
 
 

@@ -58,7 +58,7 @@ def require_open_files(program: str) -> None:
     """
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= allowed < OPEN_FILES_MIN:  # A negative value means unlimited.
-        what = f"{allowed} files may be open, and a server needs {OPEN_FILES_MIN} or more"
+        what = f"this process may open {allowed} files, but a server needs at least {OPEN_FILES_MIN}"
         sys.stderr.write(f"{program}: {what}: raise the limit (ulimit -n)\n")
         sys.exit(USAGE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))

@@ -47,4 +47,4 @@ def shown(value: object) -> str:
     try:
         return f"{value!r:.80}"
     except ValueError:  # Python refuses to format an integer of more than 4,300 digits.
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"

@@ -42,7 +42,9 @@ def session(link: SyncLink, pool: str, spec: PoolSpec, transport: Transport, **o
     if not _is_stream(transport):
         return CallSession(link, pool, spec, **options)
     if "ahead_tokens" in options:
-        raise TypeError("a session for threads has no option ahead_tokens: it asks for no room ahead by itself")
+        raise TypeError(
+            "a blocking session has no option ahead_tokens, because it never asks for room ahead: leave it out"
+        )
 
     def connected() -> tuple[AsyncSession, Callable[[], Awaitable[None]]]:
         own = link.for_asyncio()
@@ -72,7 +74,7 @@ def async_engine(
         return AsyncEngine(pool, spec, carrier, room)
     if ahead_tokens:
         raise ValueError(
-            f"ahead_tokens must be 0 or None over transport='calls', which asks for no room ahead, not {ahead_tokens}"
+            f"ahead_tokens must be 0 or None, not {ahead_tokens}: transport='calls' never asks for room ahead"
         )
     calls = CallCarrier(lambda: AsyncCallSession(link, pool, spec), on_wait or (lambda _error: None))
     return AsyncEngine(pool, spec, calls, 0)

@@ -24,7 +24,9 @@ def require_private(path: str | Path, what: str) -> None:
     except OSError as error:
         raise UsageError(f"{what} {path}: {error.strerror}") from None
     if mode & stat.S_IRWXO:
-        raise UsageError(f"{what} {path}: its mode {mode:04o} lets every user of this machine in; chmod o= {path}")
+        raise UsageError(
+            f"{what} {path}: its mode {mode:04o} gives every user of this machine access; run: chmod o= {path}"
+        )
 
 
 def read_token(path: str | None) -> str | None:
@@ -43,5 +45,8 @@ def read_token(path: str | None) -> str | None:
     except OSError as error:
         raise UsageError(f"token file {path}: {error.strerror}") from None
     if len(token) < TOKEN_CHARACTERS_MIN or not token.isprintable() or " " in token:
-        raise UsageError(f"token file {path}: a token has at least {TOKEN_CHARACTERS_MIN} printable ASCII characters")
+        raise UsageError(
+            f"token file {path}: the token needs at least {TOKEN_CHARACTERS_MIN} printable ASCII characters, "
+            "without spaces"
+        )
     return token

@@ -146,9 +146,13 @@ class DigestChain:
         """
         count, rest = divmod(len(tokens), self._block_size)
         if rest:
-            raise ValueError(f"{len(tokens)} tokens end inside a block of {self._block_size}")
+            raise ValueError(
+                f"the number of tokens must be a multiple of the block size {self._block_size}, not {len(tokens)}"
+            )
         if extra_keys is not None and len(extra_keys) < count:
-            raise ValueError(f"{len(extra_keys)} extra_keys for {count} full blocks")
+            raise ValueError(
+                f"extra_keys must have an entry for each of the {count} full blocks, not {len(extra_keys)}"
+            )
         blocks = struct.iter_unpack(f"{4 * self._block_size}s", _int32_bytes(tokens))
         digests: list[bytes] = []
         if extra_keys is None:
@@ -264,7 +268,7 @@ def split_digests(data: bytes) -> list[bytes]:
         ValueError: the length is not a multiple of 32.
     """
     if len(data) % DIGEST_BYTES:
-        raise ValueError(f"digests must be a multiple of {DIGEST_BYTES} bytes, not {len(data)}")
+        raise ValueError(f"the length of digests must be a multiple of {DIGEST_BYTES} bytes, not {len(data)}")
     return [data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES)]
 
 

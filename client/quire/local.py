@@ -140,7 +140,7 @@ class ServerProcess:
                 self.process.wait(POLL_S)
                 raise self.failure()
             if time.monotonic() > deadline:
-                raise ServerFailedError(f"{self.module} does not serve in time{self._log_tail()}")
+                raise ServerFailedError(f"{self.module} did not start to serve in time{self._log_tail()}")
         self._ready = json.loads(self._ready_file.read_text())
 
     def failure(self) -> ServerFailedError:

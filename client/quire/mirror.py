@@ -43,7 +43,8 @@ class PrefixMirror:
         for group in spec.groups:
             if not group.kind.is_known:
                 raise FailedPreconditionError(
-                    f"the pool has groups of kind {group.kind.name}, whose hits this version cannot tell: update it",
+                    f"the pool has groups of kind {group.kind.name}, and this version cannot compute their hits: "
+                    "update Quire",
                     Reason.VERSION,
                 )
         self.session_id = b""

@@ -34,7 +34,7 @@ class Tls:
             UsageError: a file cannot be read, every user can read the key, or certificate or key is given alone.
         """
         if (self.cert is None) != (self.key is None):
-            raise UsageError("a client's certificate and its key are given together, or neither")
+            raise UsageError("a client certificate needs its key, and a key its certificate: give both or neither")
         if self.cert is None or self.key is None:
             return grpc.ssl_channel_credentials(read_pem(self.ca))
         require_private(self.key, "private key")
@@ -67,7 +67,7 @@ def read_pem(path: str | Path) -> bytes:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     if b"-----BEGIN " not in data:
-        raise UsageError(f"{path} is no PEM file")
+        raise UsageError(f"{path} is not a PEM file")
     return data
 
 
@@ -86,7 +86,7 @@ def tls_of(ca: str | None, cert: str | None, key: str | None, ca_name: str) -> T
     if ca:
         return Tls(ca, cert or None, key or None)
     if cert or key:
-        raise UsageError(f"a client's certificate needs {ca_name}, too: the authorities of the servers to show it to")
+        raise UsageError(f"a client certificate needs {ca_name}, too, which names the authorities of the servers")
     return None
 
 

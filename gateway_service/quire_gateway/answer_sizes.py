@@ -77,6 +77,6 @@ def _value_count(tokens: Sequence[TokenLogprobs]) -> int:
 
 
 def _too_many(ask: Ask, name: str, count: int) -> ApiError:
-    how = "ask for fewer" if ask.is_streamed else "stream, or ask for fewer"
-    what = f"{name} would be {count:,} values, and an answer has at most {LOGPROB_VALUES_MAX:,}"
+    how = "ask for fewer" if ask.is_streamed else "use stream=true, or ask for fewer"
+    what = f"{name} would have {count:,} values, but an answer may have at most {LOGPROB_VALUES_MAX:,}"
     return invalid(name, f"{what}: {how} choices, tokens or logprobs")

@@ -120,7 +120,7 @@ def _refuse_pooling(app: FastAPI) -> None:
     """Refuses requests to endpoints that need an embedding model, which workers do not serve."""
 
     async def refuse(request: Request) -> Response:
-        what = "is not served: the workers generate text, and compute no embeddings, scores or classes"
+        what = "is not supported: the workers only generate text, and compute no embeddings, scores or classes"
         raise ApiError(404, f"{request.url.path} {what}", code="unsupported_endpoint")
 
     for path in POOLING_PATHS:
@@ -219,7 +219,7 @@ def _put_errors_in_form(app: FastAPI) -> None:
     async def of_http(request: Request, error: HTTPException) -> Response:
         called = f"{request.method} {request.url.path[:PATH_SHOWN]}"
         allowed = (error.headers or {}).get("Allow", "another method")
-        what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed; {allowed} is"}
+        what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed: use {allowed}"}
         failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
         failure.headers.update(error.headers or {})  # `Allow` lists the methods of the path.
         return _failed(failure)

@@ -87,7 +87,7 @@ class Bodies:
         except TimeoutError:
             if body.has_made_room:
                 raise _full() from None
-            raise ApiError(408, f"the body of the request was not whole in {BODY_S:g} s") from None
+            raise ApiError(408, f"the body of the request did not arrive completely within {BODY_S:g} s") from None
         finally:
             del self._arriving[body]
 
@@ -131,10 +131,10 @@ def _may_make_room(other: Arriving, body: Arriving) -> bool:
 
 def _full() -> ApiError:
     return ApiError(
-        429, "the requests under way fill what memory there is for them: try again later", kind=RATE, code="queue_full"
+        429, "the gateway's memory for bodies of requests is full: try again later", kind=RATE, code="queue_full"
     )
 
 
 def too_large(bytes_max: int) -> ApiError:
     """Returns the error for a body that is larger than `bytes_max`."""
-    return ApiError(413, f"the body of a request has at most {bytes_max:,} bytes", code=TOO_LARGE)
+    return ApiError(413, f"the body of a request may have at most {bytes_max:,} bytes", code=TOO_LARGE)

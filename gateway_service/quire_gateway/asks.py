@@ -164,7 +164,7 @@ def of_chat(body: ChatBody) -> Ask:
     if body.echo:
         raise unsupported("echo")
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "top_logprobs is for logprobs: it needs logprobs=true")
+        raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     top = (body.top_logprobs or 0) if body.logprobs else None
     names = {
         PROMPT: "messages",
@@ -198,7 +198,7 @@ def _with_tools(ask: Ask, tools: Tools | None) -> Ask:
         options = {name: value for name, value in ask.options.items() if name != structure}
         return ask._replace(tools=tools, options=cast("SamplingOptions", options))
     if structure != "json_schema":
-        raise unsupported(ask.names[structure], "cannot be used beside tools: the content can have a JSON schema alone")
+        raise unsupported(ask.names[structure], "cannot be combined with tools: only a JSON schema can")
     return ask._replace(tools=tools)
 
 
@@ -281,12 +281,12 @@ def _check_together(body: Body) -> None:
         ApiError: two fields contradict each other.
     """
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
+        raise invalid("stream_options", "stream_options needs stream=true")
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs", "prompt_logprobs is not for streams: it needs stream=false")
+        raise invalid("prompt_logprobs", "prompt_logprobs needs stream=false")
     best_of = getattr(body, "best_of", None)
     if best_of is not None and best_of < (body.n or 1):
-        raise invalid("best_of", f"best_of must be at least n, {body.n}, not {best_of}")
+        raise invalid("best_of", f"best_of must be at least n={body.n}, not {best_of}")
 
 
 def _kept(count: int | None) -> int | None:
@@ -296,7 +296,9 @@ def _kept(count: int | None) -> int | None:
         ApiError: the caller gave 0.
     """
     if count == 0:
-        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for what fits")
+        raise invalid(
+            "truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 to keep as many tokens as fit"
+        )
     return None if count is None else max(count, 0)
 
 
@@ -347,5 +349,7 @@ def _settle_edges(options: dict[str, Any]) -> None:
 def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
     wrong = next((token for token in given or () if not _TOKEN.fullmatch(token)), None)
     if wrong is not None:
-        raise invalid("logit_bias", f"logit_bias is by token id, written as a number in quotes, not {wrong[:32]!a}")
+        raise invalid(
+            "logit_bias", f"the keys of logit_bias must be token ids as strings, such as '42', not {wrong[:32]!a}"
+        )
     return {int(token): bias for token, bias in (given or {}).items()}

@@ -23,7 +23,7 @@ LOGPROBS_MAX = 20
 BAD_WORDS_MAX = 256
 SALT_MAX = 128
 METADATA_MAX = 16  # OpenAI's limit
-_PROMPTS = "must be a text, an array of token ids, or an array of either"
+_PROMPTS = "must be a string, an array of token ids, or an array of either"
 
 
 def _is_number(given: object) -> object:
@@ -33,7 +33,7 @@ def _is_number(given: object) -> object:
         PydanticCustomError: the value is a text, true or false.
     """
     if isinstance(given, bool | str):
-        shown = "a text" if isinstance(given, str) else "true" if given else "false"
+        shown = "a string" if isinstance(given, str) else "true" if given else "false"
         raise PydanticCustomError("number", f"must be a number, not {shown}")
     return given
 
@@ -73,12 +73,12 @@ def read_prompts(given: object) -> Prompts:
     if not isinstance(given, list) or not given:
         raise ValueError(_PROMPTS)
     if len(given) > PROMPTS_MAX:
-        raise ValueError(f"a batch has at most {PROMPTS_MAX} prompts, not {len(given):,}")
+        raise ValueError(f"a batch may have at most {PROMPTS_MAX} prompts, not {len(given):,}")
     if all(isinstance(prompt, str) for prompt in given):
         return tuple(given)
     longest = max(len(prompt) if isinstance(prompt, list) else 0 for prompt in given)
     if longest > PROMPT_TOKENS_MAX:
-        raise ValueError(f"a prompt has at most {PROMPT_TOKENS_MAX:,} tokens, not {longest:,}")
+        raise ValueError(f"a prompt may have at most {PROMPT_TOKENS_MAX:,} tokens, not {longest:,}")
     if all(map(_are_tokens, given)):
         return tuple(map(tuple, given))
     raise ValueError(_PROMPTS)
@@ -101,7 +101,9 @@ def _read_logprobs(given: object) -> object:
         PydanticCustomError: the value is true, which gives no number.
     """
     if given is True:
-        raise PydanticCustomError("number", f"must be a number from 0 to {LOGPROBS_MAX}, not true, which is for chats")
+        raise PydanticCustomError(
+            "number", f"must be a number from 0 to {LOGPROBS_MAX}, not true; only chats take true"
+        )
     return None if given is False else given
 
 

@@ -114,10 +114,12 @@ class BoundedHttp(HttpToolsProtocol):
             self._feed(data)
         except httptools.HttpParserError as error:
             log_sparsely("invalid HTTP", why=str(error)[:128])
-            self.send_400_response(f"the request is no HTTP: {error}")
+            self.send_400_response(f"the request is not HTTP: {error}")
             return
         if self._unframed_bytes > HEAD_BYTES_MAX and not transport.is_closing():
-            self.send_400_response(f"the request line and its headers have more than {HEAD_BYTES_MAX:,} bytes")
+            self.send_400_response(
+                f"the request line and the headers together may have at most {HEAD_BYTES_MAX:,} bytes"
+            )
         if self._awaits_head and self._head_timer is None:
             self._wait()
 
@@ -137,7 +139,9 @@ class BoundedHttp(HttpToolsProtocol):
                 if self._is_broken:
                     return
                 if self._declined is None:
-                    raise httptools.HttpParserError("CONNECT is for proxies") from None
+                    raise httptools.HttpParserError(
+                        "CONNECT is not supported, because this server is not a proxy"
+                    ) from None
                 data = self._declined + data[upgrade.args[0] :]
                 self._declined = None
                 self.parser = httptools.HttpRequestParser(self)
@@ -283,7 +287,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._wait()  # This head belongs to a pipelined request; the one before it is being answered.
         elif self._unframed_bytes:
             self._refuse(
-                ApiError(408, f"the head of the request was not whole in {HEAD_S:g} s"), b"408 Request Timeout"
+                ApiError(408, f"the head of the request did not arrive completely within {HEAD_S:g} s"),
+                b"408 Request Timeout",
             )
         else:
             self.transport.close()

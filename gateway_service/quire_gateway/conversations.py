@@ -35,7 +35,7 @@ def chat_of(body: ChatBody) -> Chat:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         variables.setdefault("enable_thinking", body.reasoning_effort != "none")
     if body.continue_final_message and body.add_generation_prompt:
-        what = "continue_final_message needs add_generation_prompt=false: the answer goes on with the last message"
+        what = "continue_final_message needs add_generation_prompt=false: the answer continues the last message"
         raise invalid("continue_final_message", what)
     messages = tuple(_message(number, message) for number, message in enumerate(body.messages))
     return Chat(
@@ -59,7 +59,7 @@ def _message(number: int, message: Message) -> dict[str, Any]:
     for name in _REFUSED:
         if values.get(name):
             raise unsupported(
-                f"{where}.{name}", "is nothing that a chat template writes down: give content or tool_calls"
+                f"{where}.{name}", "is not supported, because chat templates ignore it: give content or tool_calls"
             )
     values["content"] = _text(message.content, where)
     if "tool_calls" in values and not values["tool_calls"]:
@@ -81,11 +81,11 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
     for index, part in enumerate(content or []):
         place = f"{where}.content[{index}]"
         if part.get("type") not in ("text", "input_text", "refusal"):
-            raise unsupported(place, f"is of type {part.get('type')!r}: this server takes text alone")
+            raise unsupported(place, f"is of type {part.get('type')!r}: this server accepts only text")
         text = part.get("refusal" if part["type"] == "refusal" else "text")
         if not isinstance(text, str):
             place = f"{place}.text"
-            raise missing(place) if text is None else invalid(place, f"{place} must be a text")
+            raise missing(place) if text is None else invalid(place, f"{place} must be a string")
         texts.append(text)
     return "\n".join(texts)
 
@@ -100,7 +100,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         isinstance(call, dict) and call.get("type", "function") == "function" and isinstance(call.get("function"), dict)
         for call in calls
     ):
-        raise invalid(where, f"{where} must be an array of calls of functions")
+        raise invalid(where, f"{where} must be an array of function calls")
     return calls
 
 

@@ -26,21 +26,21 @@ _ERROR: Final[dict[str, Any]] = {
     },
 }
 _ERRORS: Final = {  # errors of every operation
-    400: "The request is wrong, or asks for what is not served",
+    400: "The request is invalid, or asks for something that is not supported",
     401: "No API key or token, or a wrong one",
-    403: "The API key does not open this",
+    403: "The API key does not permit this",
     404: "There is no such model, adapter, response, branch or path",
     408: "The request did not arrive in time",
     421: "The Host header names another server",
-    500: "The gateway or a worker has a defect",
+    500: "The gateway or a worker failed because of a bug",
     503: "No worker can answer now, or the gateway is stopping",
 }
 _ERRORS_OF_WORK: Final = {  # further errors of operations that workers compute
     413: "The body is too large",
-    415: "The body is not said to be JSON",
-    429: "A limit of the key, or the queue, is full",
-    501: "The worker does not serve this",
-    504: "The answer was not whole in time",
+    415: "The Content-Type of the body is not JSON",
+    429: "A limit of the API key is reached, or the queue is full",
+    501: "The worker does not support this",
+    504: "The answer was not complete before the deadline",
 }
 
 

@@ -37,7 +37,7 @@ _BY_REASON: Final = {
     Reason.ADAPTER_UNKNOWN: (404, INVALID, MODEL_NOT_FOUND),
     Reason.BRANCH_UNKNOWN: (404, INVALID, BRANCH_NOT_FOUND),
 }
-_TOO_LONG: Final = "the answer was not whole in the time that this gateway gives a request: ask for less at a time"
+_TOO_LONG: Final = "the answer was not complete within this gateway's time limit for a request: ask for less at a time"
 # For errors that no Quire server wrote. Their texts name workers and options that callers cannot reach or use.
 _UNEXPLAINED: Final = {
     grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached: try again",
@@ -100,7 +100,7 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
     if error.reason is not None:
         message = _REWORDED.get(error.reason, error.message)
     if error.code is grpc.StatusCode.UNAUTHENTICATED:  # The token is the gateway's own, so its caller cannot fix it.
-        message = "a worker refuses the gateway's credentials"
+        message = "a worker rejected the gateway's credentials: tell the server's operator"
     field = (
         PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field
     )
@@ -114,7 +114,7 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
 
 def defect() -> ApiError:
     """Returns the error of a request that fails because of a defect of the gateway."""
-    message = "the gateway has a defect; its log has a line with the X-Request-Id of this answer"
+    message = "the gateway failed because of a bug; its log has a line with the X-Request-Id of this answer"
     return ApiError(500, message, kind=SERVER, code="internal_error")
 
 
@@ -130,7 +130,7 @@ def invalid(name: str, message: str) -> ApiError:
 
 def would_be_rounded(name: str, written: str) -> ApiError:
     """Refuses a structure with a number that a float64 does not keep."""
-    why = "numbers of a structure may have no more digits than a float64 keeps"
+    why = "its numbers may have no more digits than a float64 keeps"
     return invalid(name, f"{name} has the number {written[:32]}, which would be rounded: {why}")
 
 
@@ -143,7 +143,7 @@ def full_of_answers() -> ApiError:
     """Returns the refusal of an answer that needs more memory than its caller may still use."""
     return ApiError(
         429,
-        "the answers under way fill what memory there is for them: read them, ask for fewer logprobs, or stream",
+        "the gateway's memory for answers is full: read your answers faster, ask for fewer logprobs, or stream",
         kind=RATE,
         code="queue_full",
     )

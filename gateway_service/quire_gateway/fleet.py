@@ -95,7 +95,7 @@ class Backend:
     def heard(self, status: WorkerStatus) -> None:
         """Stores a new status of the worker."""
         if not self.is_ready:
-            log.info("worker is there", address=self.client.address, model=status.model)
+            log.info("worker answers", address=self.client.address, model=status.model)
             of_both = hashlib.sha256(status.version.encode() + b"\0" + status.model_fingerprint)
             self.fingerprint = f"fp_{of_both.hexdigest()[:FINGERPRINT_SHOWN]}"
         self.status, self.is_ready, self._is_missed, self._silent_since_s = status, True, False, None
@@ -105,7 +105,7 @@ class Backend:
     def lost(self, error: QuireError) -> None:
         """Notes that the worker did not answer."""
         if not self._is_missed:
-            log.warning("worker is away", address=self.client.address, error=str(error))
+            log.warning("worker does not answer", address=self.client.address, error=str(error))
         self.is_ready, self._is_missed = False, True
 
     async def miss(self, error: QuireError, asked_s: float) -> None:
@@ -278,14 +278,19 @@ class Fleet:
         try:
             return await asyncio.shield(found)
         except QuireError:
-            raise unavailable("no worker says how its model writes") from None
+            raise unavailable("no worker answers with the chat template of its model") from None
 
     async def _recognized(self, model: Model) -> Notation:
         backend = self.backend(model)
         if backend is None:
             raise unavailable("no worker answers")
         found = await recognize(backend.client, self._written(model.base), timeout_s=POLL_TIMEOUT_S)
-        log.info("this is how a model writes", model=model.base, calls=found.calls, reasoning=found.reasoning)
+        log.info(
+            "recognized how a model writes calls and reasoning",
+            model=model.base,
+            calls=found.calls,
+            reasoning=found.reasoning,
+        )
         return found.notation
 
     def check_ready(self) -> None:
@@ -296,7 +301,7 @@ class Fleet:
         """
         self.model(None)
         if not any(backend.is_connected for backend in self.backends):
-            raise unavailable("no worker that answers has a session with its allocator")
+            raise unavailable("no worker is ready: those that answer have no session with their allocator")
 
     def backend(
         self,

@@ -176,7 +176,7 @@ class Gate:
         async with self._bodies.read(receive, namespace, is_there=is_there) as body:
             self._check_draining()
             if not self._places.take(namespace, 1):
-                what = f"as many requests are being answered as there is room for here (at most {self._in_flight_max})"
+                what = f"too many requests run at the same time (at most {self._in_flight_max} at this gateway)"
                 raise ApiError(429, f"{what}: try again", kind=RATE, code="queue_full")
             scope["state"]["body"] = body
             entry = scope["state"]["entry"]
@@ -220,7 +220,7 @@ class Gate:
         if refusal is None:
             return
         what = "requests at a time" if refusal.limit == "concurrent" else f"{refusal.limit} a minute"
-        message = f"this key may have {refusal.value:,} {what} (limit {refusal.limit!r}): try again later"
+        message = f"this key may have at most {refusal.value:,} {what} (limit {refusal.limit!r}): try again later"
         raise ApiError(429, message, kind=RATE, code="rate_limit_exceeded", retry_after_s=refusal.retry_after_s)
 
     def _key(self, path: str, headers: dict[bytes, bytes]) -> ApiKey | None:
@@ -237,7 +237,7 @@ class Gate:
                 return None
             raise ApiError(
                 401,
-                f"{path} is the operator's: send the gateway's own token as a bearer token",
+                f"{path} is only for the operator: send the gateway's own token as a bearer token",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
@@ -248,9 +248,7 @@ class Gate:
             what = "Incorrect API key provided." if given else "You didn't provide an API key."
             raise ApiError(401, what, kind="authentication_error", code="invalid_api_key")
         if path in OPERATOR_PATHS:
-            what = (
-                f"no API key opens {path}, which tells of all callers: the gateway's own token does, where there is one"
-            )
+            what = f"API keys do not permit {path}, which shows all callers: send the gateway's own token"
             raise ApiError(403, what, kind="permission_error", code="permission_denied")
         return key
 

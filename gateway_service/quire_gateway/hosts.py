@@ -35,7 +35,9 @@ class Hosts:
         name = _name_of(host.decode("latin-1"))
         if not (_is_of_this_machine(name) or name in self._names):
             shown = ascii(name[:128])
-            what = f"this gateway does not answer to the name {shown}: ask for its address, or a name that it was given"
+            what = (
+                f"this gateway does not accept the Host {shown}: use its address, or a name that its operator allowed"
+            )
             raise ApiError(421, what, code="misdirected_request")
         self._latest = host
 
@@ -47,7 +49,7 @@ def check_count(hosts: int, version: str) -> None:
         ApiError: HTTP/1.1 forbids this number.
     """
     if hosts > 1 or (hosts == 0 and version != "1.0"):
-        raise ApiError(400, f"a request has one Host header, not {hosts}")
+        raise ApiError(400, f"a request must have exactly one Host header, not {hosts}")
 
 
 def _name_of(host: str) -> str:

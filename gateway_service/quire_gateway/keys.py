@@ -85,17 +85,17 @@ class ApiKeys:
             except ValueError as error:
                 raise UsageError(f"{source}, entry {number}: {error}") from None
             if key.digest in self._keys:
-                raise UsageError(f"{source}, entry {number}: this key is there already")
+                raise UsageError(f"{source}, entry {number}: this key occurs twice")
             self._keys[key.digest] = key
             nameless += [] if key.namespace else [number]
         if len(nameless) > 1:
             raise UsageError(
-                f"{source}, entries {nameless[0]} and {nameless[1]}: only one key can be without a namespace, because"
-                " keys of one namespace share their cached prefixes, and with them what can be learned by timing. Write"
-                " KEY NAMESPACE, with the same namespace where they may share"
+                f"{source}, entries {nameless[0]} and {nameless[1]}: only one key may lack a namespace. Keys of one "
+                "namespace share cached prefixes, and can learn of each other's prompts by timing. Write KEY "
+                "NAMESPACE, with the same namespace for keys that may share"
             )
         if not 1 <= len(self._keys) <= KEYS_MAX:
-            raise UsageError(f"{source} has {len(self._keys)} keys; 1 to {KEYS_MAX:,} can be served")
+            raise UsageError(f"{source} must have 1 to {KEYS_MAX:,} keys, not {len(self._keys)}")
 
     @property
     def namespace_count(self) -> int:
@@ -126,14 +126,14 @@ def _key_of(words: list[str]) -> ApiKey:
     """
     secret, *rest = words
     if len(secret) < TOKEN_CHARACTERS_MIN or not (secret.isascii() and secret.isprintable()):
-        raise ValueError(f"write {_FORM}; a key has at least {TOKEN_CHARACTERS_MIN} printable ASCII characters")
+        raise ValueError(f"write {_FORM}; a key needs at least {TOKEN_CHARACTERS_MIN} printable ASCII characters")
     namespace = "" if not rest or "=" in rest[0] else rest.pop(0)
     if len(namespace.encode()) > NAMESPACE_BYTES_MAX:
-        raise ValueError(f"a namespace has at most {NAMESPACE_BYTES_MAX} bytes")
+        raise ValueError(f"a namespace may have at most {NAMESPACE_BYTES_MAX} bytes")
     found: dict[str, Any] = {"name": namespace if NAME.fullmatch(namespace) else NAMELESS}
     given = [word.partition("=")[::2] for word in rest]
     if len(dict(given)) < len(given):
-        raise ValueError("an option is there twice")
+        raise ValueError("an option occurs twice")
     for option, value in given:
         if option in _LIMITS:
             if not value.isdecimal() or not 1 <= int(value) <= LIMIT_MAX:
@@ -148,7 +148,7 @@ def _key_of(words: list[str]) -> ApiKey:
                 raise ValueError(f"special_tokens= takes {' or '.join(_SPLIT)}")
             found["split_special_tokens"] = _SPLIT[value]
         else:
-            raise ValueError(f"write {_FORM}; a name has 1 to 64 letters, digits, '.', '_', '@', '/' and '-'")
+            raise ValueError(f"write {_FORM}; a name needs 1 to 64 letters, digits, '.', '_', '@', '/' and '-'")
     return ApiKey(hashlib.sha256(secret.encode()).digest(), namespace, **found)
 
 
@@ -156,7 +156,9 @@ def _time_of(text: str) -> float:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError("expires= takes a date or a time in ISO 8601, as 2027-01-31 or 2027-01-31T12:00Z") from None
+        raise ValueError(
+            "expires= takes a date or a time in ISO 8601, such as 2027-01-31 or 2027-01-31T12:00Z"
+        ) from None
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
@@ -173,7 +175,7 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | Non
     try:
         return ApiKeys(Path(path).read_text(encoding="utf-8-sig"), f"key file {path}")
     except UnicodeDecodeError:
-        raise UsageError(f"key file {path}: it is no UTF-8 text") from None
+        raise UsageError(f"key file {path}: it is not UTF-8 text") from None
     except OSError as error:
         raise UsageError(f"key file {path}: {error.strerror}") from None
 
@@ -202,9 +204,9 @@ class KeyFile:
         try:
             found = read_keys(self._path, {})
         except UsageError as error:
-            log.warning("the API keys stay as they were: the file cannot be used", error=str(error))
+            log.warning("the file of API keys is unusable; the previous keys stay in force", error=str(error))
             return
-        assert found is not None, "a path was given"
+        assert found is not None, "a path is required"
         self._on_change(found)
         log.info("API keys were read", keys=len(found.digests))
 

@@ -109,7 +109,9 @@ class GatewayCollector(Collector):
         yield answers
         yield GaugeMetricFamily("quire_gateway_in_flight", "Requests that are being answered.", numbers.in_flight)
         yield CounterMetricFamily(
-            "quire_gateway_callers_left", "Callers that went before their answer was whole.", numbers.left_count
+            "quire_gateway_callers_left",
+            "Callers that disconnected before their answer was complete.",
+            numbers.left_count,
         )
         tokens = CounterMetricFamily("quire_gateway_tokens", "Tokens of all answers.", labels=("kind",))
         for kind, count in zip(_KINDS, numbers.taken[:3], strict=True):
@@ -118,7 +120,9 @@ class GatewayCollector(Collector):
         yield from self._by_key()
         yield self._errors_by_key()
         yield CounterMetricFamily(
-            "quire_gateway_retries", "Workers that were asked after another had refused.", numbers.retry_count
+            "quire_gateway_retries",
+            "Requests that were sent to a second worker because the first refused.",
+            numbers.retry_count,
         )
         yield from _of_responses(numbers)
         for name, text, histogram in (
@@ -132,7 +136,7 @@ class GatewayCollector(Collector):
         chosen = CounterMetricFamily("quire_gateway_worker_requests", "Prompts sent to a worker.", labels=("worker",))
         watched = GaugeMetricFamily(
             "quire_gateway_worker_watched",
-            "Whether the gateway knows what a worker's pool has cached.",
+            "Whether the gateway knows which blocks a worker's pool has cached.",
             labels=("worker",),
         )
         load = GaugeMetricFamily("quire_gateway_worker_load", "Requests that a worker has.", labels=("worker",))
@@ -157,7 +161,7 @@ class GatewayCollector(Collector):
             label = model, name if name in shown else OTHER
             added[label] = [sum(pair) for pair in zip(added.get(label, [0] * len(count)), count, strict=True)]
         requests = CounterMetricFamily(
-            "quire_gateway_key_requests", "Requests that ended, by name of their key.", labels=("model", "key")
+            "quire_gateway_key_requests", "Ended requests, by name of their key.", labels=("model", "key")
         )
         tokens = CounterMetricFamily(
             "quire_gateway_key_tokens", "Tokens, by name of their key.", labels=("model", "key", "kind")
@@ -180,7 +184,7 @@ class GatewayCollector(Collector):
             added[name if name in shown else OTHER, error] += count
         errors = CounterMetricFamily(
             "quire_gateway_key_errors",
-            "Requests that ended with an error, by name of their key and code of the error.",
+            "Requests that ended with an error, by name of their key and error code.",
             labels=("key", "error"),
         )
         for label, count in sorted(added.items()):
@@ -191,7 +195,7 @@ class GatewayCollector(Collector):
 def _of_responses(numbers: Telemetry) -> Iterator[Metric]:
     continued = CounterMetricFamily(
         "quire_gateway_continued_responses",
-        "Responses that continue another one: what they computed is their own tail and at most a block, or more.",
+        "Responses that continue another one, by whether they computed more than their new tokens and one block.",
         labels=("computed",),
     )
     for computed, count in sorted(numbers.continued.items()):

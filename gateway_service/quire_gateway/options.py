@@ -22,11 +22,14 @@ REQUEST_TIMEOUT_S: Final = 600.0
 RESPONSES_BYTES_MAX: Final = 256 << 20
 RESPONSES_LIFETIME_S: Final = 3_600.0
 _FILES: Final = {
-    "worker-ca": ("QUIRE_TLS_CA", "authorities of workers and allocators; encrypts the connections"),
-    "worker-cert": ("QUIRE_TLS_CERT", "certificate to show them"),
+    "worker-ca": (
+        "QUIRE_TLS_CA",
+        "certificate authorities of workers and allocators; turns TLS on for these connections",
+    ),
+    "worker-cert": ("QUIRE_TLS_CERT", "certificate that the gateway shows to them"),
     "worker-key": ("QUIRE_TLS_KEY", "private key of that certificate"),
-    "tls-cert": ("QUIRE_SERVER_CERT", "certificate of this server, with its chain"),
-    "tls-key": ("QUIRE_SERVER_KEY", "its private key"),
+    "tls-cert": ("QUIRE_SERVER_CERT", "certificate of this server, followed by its chain"),
+    "tls-key": ("QUIRE_SERVER_KEY", "private key of this server"),
 }
 
 
@@ -57,33 +60,33 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="quire-gateway", description="Serve OpenAI's endpoints (completions, chat, models) from Quire's workers."
     )
-    parser.add_argument("--listen", default=LISTEN, help="host:port; port 0 takes any free one (default: %(default)s)")
+    parser.add_argument("--listen", default=LISTEN, help="host:port; port 0 takes any free port (default: %(default)s)")
     parser.add_argument(
         "--worker",
         action="append",
         metavar="ADDRESS",
-        help="a worker; once for each (default: $QUIRE_WORKER, separated by commas, or 127.0.0.1:7071)",
+        help="address of a worker; may be repeated (default: $QUIRE_WORKER, separated by commas, or 127.0.0.1:7071)",
     )
     parser.add_argument(
         "--allocator",
         action="append",
         metavar="ADDRESS",
-        help="an allocator of theirs, asked what their pools have where several workers serve one model; once for each"
-        " (default: $QUIRE_ALLOCATOR, separated by commas, or 127.0.0.1:7070)",
+        help="address of an allocator of these workers, asked which prefixes are cached where if several workers "
+        "serve a model; may be repeated (default: $QUIRE_ALLOCATOR, separated by commas, or 127.0.0.1:7070)",
     )
     parser.add_argument(
         "--api-keys",
         metavar="FILE",
         default=os.environ.get("QUIRE_API_KEYS_FILE") or None,
-        help="who may call: KEY, or KEY NAMESPACE, a line, then perhaps name=NAME, requests=N and tokens=N a minute,"
-        " concurrent=N, expires=DATE, special_tokens=text or tokens; read again when it changes (default:"
-        " $QUIRE_API_KEYS_FILE, or the keys themselves in $QUIRE_API_KEYS)",
+        help="file of API keys, one per line: KEY or KEY NAMESPACE, then optionally name=NAME, requests=N and "
+        "tokens=N per minute, concurrent=N, expires=DATE, special_tokens=text or tokens; read again when it "
+        "changes (default: $QUIRE_API_KEYS_FILE, or the keys themselves in $QUIRE_API_KEYS)",
     )
     parser.add_argument(
         "--token-file",
         default=os.environ.get("QUIRE_TOKEN_FILE") or None,
-        help="file with the bearer token to show workers and allocators, and that /metrics asks for; callers show it,"
-        " too, where there are no API keys (default: $QUIRE_TOKEN_FILE)",
+        help="file with the bearer token that the gateway sends to workers and allocators, and that /metrics "
+        "requires; callers need it, too, if there are no API keys (default: $QUIRE_TOKEN_FILE)",
     )
     tls = parser.add_argument_group("TLS, as PEM files")
     for option, (variable, text) in _FILES.items():
@@ -92,19 +95,19 @@ def make_parser() -> Parser:
     tls.add_argument(
         "--plain-http",
         action="store_true",
-        help="off loopback, do without --tls-cert: for a container's network, or behind a proxy that encrypts",
+        help="listen beyond loopback without --tls-cert: for a container's network, or behind a proxy with TLS",
     )
     parser.add_argument(
         "--generation-config",
         choices=("auto", "none"),
         default="auto",
-        help="sampling parameters that a request leaves out: as the checkpoint's generation_config.json proposes, or"
-        " OpenAI's defaults (default: %(default)s)",
+        help="defaults of sampling parameters: those of the checkpoint's generation_config.json, or OpenAI's "
+        "(default: %(default)s)",
     )
     _add_notations(parser)
     _add_limits(parser)
     request_log.add_argument(parser)
-    parser.add_argument("--ready-file", help="write address and pid there, as JSON, once serving")
+    parser.add_argument("--ready-file", help="once serving, write the address and the pid to this file as JSON")
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
     )
@@ -118,10 +121,10 @@ def make_parser() -> Parser:
 
 
 def _add_notations(parser: argparse.ArgumentParser) -> None:
-    notations = parser.add_argument_group("how models write", "one NAME for all, or MODEL=NAME, once for each")
+    notations = parser.add_argument_group("how models write", "one NAME for all models, or MODEL=NAME; may be repeated")
     for options, formats, what in (
         (("--tool-call-format", "--tool-call-parser"), CALL_FORMATS, "calls of tools"),
-        (("--reasoning-format", "--reasoning-parser"), REASONING_FORMATS, "what they think"),
+        (("--reasoning-format", "--reasoning-parser"), REASONING_FORMATS, "their reasoning"),
     ):
         notations.add_argument(
             *options,
@@ -129,8 +132,8 @@ def _add_notations(parser: argparse.ArgumentParser) -> None:
             metavar="[MODEL=]NAME",
             type=_naming(formats),
             default=[],
-            help=f"how models write {what}: {', '.join([AUTO, NONE, *formats])} (default: {AUTO}, which takes what the"
-            " chat template writes)",
+            help=f"format of {what}: {', '.join([AUTO, NONE, *formats])} (default: {AUTO}, the format of the chat "
+            "template)",
         )
 
 
@@ -140,7 +143,9 @@ def _naming(formats: Collection[str]) -> Callable[[str], tuple[str, str]]:
     def read(given: str) -> tuple[str, str]:
         model, _, name = given.rpartition("=")
         if name not in (AUTO, NONE, *formats):
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join([AUTO, NONE, *formats])}")
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not a known format: known are {', '.join([AUTO, NONE, *formats])}"
+            )
         return model, name
 
     return read
@@ -160,32 +165,38 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="ORIGIN",
         default=[],
-        help="let pages of that origin call, as https://app.example; once for each (default: none)",
+        help=(
+            "let web pages of this origin call the gateway, such as https://app.example; may be repeated "
+            "(default: none)"
+        ),
     )
     limits.add_argument(
         "--host",
         action="append",
         metavar="NAME",
         default=[],
-        help="a name that the gateway answers to; once for each (default on loopback: addresses, localhost and names"
-        " without a dot, because a page can rebind its own name to this machine; elsewhere: any)",
+        help="Host header that the gateway accepts; may be repeated (default on loopback: addresses, localhost and "
+        "names without a dot, against DNS rebinding; elsewhere: any)",
     )
     limits.add_argument(
-        "--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="largest body of a request (default: %(default)s)"
+        "--body-bytes-max",
+        type=int,
+        default=BODY_BYTES_MAX,
+        help="largest body of a request, in bytes (default: %(default)s)",
     )
     limits.add_argument(
         "--in-flight-max",
         type=int,
         default=IN_FLIGHT_MAX,
-        help="requests being answered at a time; more get 429, and where API keys have several namespaces, one has as"
-        " many as are left for others (default: %(default)s)",
+        help="requests that run at the same time; further ones get 429. If API keys have several namespaces, one "
+        "gets at most as many as are left free (default: %(default)s)",
     )
     limits.add_argument(
         "--responses-bytes-max",
         type=int,
         default=RESPONSES_BYTES_MAX,
-        help="bytes of all responses that are kept; 0 keeps none, and where API keys have"
-        " several namespaces, one has as much as is left for others (default: %(default)s)",
+        help="bytes of all kept responses; 0 keeps none. If API keys have several namespaces, one gets at most as "
+        "much as is left free (default: %(default)s)",
     )
     limits.add_argument(
         "--responses-lifetime",
@@ -199,15 +210,15 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         default=REQUEST_TIMEOUT_S,
-        help="deadline of a whole answer (default: %(default)g)",
+        help="time limit of a complete answer (default: %(default)g)",
     )
     limits.add_argument(
         "--sse-keep-alive",
         type=float,
         metavar="SECONDS",
         default=KEEP_ALIVE_S,
-        help="a stream that is silent this long gets a comment, so that no proxy ends it; 0 for none"
-        " (default: %(default)g)",
+        help="send a comment on a stream that is silent this long, so that no proxy ends it; 0 sends none (default: "
+        "%(default)g)",
     )
     limits.add_argument(
         "--drain-timeout",

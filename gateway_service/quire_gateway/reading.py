@@ -39,7 +39,7 @@ _KINDS: Final = {  # for values of a wrong type
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "bool_parsing": "true or false",  # in the query of a URL
-    "string_type": "a text",
+    "string_type": "a string",
     "list_type": "an array",
     "dict_type": "an object",
     "model_type": "an object",
@@ -77,7 +77,7 @@ def check_type(content_type: str) -> None:
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise ApiError(415, "the body is to be JSON, with Content-Type: application/json")
+        raise ApiError(415, "the body must be JSON, with Content-Type: application/json")
 
 
 def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -90,7 +90,7 @@ def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
         coding = value.strip().lower()
         if coding not in _CODINGS.get(name, (coding,)):
             what = f"{name.decode()} {coding[:64].decode('latin-1')!r}"
-            raise ApiError(415, f"the body has the {what}, which is not read here: send it as it is")
+            raise ApiError(415, f"the body has the {what}, which is not supported: send it without")
 
 
 def read(body: bytes, kind: type[BodyT]) -> BodyT:
@@ -105,9 +105,9 @@ def read(body: bytes, kind: type[BodyT]) -> BodyT:
         # Caching strings would take 1.5 times as long.
         given = from_json(body, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ApiError(400, f"the body is to be a JSON object, not {_kind_of(given)}")
+        raise ApiError(400, f"the body must be a JSON object, not {_kind_of(given)}")
     known = kind.__pydantic_fields__
     for name in given:
         if name not in known and given[name] is not None:
@@ -133,7 +133,7 @@ def check_values(body: bytes) -> None:
         return
     outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # The remaining quotes are those around texts.
     if outside.count(b'"') > 2 * TEXTS_MAX:
-        raise _too_many("texts", TEXTS_MAX)
+        raise _too_many("strings", TEXTS_MAX)
     outside = b"".join(outside.split(b'"')[::2])
     if outside.count(b",") > VALUES_MAX:
         raise _too_many("values", VALUES_MAX)
@@ -151,7 +151,7 @@ def _are_few(body: bytes) -> bool:
 
 
 def _too_many(what: str, count_max: int) -> ApiError:
-    return ApiError(413, f"the body of a request has at most {count_max:,} {what}", code="request_too_large")
+    return ApiError(413, f"the body of a request may have at most {count_max:,} {what}", code="request_too_large")
 
 
 def of_validation(found: Sequence[Any]) -> ApiError:
@@ -215,4 +215,4 @@ def _kind_of(value: object) -> str:
         return "null"
     if isinstance(value, bool | int | float):
         return "true or false" if isinstance(value, bool) else "a number"
-    return "a text" if isinstance(value, str) else "an object" if isinstance(value, dict) else "an array"
+    return "a string" if isinstance(value, str) else "an object" if isinstance(value, dict) else "an array"

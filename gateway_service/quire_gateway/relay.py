@@ -261,8 +261,8 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
                         yield chunk
                     if chunks in backend.answers:
                         return
-            log.warning("worker is silent", address=backend.client.address, request_id=request_id)
-            refusal = unavailable("the worker that was to answer is silent")
+            log.warning("worker stopped answering", address=backend.client.address, request_id=request_id)
+            refusal = unavailable("the worker stopped answering: try again")
             if has_begun:
                 raise refusal
         except QuireError as error:
@@ -298,7 +298,7 @@ async def _of_branch(call: Call, held: Held) -> AsyncGenerator[Chunk, None]:
                         held.branch.token_count = usage.prompt_token_count + usage.output_token_count
                     yield chunk
                 if chunks not in backend.answers:
-                    raise unavailable("the worker that holds the branch is silent")
+                    raise unavailable("the worker that holds the branch stopped answering")
     except QuireError as error:
         raise of_quire(error, ask.names) from None
 

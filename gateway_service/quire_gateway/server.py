@@ -101,7 +101,7 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, Serv
         UsageError: the address is invalid or unsafe, or a file is unusable.
     """
     if is_unix(options.listen):
-        raise UsageError(f"--listen {options.listen}: HTTP is served at host:port")
+        raise UsageError(f"--listen {options.listen}: write host:port; the gateway cannot listen on a Unix socket")
     check_ready_file(options.ready_file)
     token = read_token(options.token_file)
     keys = read_keys(options.api_keys, os.environ)
@@ -109,11 +109,11 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, Serv
     if keys is None and token is not None:
         keys = ApiKeys(token, f"token file {options.token_file}")
     if (options.tls_cert is None) != (options.tls_key is None):
-        raise UsageError("TLS needs --tls-cert and --tls-key, both")
+        raise UsageError("TLS needs both --tls-cert and --tls-key")
     tls = None if options.tls_key is None else ServerTls(options.tls_cert, options.tls_key, None)
     for origin in options.cors_origin:
         if origin != ANY_ORIGIN and ORIGIN.fullmatch(origin) is None:
-            how = f"write an origin as browsers send it, as https://app.example, or {ANY_ORIGIN} for all of them"
+            how = f"write an origin as browsers send it, such as https://app.example, or {ANY_ORIGIN} for all origins"
             raise UsageError(f"--cors-origin {origin}: {how}")
     if not is_local(options.listen):
         missing = [] if keys is not None else ["--api-keys or --token-file"]

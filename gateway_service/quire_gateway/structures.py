@@ -52,10 +52,10 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
             given = format_.get("type")
             shown = "missing" if given is None else repr(given)[:64]
             raise invalid(
-                "response_format.type", f"response_format.type is {shown}; known are {', '.join(_FORMAT_KEYS)}"
+                "response_format.type", f"response_format.type must be one of {', '.join(_FORMAT_KEYS)}; it is {shown}"
             )
     if len(found) > 1:
-        raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
+        raise invalid(next(reversed(found)), f"{', '.join(found)} cannot be combined: give one of them")
     for name, (option, value) in found.items():
         if option == "json_schema":
             if isinstance(value, str) and (number := rounded(value)) is not None:
@@ -72,11 +72,11 @@ def _check_kind(kind: str, name: str, given: object) -> None:
         ApiError: the type does not fit.
     """
     if kind in ("regex", "grammar") and not isinstance(given, str):
-        raise invalid(name, f"{name} must be a text")
+        raise invalid(name, f"{name} must be a string")
     if kind == "choice" and not (isinstance(given, list) and all(isinstance(text, str) for text in given)):
-        raise invalid(name, f"{name} must be an array of texts")
+        raise invalid(name, f"{name} must be an array of strings")
     if kind == "json" and not isinstance(given, dict | str | bool):
-        raise invalid(name, f"{name} must be a JSON schema, or the text of one")
+        raise invalid(name, f"{name} must be a JSON schema, or a string with one")
 
 
 def _check_numbers(name: str, schema: Any) -> None:
@@ -101,7 +101,7 @@ def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> 
         return
     for name in sorted(name for name, value in given.items() if value is not None and name not in known):
         shown = f"{where}.{name}"[:128]
-        raise unsupported(shown, f"is none of {', '.join(sorted(known))}")
+        raise unsupported(shown, f"is not a known field: known are {', '.join(sorted(known))}")
 
 
 def _of_an_object(schema: Any) -> Any:
@@ -113,7 +113,7 @@ def _of_an_object(schema: Any) -> Any:
     if schema is None:
         return {"type": "object"}
     if not isinstance(schema, dict):
-        raise invalid("response_format.schema", "response_format.schema must be a JSON schema, which is an object")
+        raise invalid("response_format.schema", "response_format.schema must be a JSON schema in the form of an object")
     return schema
 
 
@@ -150,9 +150,11 @@ def _structured_outputs(body: Body) -> dict[str, Any]:
     if found.pop("json_object", None) is not None:
         found.setdefault("json", {"type": "object"})
     for name in sorted(found.keys() - _KINDS):
-        raise unsupported(f"structured_outputs.{name}", f"is none of {', '.join(_KINDS)}, json_object")
+        raise unsupported(
+            f"structured_outputs.{name}", f"is not a known field: known are {', '.join(_KINDS)}, json_object"
+        )
     if len(found) > 1:
-        raise invalid("structured_outputs", f"only one of {', '.join(sorted(found))} can be asked for")
+        raise invalid("structured_outputs", f"{', '.join(sorted(found))} cannot be combined: give one of them")
     if not found:
         raise invalid("structured_outputs", f"structured_outputs needs one of {', '.join(_KINDS)}, json_object")
     return found

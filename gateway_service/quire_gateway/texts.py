@@ -71,7 +71,11 @@ def of_tokenize(body: TokenizeBody) -> Tokenizing:
         ApiError: there is neither a text nor a chat, or both, or a parameter is not supported.
     """
     if (body.prompt is None) == (body.messages is None):
-        raise missing("prompt") if body.prompt is None else invalid("messages", "messages cannot be beside a prompt")
+        raise (
+            missing("prompt")
+            if body.prompt is None
+            else invalid("messages", "messages and prompt cannot be combined: give one of them")
+        )
     prompt: str | Chat | None = body.prompt
     if prompt is None:
         chat = ChatBody(

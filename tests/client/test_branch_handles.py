@@ -38,7 +38,7 @@ def test_a_length_of_time_that_is_no_number_is_named(server: ScriptedServer) -> 
 
 
 def test_one_text_is_not_scored_letter_by_letter(server: ScriptedServer) -> None:
-    with Client(server.address) as client, pytest.raises(TypeError, match="candidates must be several"):
+    with Client(server.address) as client, pytest.raises(TypeError, match="candidates must be a list"):
         client.prefill("p").score("abc")
 
 

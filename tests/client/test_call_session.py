@@ -143,9 +143,9 @@ async def test_a_refused_step_says_which_field_and_its_number_is_used_again(scen
 async def test_ids_that_are_not_new_or_not_known_are_refused_before_anything_is_sent(scene: Scene) -> None:
     async with scene.session() as session:
         await session.step(StepBuilder().allocate(1, 4).allocate(3, 400))  # The second sequence does not fit.
-        with pytest.raises(ValueError, match="sequence 3 is not known to exist"):
+        with pytest.raises(ValueError, match="sequence 3 does not exist yet"):
             await session.step(StepBuilder().grow(3, 8))
-        with pytest.raises(ValueError, match="a new sequence needs an id above 1"):
+        with pytest.raises(ValueError, match="the id of a new sequence must be above 1"):
             await session.step(StepBuilder().allocate(1, 8))
         await session.step(StepBuilder().commit(1, 4, d("a")).fork(1, 2))
         assert (await session.step(StepBuilder().grow(2, 8))).grows[0].result
@@ -164,7 +164,7 @@ async def test_a_session_that_is_opened_by_the_same_request_again_goes_on_where_
         again = scene.session(request_id="mine")
         await again.open()
         assert (await again.step(StepBuilder().grow(5, 8).allocate(6, 4))).grows[1].result
-        with pytest.raises(ValueError, match="a new sequence needs an id above 6"):
+        with pytest.raises(ValueError, match="the id of a new sequence must be above 6"):
             await again.step(StepBuilder().allocate(4, 4))
         with pytest.raises(QuireError) as raised:  # The first session does not know of that step.
             await session.step(StepBuilder().free(5))
@@ -190,9 +190,9 @@ def test_an_answer_to_another_step_or_with_other_columns_is_told() -> None:
         server.answers["CloseSession"] = lambda *_: pb.CloseSessionResponse()
         server.answers["Apply"] = lambda *_: replies.pop(0)
         with client.session("a", SPEC, transport="calls", keep_alive=False) as session:
-            with pytest.raises(InternalError, match="the answer to step 1 is one to step 7"):
+            with pytest.raises(InternalError, match="the answer to step 1 has the number of step 7"):
                 session.step(StepBuilder())
-            with pytest.raises(InternalError, match="the answer to step 1 does not fit it"):
+            with pytest.raises(InternalError, match="the answer to step 1 does not match the step"):
                 session.step(StepBuilder())
 
 

@@ -91,7 +91,7 @@ async def test_messages_of_one_caller_have_so_many_bytes_at_a_time(monkeypatch: 
         async with asyncio.timeout(10):
             for _ in large:
                 await arrived.acquire()
-        with pytest.raises(aio.AioRpcError, match="messages of one caller may have 100,000 bytes") as caught:
+        with pytest.raises(aio.AioRpcError, match="requests of one caller may have 100,000 bytes") as caught:
             await call(bytes(40_000))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         small = asyncio.ensure_future(call(b"small"))

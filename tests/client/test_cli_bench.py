@@ -127,10 +127,10 @@ def test_prompts_of_a_file_go_round(server: ScriptedServer, tmp_path: Path) -> N
     ("content", "said"),
     [
         (b"", "has no prompts"),
-        (b"\xff", "byte 0 is no UTF-8 text"),
-        (b"one\n{", "line 2 of .* is no JSON"),
-        (b'{"prompt": 1}', "line 1 of .* has neither a text as `prompt`"),
-        (b'{"messages": ["hi"]}', "nor a list of `messages`"),
+        (b"\xff", "byte 0 is not UTF-8 text"),
+        (b"one\n{", "line 2 of .* is not JSON"),
+        (b'{"prompt": 1}', "line 1 of .* needs a text as `prompt`"),
+        (b'{"messages": ["hi"]}', "or a list as `messages`"),
     ],
 )
 def test_a_file_without_usable_prompts_is_refused(

@@ -26,11 +26,11 @@ def test_the_cache_of_a_pool_or_of_a_namespace_is_forgotten(tmp_path: Path) -> N
             session.allocate(3, 5, DIGESTS[:1])
             to = ("--dry-run", "--allocator", allocator.address)
             of_one = quire("cache", "drop", "mine", "--namespace", "old tenant", *to)
-            assert of_one.stdout == "3 blocks would be forgotten, 0 are held by sequences\n"
-            assert quire("cache", "drop", "mine", *to).stdout.startswith("5 blocks would be forgotten, 2 are held")
+            assert of_one.stdout == "3 blocks would be dropped, 0 stay because sequences hold them\n"
+            assert quire("cache", "drop", "mine", *to).stdout.startswith("5 blocks would be dropped, 2 stay")
             assert quire("cache", "drop", "mine", "--namespace", "?", *to).stdout.startswith("0 blocks would")
             of_one = quire("cache", "drop", "mine", "--namespace", "old tenant", "--allocator", allocator.address)
-            assert of_one.stdout == "3 blocks forgotten, 0 are held by sequences\n"
+            assert of_one.stdout == "3 blocks dropped, 0 stay because sequences hold them\n"
             of_all = quire("cache", "drop", "mine", "--json", "--allocator", allocator.address)
             assert json.loads(of_all.stdout) == {"dropped_block_count": 2, "held_block_count": 2, "dry_run": False}
             assert client.match_prefix(DIGESTS)[0].matched_token_count == 4

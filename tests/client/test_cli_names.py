@@ -20,7 +20,9 @@ TEXT = {".md", ".py", ".sh", ".yml", ".yaml", ".toml", ".proto", ".json", ".exam
 def test_an_old_command_is_refused_with_its_new_name(old: str) -> None:
     result = quire(*old.split(), "p")
     assert (result.returncode, result.stdout) == (2, "")
-    assert f"quire {old} is called quire {COMMANDS[old]}" in " ".join(result.stderr.replace("│", " ").split())
+    assert f"there is no command quire {old}: use quire {COMMANDS[old]}" in " ".join(
+        result.stderr.replace("│", " ").split()
+    )
 
 
 def test_every_new_name_is_a_command() -> None:
@@ -32,7 +34,10 @@ def test_up_listens_where_its_own_options_say() -> None:
     calls = {"QUIRE_ALLOCATOR": "10.255.255.1:7070", "QUIRE_WORKER": "10.255.255.1:7071"}
     for old, new in OPTIONS.items():
         result = quire("up", f"{old}=127.0.0.1:0", "--json", **calls)
-        assert (result.returncode, f"{old} is called {new}" in result.stderr) == (2, True), result.stderr
+        assert (result.returncode, f"there is no option {old}: quire up calls it {new}" in result.stderr) == (
+            2,
+            True,
+        ), result.stderr
     # Variables for callers do not set the listening address. `up` uses its default and fails here only at the model.
     result = quire("up", "--model", "/nowhere", *(f"{new}=127.0.0.1:0" for new in OPTIONS.values()), **calls)
     assert (result.returncode, "/nowhere" in result.stderr) == (2, True)

@@ -141,7 +141,7 @@ def test_a_length_of_ones_own_has_a_row_and_the_blocks_can_be_pasted(plan: Any) 
 
 def test_lengths_beyond_what_the_model_was_made_for_are_told(plan: Any) -> None:
     out = plan(GEMMA, "--max-len", "1M", "--block-size", "64").out
-    assert "1,048,576 tokens are more than the 131,072 that the model was made for" in out
+    assert "1,048,576 tokens exceed the model's maximum of 131,072" in out
 
 
 def test_what_a_group_is_worth_decides_between_groups_and_bytes(plan: Any) -> None:
@@ -202,18 +202,18 @@ def test_a_model_of_states_alone_holds_sequences_of_any_length(plan: Any, tmp_pa
         ([GEMMA, "--max-len", "long"], "'long' is not understood: write 32k (32,768), 1M or a number of tokens"),
         ([GEMMA, "--memory", "1MiB", "--used", "1MiB"], "no block fits: 1,048,576 bytes x 0.9 - 1,048,576 used leaves"),
         ([GEMMA, "--memory", "80GiB", "--utilization", "0"], "--utilization must be above 0 and at most 1, not 0"),
-        ([GEMMA, "--weights", "1GB"], "--weights and --used are taken off --memory: give it, too"),
-        ([GEMMA, "--tensor-parallel", "3"], "16 KV heads of model type 'gemma3_text' do not divide by 3 ranks"),
+        ([GEMMA, "--weights", "1GB"], "--weights and --used are subtracted from --memory: give it, too"),
+        ([GEMMA, "--tensor-parallel", "3"], "'gemma3_text' cannot be divided evenly among 3 ranks"),
         ([GEMMA, "--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),
-        ([GEMMA, "--dtype", "fp5"], "--dtype: dtype 'fp5' is unknown; known are float32"),
+        ([GEMMA, "--dtype", "fp5"], "--dtype: dtype 'fp5' is not supported; supported are float32"),
         *(([GEMMA, option, value], f"Invalid value for '{option}'")
           for option in ("--utilization", "--group-cost") for value in ("nan", "inf", "-inf", "1.5", "-1", "much")),
         *(([GEMMA, "--memory", "80GiB", option, value], f"{option}: '{value}' is not understood")
           for option in ("--length", "--max-len", "--chat-tokens", "--memory", "--weights", "--used")
           for value in ("nan", "inf", "0", "-1")),
-        ([GEMMA, "--state-dtype", "fp5"], "--state-dtype: dtype 'fp5' is unknown; known are float32"),
+        ([GEMMA, "--state-dtype", "fp5"], "--state-dtype: dtype 'fp5' is not supported; supported are float32"),
         ([GEMMA, "--chat-tokens", "many"], "'many' is not understood: write 32k (32,768), 1M or a number of tokens"),
-        ([str(CONFIGS / "bamba-9b.json"), "--checkpoint-tokens", "65"], "must be a multiple of blocks of 64 tokens"),
+        ([str(CONFIGS / "bamba-9b.json"), "--checkpoint-tokens", "65"], "a multiple of the block size of 64 tokens"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_clear_message_and_exit_code_2(plan: Any, arguments: list[str], message: str) -> None:
@@ -286,7 +286,7 @@ def test_a_model_id_that_cannot_be_fetched_is_one_line(plan: Any, monkeypatch: p
         raise OSError("404\nand much more")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub(fail))
-    message = "quire: no file or folder no/model, and no config.json of a model with that id: 404\n"
+    message = "quire: no file or folder no/model, and Hugging Face has no config.json of a model with that id: 404\n"
     assert plan("no/model") == (2, "", message)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install huggingface_hub" in plan("no/model").err
@@ -294,8 +294,8 @@ def test_a_model_id_that_cannot_be_fetched_is_one_line(plan: Any, monkeypatch: p
 
 def test_a_hub_that_must_not_be_asked_is_said_to_be_so(tmp_path: Path) -> None:
     result = quire("plan", "no/model", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
-    nothing = "quire: no file or folder no/model, and no model of that id in the cache of Hugging Face's package"
-    why = ", which HF_HUB_OFFLINE keeps from asking; give a config.json or a folder\n"
+    nothing = "quire: no file or folder no/model, and the cache of Hugging Face has no model of that id"
+    why = " (HF_HUB_OFFLINE forbids a download); give a config.json or a folder\n"
     assert (result.returncode, result.stderr) == (2, nothing + why)
 
 
@@ -315,7 +315,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = quire("plan", "no/model", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
         tries = connections_to(silent)
-    nothing = "quire: no file or folder no/model, and no config.json of a model with that id: "
+    nothing = "quire: no file or folder no/model, and Hugging Face has no config.json of a model with that id: "
     why = "Hugging Face does not answer within 1.5 s; give a config.json or a folder\n"
     assert (result.returncode, result.stderr) == (2, nothing + why)
     assert 1 <= tries <= 2, "by itself the package goes on trying, each time for as long as the command waits in all"

@@ -105,13 +105,13 @@ def test_generate_takes_chats_and_token_ids(server: ScriptedServer, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate"], "give a prompt, --messages or --token-ids: one of them"),
-        (["generate", "p", "--token-ids", "1"], "one of them"),
+        (["generate"], "give exactly one of a prompt, --messages and --token-ids"),
+        (["generate", "p", "--token-ids", "1"], "exactly one of"),
         (["generate", "--token-ids", "1,x"], "--token-ids must be numbers"),
         (["generate", "--messages", "{}"], "--messages must be a list of messages"),
-        (["generate", "--messages", "["], "--messages is no JSON"),
+        (["generate", "--messages", "["], "--messages is not JSON"),
         (["generate", "--messages", "@/nowhere"], "--messages: /nowhere cannot be read"),
-        (["score", "p"], "give -c TEXT, once for each"),
+        (["score", "p"], "give at least one with -c TEXT"),
     ],
     ids=str,
 )
@@ -122,7 +122,7 @@ def test_a_prompt_that_is_none_is_said(arguments: list[str], said: str) -> None:
 
 def test_greedy_samples_are_warned_of_in_a_line(server: ScriptedServer) -> None:
     result = quire("generate", "p", "-n", "2", "--json", "--worker", server.address)
-    assert result.stderr.startswith("quire: n=2 greedy samples are all the same text")
+    assert result.stderr.startswith("quire: n=2 greedy samples would all have the same text")
 
 
 def test_candidates_are_scored_on_a_branch_that_is_released(server: ScriptedServer) -> None:
@@ -157,7 +157,7 @@ def test_cache_warm_prefills_and_lets_go(server: ScriptedServer) -> None:
     )
     server.answers["ReleaseBranches"] = lambda *_: worker_pb.ReleaseBranchesResponse()
     result = quire("cache", "warm", "twelve bytes", "--worker", server.address)
-    assert result.stdout == "12 tokens, 8 of them were cached before\n"
+    assert result.stdout == "12 tokens, 8 of them already cached\n"
     assert server.attempts["ReleaseBranches"] == 1
 
 

@@ -75,15 +75,15 @@ def copy_of_demo(folder: Path, *without: str) -> Path:
 @pytest.mark.parametrize(
     ("without", "said"),
     [
-        (["config.json"], "no config.json in {}"),
+        (["config.json"], "there is no config.json in {}"),
         (
             ["tokenizer.json"],
             "no usable tokenizer in {}: it has tokenizer_config.json, but no tokenizer.json; add that, or remove"
-            " tokenizer_config.json to serve token ids alone",
+            " tokenizer_config.json to serve only token ids",
         ),
         (
             ["*.safetensors"],
-            "neither model.safetensors nor model.safetensors.index.json in {}: only safetensors are read",
+            "neither model.safetensors nor model.safetensors.index.json in {}: only safetensors are supported",
         ),
     ],
 )
@@ -99,14 +99,14 @@ def test_a_damaged_model_is_said_before_anything_is_started(run: Run, tmp_path: 
     folder = copy_of_demo(tmp_path)
     (folder / "model.safetensors").write_bytes((DEMO / "model.safetensors").read_bytes()[:1_000_000])
     code, _, err = run(*UP, "--model", str(folder))
-    assert (code, "model.safetensors cannot be loaded: it was cut off inside tensor" in err) == (2, True)
+    assert (code, "model.safetensors cannot be loaded: it is truncated: tensor" in err) == (2, True)
     (folder / "config.json").write_text("{")
     code, _, err = run("worker", "--model", str(folder))
-    assert (code, err.startswith(f"quire: {folder / 'config.json'} is no JSON: ")) == (2, True)
+    assert (code, err.startswith(f"quire: {folder / 'config.json'} is not JSON: ")) == (2, True)
 
 
 def test_a_model_id_is_not_taken_for_a_folder(run: Run) -> None:
-    said = "there is no folder no/model; if it is a model id of Hugging Face, get it first: "
+    said = "there is no folder no/model; if it is a model id of Hugging Face, download it first: "
     for command in ([*UP, "--model", "no/model"], ["worker", "--model", "no/model"]):
         assert run(*command) == (2, "", f"quire: {said}hf download no/model --local-dir FOLDER\n")
 
@@ -114,15 +114,15 @@ def test_a_model_id_is_not_taken_for_a_folder(run: Run) -> None:
 def test_a_model_without_its_option_is_said_in_the_words_of_the_command_itself(run: Run) -> None:
     code, _, err = run("up", "models/demo")
     assert (code, "Usage: quire up" in err, "quire-worker" in err) == (2, True, False)
-    assert "the model is given as --model models/demo" in err
+    assert "give the model as --model models/demo" in err
 
 
 def test_options_of_the_gateway_are_looked_at_before_anything_is_started(run: Run) -> None:
     code, _, err = run(*UP, "--", "--", "--tool-call-format", "nonsense")
-    assert (code, "argument --tool-call-format" in err, "'nonsense' is none of" in err) == (2, True, True)
+    assert (code, "argument --tool-call-format" in err, "'nonsense' is not a known format" in err) == (2, True, True)
     code, _, err = run(*UP, "--", "--blocks", "64", "--", "--sse-keep-alive", "-1")
     assert (code, "--sse-keep-alive must be at least 0" in err) == (2, True)
-    said = "--reasoning-format is an option of the gateway, and --listen-gateway none starts none"
+    said = "--reasoning-format is an option of the gateway, but --listen-gateway none starts none"
     outcome = run(*UP, "--listen-gateway", "none", "--", "--", "--reasoning-format", "think")
     assert outcome == (2, "", f"quire: {said}\n")
 
@@ -131,12 +131,14 @@ def test_a_pool_larger_than_the_machine_is_refused_before_weights_are_read(run: 
     for command in ([*UP, "--", "--kv-memory", "100TiB"], ["worker", "--model", str(DEMO), "--kv-memory", "100TiB"]):
         code, _, err = run(*command)
         assert (code, err.count("\n")) == (2, 1)
-        assert err.startswith("quire: --kv-memory: 100.0 TiB are more than the ")
+        assert err.startswith("quire: --kv-memory: 100.0 TiB is more than the ")
 
 
 @pytest.mark.parametrize("option", [each.partition("=")[0].removeprefix("--") for each in UP[3:]])
 def test_a_port_in_use_is_said_with_its_option_before_anything_is_started(option: str, run: Run, taken: str) -> None:
-    said = f"cannot listen on {taken}: the port is in use; give another one with --{option} (port 0 takes any free one)"
+    said = (
+        f"cannot listen on {taken}: the port is in use; give another one with --{option} (port 0 takes any free port)"
+    )
     assert run(*UP, f"--{option}={taken}") == (2, "", f"quire: {said}\n")
 
 
@@ -156,10 +158,14 @@ def test_a_worker_looks_at_all_its_addresses_before_it_loads_anything(run: Run, 
             "http://127.0.0.1:1",
             "--listen: 'http://127.0.0.1:1' is a URL: write '127.0.0.1:1', without http://",
         ),
-        ("--metrics", "unix:///tmp/m", "--metrics unix:///tmp/m: Prometheus scrapes no Unix socket; write host:port"),
+        (
+            "--metrics",
+            "unix:///tmp/m",
+            "--metrics unix:///tmp/m: Prometheus cannot scrape a Unix socket; write host:port",
+        ),
         ("--listen", "0.0.0.0:0", "0.0.0.0:0 can be reached from other machines"),
         ("--token-file", "/nonexistent", "token file /nonexistent: "),
-        ("--tls-cert", "/nonexistent", "TLS needs --tls-cert and --tls-key, both"),
+        ("--tls-cert", "/nonexistent", "TLS needs both --tls-cert and --tls-key"),
         ("--allocator-ca", "/nonexistent", "/nonexistent: No such file or directory"),
         ("--allocator", "http://127.0.0.1:1", "'http://127.0.0.1:1' is a URL: write '127.0.0.1:1', without http://"),
     ):
@@ -250,7 +256,7 @@ def test_a_shell_is_told_the_options_of_a_server() -> None:
         (["pool", "list", "--bogus"], "No such option: --bogus"),
         (["pool", "show"], "Missing argument"),
         (["generate", "p", "--max-tokens", "0"], "--max-tokens"),
-        (["health", "localhost"], "'localhost' is no address"),
+        (["health", "localhost"], "'localhost' is not an address"),
         (["status", "--worker", "http://h:1"], "is a URL"),
         (["plan", "/nowhere"], "no file or folder /nowhere"),
         (["nonsense"], "No such command"),

@@ -87,7 +87,7 @@ def test_a_picture_has_workers_pools_namespaces_and_requests(worker: ScriptedSer
     assert lines["chat"][2:7] == ["64", "3", "0", "61", "1"]
     assert lines["acme"] == ["acme", "0", "1", "3", "0"]
     assert lines["other"] == ["other", "30", "0", "0", "0"]
-    assert "as many samples run as --max-running allows" in text
+    assert "a running sample to end: --max-running is reached" in text
     assert text.index("-waits") < text.index("runs-0"), "what waits comes first"
     assert "\x1b" not in text
 

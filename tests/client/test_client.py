@@ -288,7 +288,7 @@ def test_a_pool_over_unary_calls(allocator: str) -> None:
         assert session.fork(2, 3).result is Result.OK
         full = session.allocate(4, 32)
         assert (full.result, full.ok, full.shortfall) == (Result.NO_SPACE, False, 4)
-        with pytest.raises(ValueError, match="sequence 9 is not known to exist"):
+        with pytest.raises(ValueError, match="sequence 9 does not exist yet"):
             session.grow(9, 12)
         pool = client.get_pool_blocks("unary")
         assert pool.summary == dataclasses.replace(

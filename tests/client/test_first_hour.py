@@ -47,9 +47,9 @@ def allocator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     [
         ("http://127.0.0.1:7071", "is a URL: write '127.0.0.1:7071', without http://"),
         ("grpc://host:7071/", "is a URL: write 'host:7071', without grpc://"),
-        ("localhost", "is no address; write host:port"),
-        ("127.0.0.1:65536", "is no address; write host:port (port 0 to 65535)"),
-        ("x" * 100_000, f"'{'x' * 199} is no address"),
+        ("localhost", "is not an address; write host:port"),
+        ("127.0.0.1:65536", "is not an address; write host:port (port 0 to 65535)"),
+        ("x" * 100_000, f"'{'x' * 199} is not an address"),
     ],
 )
 def test_an_address_that_is_none_is_refused_before_anything_is_tried(address: str, message: str) -> None:
@@ -68,12 +68,15 @@ def test_forms_of_addresses_that_grpc_knows_are_taken(address: str) -> None:
 
 
 def test_another_service_at_the_address_is_said(allocator: str) -> None:
-    with Client(allocator) as client, pytest.raises(UnimplementedError, match="is it a worker, where an allocator"):
+    with (
+        Client(allocator) as client,
+        pytest.raises(UnimplementedError, match="is it the address of a worker instead of an allocator"),
+    ):
         client.status()
     result = quire("status", "--worker", allocator)
-    assert (result.returncode, f"{allocator} has no such call" in result.stderr) == (9, True)
+    assert (result.returncode, f"{allocator} does not know this call" in result.stderr) == (9, True)
     result = quire("generate", "x", "--worker", allocator)
-    assert (result.returncode, "is it a worker" in result.stderr) == (9, True)
+    assert (result.returncode, "is it the address of a worker" in result.stderr) == (9, True)
 
 
 def test_a_call_that_is_out_of_time_says_what_to_do() -> None:
@@ -86,7 +89,9 @@ def test_a_call_that_is_out_of_time_says_what_to_do() -> None:
 
 def test_a_prompt_that_no_server_would_take_is_not_sent() -> None:
     with scripted_server() as server, Client(server.address) as client:
-        with pytest.raises(ResourceExhaustedError, match=r"3,500,\d+ bytes, and a server takes 2,097,152") as raised:
+        with pytest.raises(
+            ResourceExhaustedError, match=r"3,500,\d+ bytes, and a server accepts at most 2,097,152"
+        ) as raised:
             client.generate("word " * 700_000, request_id="large")
         assert (raised.value.reason, raised.value.request_id) == (Reason.TOO_LARGE, "large")
         assert not server.requests
@@ -107,13 +112,13 @@ def test_what_is_piped_in_and_is_no_text_is_said() -> None:
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (2, b"quire: standard input is no UTF-8 text: byte 3 is 0xff\n")
+    assert (done.returncode, done.stderr) == (2, b"quire: standard input is not UTF-8 text: byte 3 is 0xff\n")
     arguments = [sys.executable, "-m", "quire.cli", "generate", b"abc\xff", "--worker", "127.0.0.1:1"]
     done = subprocess.run(arguments, capture_output=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (2, b"quire: the prompt is no UTF-8 text: byte 3 is 0xff\n")
+    assert (done.returncode, done.stderr) == (2, b"quire: the prompt is not UTF-8 text: byte 3 is 0xff\n")
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError) as raised:
         client.generate(b"abc\xff".decode(errors="surrogateescape"))  # Python decodes command-line arguments like this.
-    assert raised.value.message == "text is no text: it has half of a surrogate pair"
+    assert raised.value.message == "text is not valid text: it contains half of a surrogate pair"
 
 
 def test_samples_in_a_pipe_come_line_by_line_with_their_number() -> None:
@@ -175,8 +180,8 @@ async def test_a_session_is_opened_by_async_with_and_says_for_whom_it_waits(capl
                 await asyncio.sleep(0)
             await scene.session.close()
             assert await opening is rival
-        assert "pool test is not ours: ALREADY_EXISTS / POOL_OWNED" in caplog.messages[0]
-        assert "whose lease lives" in caplog.messages[0]
+        assert "pool test is not attached: ALREADY_EXISTS / POOL_OWNED" in caplog.messages[0]
+        assert "its lease ends in" in caplog.messages[0]
         assert caplog.messages[1:] == ["pool test is attached again"]
         await rival.__aexit__()
 
@@ -217,10 +222,10 @@ def test_what_is_at_an_address_where_nobody_answers_is_looked_at(allocator: str)
     assert served(nobody) == asyncio.run(asked(nobody)) == none
     assert "no allocator is running there" in served("unix:///nowhere/quire.sock")
     with wsgi_server() as http:
-        what = "a server is running there, and it is HTTP, not an allocator (gRPC); give another address"
+        what = "the server there speaks HTTP and is not an allocator (gRPC); give another address"
         assert served(http) == f"no answer from {http}: {what} [not encrypted]"
         health = quire("health", http)
-        said = "the server there speaks HTTP, not gRPC: write http:// before the address to ask it so [not encrypted]"
+        said = "the server there speaks HTTP, not gRPC: write http:// before the address [not encrypted]"
         assert (health.returncode, health.stderr) == (3, f"quire: UNAVAILABLE: no answer from {http}: {said}\n")
 
 
@@ -246,5 +251,5 @@ def test_the_log_of_a_waiting_owner_has_our_words_alone(caplog: pytest.LogCaptur
 
     with caplog.at_level(logging.WARNING, "quire"):
         asyncio.run(wait())
-    why = "nobody answers at its allocator's address; waiting until an allocator serves it"
-    assert caplog.messages[0] == f"pool mine is not ours: {why}"
+    why = "no server answers at the allocator's address; waiting until an allocator serves it"
+    assert caplog.messages[0] == f"pool mine is not attached: {why}"

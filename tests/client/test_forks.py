@@ -55,7 +55,7 @@ def use(code):
         try:
             call()
         except UnavailableError as error:
-            assert "belongs to the process that this one was forked from: make another" in str(error), error
+            assert "was made before this process was forked: make a new" in str(error), error
         else:
             os._exit(1)
     os._exit(0)

@@ -213,9 +213,9 @@ def test_a_chain_with_extra_keys_may_be_continued_from_any_of_its_blocks(keys: l
 
 def test_a_chain_takes_whole_blocks_only_and_is_left_alone_by_what_it_refuses() -> None:
     chain = DigestChain(ROOT, 2)
-    with pytest.raises(ValueError, match="3 tokens end inside a block of 2"):
+    with pytest.raises(ValueError, match="must be a multiple of the block size 2, not 3"):
         chain.extend([1, 2, 3])
-    with pytest.raises(ValueError, match="1 extra_keys for 2 full blocks"):
+    with pytest.raises(ValueError, match="entry for each of the 2 full blocks, not 1"):
         chain.extend([1, 2, 3, 4], extra_keys=[[b"x"]])
     with pytest.raises(OverflowError, match="32-bit"):
         chain.extend([1, 2, 3, 2**31])
@@ -327,7 +327,7 @@ def test_an_array_of_unsigned_tokens_beyond_32_bits_is_refused_rather_than_wrapp
 
 
 def test_extra_keys_for_fewer_blocks_than_are_full_are_refused_and_more_are_not_looked_at() -> None:
-    with pytest.raises(ValueError, match="1 extra_keys for 2 full blocks"):
+    with pytest.raises(ValueError, match="entry for each of the 2 full blocks, not 1"):
         block_digests(ROOT, [1, 2], 1, extra_keys=[[]])
     keys = [[b"x"], [b"y"], [b"z"]]
     assert prompt_digests(ROOT, [1, 2, 3], 1, extra_keys=keys) == block_digests(ROOT, [1, 2], 1, extra_keys=keys[:2])

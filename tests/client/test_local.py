@@ -85,7 +85,7 @@ def test_a_ready_file_of_a_server_that_was_there_before_is_not_believed(tmp_path
 
 def test_a_child_that_never_serves_is_given_up(tmp_path: Path) -> None:
     process = child(tmp_path, "import threading; threading.Event().wait()")
-    with pytest.raises(ServerFailedError, match="does not serve in time"):
+    with pytest.raises(ServerFailedError, match="did not start to serve in time"):
         process.wait_ready(deadline=time.monotonic() + 0.2)
     process.stop()
     assert process.process.returncode == -signal.SIGTERM
@@ -272,7 +272,7 @@ def test_up_runs_until_it_is_told_to_stop() -> None:
         assert process.wait(30) == 0
         told = lines.read()
         assert "quire: stopped" in told
-        assert "answers under way have 30 s" in told
+        assert "running answers may take 30 s more" in told
         assert "the allocator is away" not in told, "a worker that ends says nothing of the allocator"
     assert len(children) == 3
     assert not any(server.is_running() for server in children)

@@ -217,7 +217,7 @@ def test_checkpoints_lie_where_blocks_end() -> None:
     huge = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 1, 1 << 24)))  # the state is as large as 65,536 tokens
     assert huge.group_count == 513  # Pages of 64 tokens would take 1,025 groups; a pool has at most 1,024.
     assert huge.checkpoint_tokens == 4_096
-    with pytest.raises(ValueError, match="multiple of blocks of 64"):
+    with pytest.raises(ValueError, match="multiple of the block size of 64"):
         plan_layout(layers, checkpoint_tokens=96)
 
 
@@ -228,14 +228,14 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, int]) -> None:
 
 
 def test_what_cannot_be_laid_out_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing to lay out"):
+    with pytest.raises(ValueError, match="nothing to plan"):
         plan_layout([])
     with pytest.raises(ValueError, match="a page has 4096"):
         Family((layers_of(Kind(FULL, 2)),), 16, SLOT)
     with pytest.raises(ValueError, match="different kinds or windows"):
         Family((layers_of(Kind(FULL, 1), Kind(SLIDING, 1, 32)),), 16, 2 * SLOT)
     family = Family((layers_of(Kind(FULL, 2)),), 16, 2 * SLOT)
-    with pytest.raises(ValueError, match="another size"):
+    with pytest.raises(ValueError, match="must have the layout's page size"):
         Layout((family,), SLOT)
     for wrong in ({"kind": FULL}, {"kind": STATE}, {"kind": SLIDING, "kv_head_count": 1, "head_dim": 8}):
         with pytest.raises(ValueError, match="layer 7"):

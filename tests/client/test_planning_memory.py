@@ -40,7 +40,7 @@ def test_blocks_are_counted_without_rounding() -> None:
 @pytest.mark.parametrize(
     ("memory", "utilization", "used", "message"),
     [
-        (1000, 0.9, 0, "no block fits: 1,000 bytes x 0.9 - 0 used leaves 900, and a block takes 20,971,520"),
+        (1000, 0.9, 0, "no block fits: 1,000 bytes x 0.9 - 0 used leaves 900 bytes, but a block takes 20,971,520"),
         (1 << 40, 0.9, 1 << 40, "no block fits"),
         (1 << 40, 0.0, 0, "utilization"),
         (1 << 40, 1.1, 0, "utilization"),

@@ -228,7 +228,7 @@ def test_a_ready_file_takes_the_place_of_no_device_and_no_link(server: str, kind
     given = {"worker": ["--model", str(DEMO)], "gateway": ["--worker", "127.0.0.1:1"], "allocator": []}[server]
     where = ["--listen", "127.0.0.1:0", *([] if server == "gateway" else ["--metrics", "127.0.0.1:0"])]
     done = quire(server, *given, *where, "--ready-file", str(ready))  # The server ends by itself.
-    said = f": cannot write the ready file {ready}: there is something that is no regular file\n"
+    said = f": cannot write the ready file {ready}: it exists and is not a regular file\n"
     assert (done.returncode, done.stderr.count("\n"), done.stderr.endswith(said)) == (2, 1, True), done.stderr
     assert (ready.lstat().st_ino, ready.lstat().st_mode) == (before.st_ino, before.st_mode)
 

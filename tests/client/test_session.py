@@ -250,7 +250,7 @@ async def test_an_answer_that_does_not_fit_the_step_is_an_internal_error(monkeyp
 
         with monkeypatch.context() as patch:
             patch.setattr("quire_allocator.wire.step_apply.apply_step", apply_step)
-            with pytest.raises(InternalError, match="the answer to step 1 does not fit it"):
+            with pytest.raises(InternalError, match="the answer to step 1 does not match the step"):
                 await scene.session.step(allocate(1))
         assert not scene.session.connected
 

@@ -189,7 +189,7 @@ async def test_a_session_that_was_not_opened_in_time_does_not_take_the_pool_late
 
 async def test_a_session_is_opened_once_and_takes_no_step_before() -> None:
     async with setting() as scene:
-        with pytest.raises(RuntimeError, match="opened once"):
+        with pytest.raises(RuntimeError, match="already open or was closed"):
             await scene.session.open()
         assert (await scene.session.step(allocate(1))).grows[0].result is Result.OK
         session = scene.client.session("other", POOL)
@@ -207,15 +207,15 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         grown.grow(50, 6)
         live.grow(1, 7)
         for step, said in (
-            (allocate(1), "needs an id above"),
-            (twice, "needs an id above"),
-            (grown, "not known"),
-            (live, "not known"),
+            (allocate(1), "new sequence must be above"),
+            (twice, "new sequence must be above"),
+            (grown, "does not exist yet"),
+            (live, "does not exist yet"),
         ):
             with pytest.raises(ValueError, match=said):
                 await scene.session.submit(step)
         assert (await unanswered).grows[0].result is Result.OK
-        with pytest.raises(ValueError, match="needs an id above"):
+        with pytest.raises(ValueError, match="new sequence must be above"):
             await scene.session.step(allocate(1))
         fork, grow = StepBuilder(), StepBuilder()
         fork.commit(1, 6, [b"d" * 32])
@@ -223,7 +223,7 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         grow.grow(5, 9)
         unanswered = await scene.session.submit(fork)
         # If the fork were refused, the grow would create another sequence.
-        with pytest.raises(ValueError, match="not known"):
+        with pytest.raises(ValueError, match="does not exist yet"):
             await scene.session.submit(grow)
         assert (await unanswered).forks == [Result.OK]
         assert (await scene.session.step(grow)).grows[0].result is Result.OK

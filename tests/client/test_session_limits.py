@@ -29,8 +29,11 @@ async def test_a_step_of_more_than_the_allocator_takes_is_refused_before_anythin
             many.free(1)
         under_way = await scene.session.submit(allocate(1))
         for step, said in (
-            (large, rf"the step has 22400\d\d bytes, and at most {limits.step_bytes_max} are taken"),
-            (many, f"the step has 16385 operations, and at most {limits.operations_per_step_max} are taken"),
+            (large, rf"the step has 22400\d\d bytes, but the allocator accepts at most {limits.step_bytes_max}"),
+            (
+                many,
+                f"the step has 16385 operations, but the allocator accepts at most {limits.operations_per_step_max}",
+            ),
         ):
             with pytest.raises(ResourceExhaustedError, match=said) as caught:
                 await scene.session.step(step)
@@ -127,7 +130,7 @@ async def test_an_owner_says_that_it_lives_three_times_a_lease(monkeypatch: pyte
 @pytest.mark.parametrize("window", [0, -1, 2**32])
 async def test_a_window_that_no_step_fits_is_refused_at_once(window: int) -> None:
     async with AsyncAllocator("127.0.0.1:1") as client:
-        with pytest.raises(ValueError, match=f"window must be 1 to 8 steps, not {window}$"):
+        with pytest.raises(ValueError, match=f"window must be from 1 to 8 steps, not {window}$"):
             client.session("p", SPEC, window=window)
 
 
@@ -136,5 +139,5 @@ async def test_a_window_that_is_too_wide_for_the_allocator_is_refused_by_it() ->
         async with scene.client.session("widest", SPEC, window=8) as session:
             await session.step(StepBuilder())
         session = scene.client.session("wide", SPEC, window=9)
-        with pytest.raises(InvalidArgumentError, match="window must be 1 to 8"):
+        with pytest.raises(InvalidArgumentError, match="window must be from 1 to 8"):
             await session.open()

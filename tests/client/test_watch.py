@@ -166,7 +166,7 @@ def test_a_watch_that_hears_nothing_is_taken_up_again(
     assert error is None
     assert [event.cursor for event in events] == [5, 5, 6, 7]
     assert asked(server) == [(b"", 0), (SESSION, 6), (SESSION, 6), (SESSION, 7)]
-    assert ["said nothing" in str(wait) for wait in waits] == [True] * 3
+    assert ["sent nothing" in str(wait) for wait in waits] == [True] * 3
 
 
 def test_a_watch_whose_events_are_taken_late_is_not_silent(

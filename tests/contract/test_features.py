@@ -77,7 +77,7 @@ async def test_an_unknown_feature_is_refused_by_name_and_takes_nothing(
 async def test_a_first_block_id_counts_only_with_its_feature(
     allocator: RunningAllocator, enter: Callable[..., Any]
 ) -> None:
-    with refused(Reason.MALFORMED, f"first_block_id is 3: it needs the feature {FIRST_BLOCK_ID}"):
+    with refused(Reason.MALFORMED, f"first_block_id must be left out without the feature {FIRST_BLOCK_ID}, not 3"):
         await enter(allocator, asking(first_block_id=3))
     await enter(allocator, asking(FIRST_BLOCK_ID))
 
@@ -105,12 +105,12 @@ def old_spec() -> pb.PoolSpec:
 
 
 async def test_an_old_owner_is_refused_by_its_version(allocator: RunningAllocator) -> None:
-    with refused(Reason.VERSION, "version 2 is not served: this allocator serves version 3; update the owner"):
+    with refused(Reason.VERSION, "version 2 is not supported: this allocator supports version 3; update the owner"):
         await StreamOwner(allocator).attach(version=2, spec=old_spec())
 
 
 async def test_an_old_client_is_refused_by_its_version(allocator: RunningAllocator) -> None:
-    with refused(Reason.VERSION, "version 0 is not served"):
+    with refused(Reason.VERSION, "version 0 is not supported"):
         await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool="a", spec=old_spec()))
 
 
@@ -153,7 +153,7 @@ async def test_an_owner_leaves_an_allocator_that_lacks_a_feature(
     server.answers = {"Session": attaching(served), "OpenSession": opening(served)}
     server.answers["CloseSession"] = lambda *_: pb.CloseSessionResponse()
     async with AsyncAllocator(server.address) as client:
-        with pytest.raises(FailedPreconditionError, match=f"does not know {missing}, which") as caught:
+        with pytest.raises(FailedPreconditionError, match=f"lacks {missing}, which") as caught:
             await client.session("pool", RELYING, transport=transport).open()
         assert caught.value.reason is Reason.VERSION
         async with client.session("pool", PLAIN, transport=transport):
@@ -162,5 +162,5 @@ async def test_an_owner_leaves_an_allocator_that_lacks_a_feature(
 
 def test_the_blocking_client_leaves_too(server: ScriptedServer) -> None:
     server.answers = {"OpenSession": opening(()), "CloseSession": lambda *_: pb.CloseSessionResponse()}
-    with Allocator(server.address) as client, pytest.raises(QuireError, match="does not know append-only"):
+    with Allocator(server.address) as client, pytest.raises(QuireError, match="lacks append-only"):
         client.session("pool", RELYING, transport="calls").open()

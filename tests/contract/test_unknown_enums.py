@@ -58,13 +58,13 @@ async def attach_with_an_unknown_kind() -> QuireError:
     declared = spec()
     declared.groups[0].kind = UNKNOWN
     async with running_allocator() as allocator:
-        with refused(Reason.MALFORMED, "group kind 99 is not known: it is one of 1") as caught:
+        with refused(Reason.MALFORMED, "group kind 99 is not known: use one of 1") as caught:
             await StreamOwner(allocator).attach(spec=declared)
     return from_rpc_error(caught.value)
 
 
 async def sample_with_an_unknown_end() -> QuireError:
-    with pytest.raises(QuireError, match="must be one of this version's, not 99") as caught:
+    with pytest.raises(QuireError, match="must be a value that this version knows, not 99") as caught:
         sampling_of(worker_pb.SamplingParams(num_beams=2, early_stopping=UNKNOWN), 100)
     return caught.value
 
@@ -207,7 +207,7 @@ def sample_that_ended_for_an_unknown_reason(server: ScriptedServer) -> None:
     last = worker_pb.GenerateResponse(text="a", finish_reason=UNKNOWN, usage=worker_pb.Usage())
     server.answers["Generate"] = lambda *_: iter([last])
     before = server.attempts["Generate"]
-    with Client(server.address) as client, pytest.raises(InternalError, match="ended for reason 99"):
+    with Client(server.address) as client, pytest.raises(InternalError, match="that this version does not know: 99"):
         client.generate("prompt")
     assert server.attempts["Generate"] == before + 1
 

@@ -52,5 +52,5 @@ def test_adapters_are_loaded_chosen_and_dropped_while_the_allocator_is_killed(tm
                     with pytest.raises(QuireError) as caught:
                         client.generate(TOKENS, adapter="b", **GREEDY)
                     assert caught.value.reason is Reason.ADAPTER_UNKNOWN
-                    assert "no adapter 'b'" in quire("generate", "x", "--adapter", "b", *to_worker).stderr
+                    assert "no adapter named 'b'" in quire("generate", "x", "--adapter", "b", *to_worker).stderr
                     assert quire("adapter", "load", "c", "../llama", *to_worker).returncode != 0

@@ -116,7 +116,7 @@ def test_branches_live_through_a_kill_of_the_allocator_and_not_through_one_of_th
                 again = [*arguments[:-1], worker.address]
                 with server("quire_worker", *again, folder=tmp_path / "again"), Client(worker.address) as after:
                     eventually(client.health, "the client has found the new one")
-                    with pytest.raises(NotFoundError, match="worker was started anew") as caught:
+                    with pytest.raises(NotFoundError, match="worker was restarted") as caught:
                         root.generate(max_tokens=2)
                     assert caught.value.reason is Reason.BRANCH_UNKNOWN
                     assert after.status().branch_count == 0

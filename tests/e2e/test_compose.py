@@ -329,5 +329,5 @@ def test_an_engine_of_vllm_has_its_blocks_from_the_same_allocator(deployment: De
     assert [each and each.cached_tokens for each in hits] == [0, 64], "two blocks of 32 tokens"
     eventually(lambda: deployment.query('quire_allocator_blocks{pool="vllm",state="cached"}') == 2, "it is scraped")
     forgotten = deployment.operate("cache", "drop", "vllm")
-    assert forgotten.startswith("2 blocks forgotten")
+    assert forgotten.startswith("2 blocks dropped")
     deployment.compose("--profile", "vllm", "rm", "--stop", "--force", "vllm")

@@ -185,7 +185,7 @@ async def test_silence_behind_a_proxy_that_answers_pings_is_noticed(tmp_path: Pa
                         await client.list_pools(timeout_s=1)
                     while session.connected or len(waits) < 2:
                         await asyncio.wait(following, timeout=0.05)
-                    assert all("said nothing" in str(wait) for wait in waits), waits
+                    assert all("sent nothing" in str(wait) for wait in waits), waits
                     proxy.let_through()
                     while not session.connected or max(events.age_s, threads_events.age_s) > 5:
                         await asyncio.wait(following, timeout=0.05)

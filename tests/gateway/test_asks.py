@@ -298,7 +298,7 @@ def test_logprobs_of_an_echo_are_of_the_prompt_too() -> None:
 
 @pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [1, "a"], [True], [-1], [2**32], {"a": 1}, None, [[1], "a"]])
 def test_prompts_that_are_none_are_refused(prompt: object) -> None:
-    with pytest.raises(ValidationError, match="must be a text, an array of token ids, or an array of either"):
+    with pytest.raises(ValidationError, match="must be a string, an array of token ids, or an array of either"):
         CompletionBody(prompt=prompt)
 
 
@@ -313,8 +313,11 @@ def test_every_error_of_quire_has_a_status(reason: Reason) -> None:
 
 
 def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
-    error = of_quire(QuireError.of(Reason.TOKEN, "this server asks for a bearer token"), NAMES)
-    assert (error.status, error.body["error"]["message"]) == (500, "a worker refuses the gateway's credentials")
+    error = of_quire(QuireError.of(Reason.TOKEN, "this server requires a bearer token"), NAMES)
+    assert (error.status, error.body["error"]["message"]) == (
+        500,
+        "a worker rejected the gateway's credentials: tell the server's operator",
+    )
 
 
 def test_a_refusal_speaks_of_what_its_reader_has_sent_and_of_options_that_there_are() -> None:

@@ -107,7 +107,7 @@ async def test_the_oldest_unfinished_body_of_a_caller_makes_room_for_its_next() 
 async def test_bodies_of_one_caller_leave_room_for_those_of_another() -> None:
     bodies = bodies_of(8, is_for_several=True)
     async with bodies.read(sent(b"x" * (4 * REQUEST_BYTES)), "a"):
-        with pytest.raises(ApiError, match="fill what memory"):
+        with pytest.raises(ApiError, match="memory for bodies of requests is full"):
             await read(bodies, sent(b"x"), "a")
         assert await read(bodies, sent(b"x" * (2 * REQUEST_BYTES)), "b")
 
@@ -116,7 +116,7 @@ async def test_a_body_that_came_with_its_head_has_the_limits_of_others() -> None
     bodies = bodies_of(3)
     async with bodies.read(sent(b"x" * (2 * REQUEST_BYTES)), "", is_there=True) as body:
         assert len(body) == 2 * REQUEST_BYTES
-        with pytest.raises(ApiError, match="fill what memory"):
+        with pytest.raises(ApiError, match="memory for bodies of requests is full"):
             await bodies.read(sent(b"x" * (2 * REQUEST_BYTES)), "", is_there=True).__aenter__()
     with pytest.raises(ApiError) as raised:
         await bodies.read(sent(b"x" * (11 * REQUEST_BYTES)), "", is_there=True).__aenter__()

@@ -143,7 +143,7 @@ def test_parts_of_text_are_one_text_and_images_are_refused_by_name(ai: openai.Op
     with pytest.raises(openai.BadRequestError) as raised:
         ai.chat.completions.create(messages=[{"role": "user", "content": parts}], **ask)
     assert raised.value.param == "messages[0].content[2]"
-    assert "'image_url': this server takes text alone" in raised.value.message
+    assert "'image_url': this server accepts only text" in raised.value.message
 
 
 def test_a_batch_of_prompts_has_a_choice_for_each_in_their_order(ai: openai.OpenAI, worker: Client) -> None:
@@ -264,14 +264,14 @@ def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: Serve
     assert "GET /v2" in curl(served, "/v2").error["message"]
     listed = curl(served, "/v1/completions")
     assert (listed.status, listed.headers["allow"]) == (405, "POST")
-    assert listed.error["message"] == "GET /v1/completions is not allowed; POST is"
+    assert listed.error["message"] == "GET /v1/completions is not allowed: use POST"
     assert curl(served, "/v1/completions/", body=ASK).error["message"].endswith("POST /v1/completions/")
     wrong = curl(served, "/v1/completions", body=[])
-    assert wrong.error["message"] == "the body is to be a JSON object, not an array"
+    assert wrong.error["message"] == "the body must be a JSON object, not an array"
     broken = curl(served, "/v1/completions", "-d", "{", "-H", "content-type: application/json")
     assert (broken.status, broken.error["message"]) == (
         400,
-        "the body is no JSON: EOF while parsing an object at line 1 column 1",
+        "the body is not JSON: EOF while parsing an object at line 1 column 1",
     )
     missing = curl(served, "/v1/completions", body={"model": "demo"})
     assert (missing.status, missing.error["param"]) == (400, "prompt")
@@ -285,7 +285,7 @@ def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: Serve
     nested = "[" * 30_000 + "]" * 30_000
     for body in ("{", nested, f'{{"model": "demo", "prompt": {nested}}}'):
         wrong = curl(served, "/v1/completions", "--json", body)
-        assert (wrong.status, wrong.error["message"].startswith("the body is no JSON: ")) == (400, True)
+        assert (wrong.status, wrong.error["message"].startswith("the body is not JSON: ")) == (400, True)
 
 
 def test_curl_sees_server_sent_events_and_the_id_that_it_gave(served: ServerProcess) -> None:

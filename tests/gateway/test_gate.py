@@ -157,12 +157,12 @@ def test_a_priority_is_vllms_where_lower_is_sooner_at_every_endpoint(worker: Scr
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("short", "entry 1: write KEY or KEY NAMESPACE, and .*a key has at least 16"),
-        (f"{KEY}\n{KEY} acme", "entry 2: this key is there already"),
+        ("short", "entry 1: write KEY or KEY NAMESPACE, and .*a key needs at least 16"),
+        (f"{KEY}\n{KEY} acme", "entry 2: this key occurs twice"),
         (f"{KEY} a b", "entry 1"),
-        (f"{KEY} " + "n" * 129, "a namespace has at most 128 bytes"),
-        ("# nobody\n", "has 0 keys"),
-        (f"{KEY}\n{OTHER_KEY} acme\n{KEY}-2", "entries 1 and 3: only one key can be without a namespace"),
+        (f"{KEY} " + "n" * 129, "a namespace may have at most 128 bytes"),
+        ("# nobody\n", "must have 1 to .* keys, not 0"),
+        (f"{KEY}\n{OTHER_KEY} acme\n{KEY}-2", "entries 1 and 3: only one key may lack a namespace"),
     ],
 )
 def test_keys_that_are_none_are_refused_without_being_shown(text: str, message: str) -> None:
@@ -176,8 +176,8 @@ def test_keys_that_are_none_are_refused_without_being_shown(text: str, message: 
     [
         (["--listen", "0.0.0.0:0"], "give --api-keys or --token-file, and --tls-cert and --tls-key (or --plain-http)"),
         (["--listen", "0.0.0.0:0", "--plain-http"], "give --api-keys or --token-file;"),
-        (["--listen", "unix:///tmp/x"], "HTTP is served at host:port"),
-        (["--listen", "127.0.0.1:0", "--tls-cert", "x"], "TLS needs --tls-cert and --tls-key, both"),
+        (["--listen", "unix:///tmp/x"], "write host:port; the gateway cannot listen on a Unix socket"),
+        (["--listen", "127.0.0.1:0", "--tls-cert", "x"], "TLS needs both --tls-cert and --tls-key"),
         (["--listen", "127.0.0.1:0", "--api-keys", "/nonexistent"], "key file /nonexistent: No such file"),
         (["--listen", "127.0.0.1:0", "--worker", "http://x:1"], "is a URL"),
         (["--listen", "203.0.113.1:80"], "can be reached from other machines"),
@@ -228,7 +228,7 @@ def test_another_worker_is_asked_where_one_is_full_or_away(worker: ScriptedServe
                 assert [choice.text for choice in answer.choices] == ["ab", "xy"]
             assert full.attempts["Generate"] == 3
             full.server.stop(None).wait()
-            eventually(lambda: "worker is away" in (tmp_path / "log").read_text(), "it is noticed")
+            eventually(lambda: "worker does not answer" in (tmp_path / "log").read_text(), "it is noticed")
             client(served).completions.create(**ASK)  # type: ignore[call-overload]
 
 
@@ -249,7 +249,7 @@ async def test_a_worker_that_is_away_is_said_once_until_it_is_there() -> None:
         backend.heard(status)
         backend.heard(status)
         backend.lost(UnavailableError("nobody"))
-    assert [line["event"] for line in logged] == ["worker is away", "worker is there", "worker is away"]
+    assert [line["event"] for line in logged] == ["worker does not answer", "worker answers", "worker does not answer"]
 
 
 def test_a_worker_without_its_allocator_is_asked_last_and_the_gateway_says_that_it_is_not_ready(
@@ -265,7 +265,9 @@ def test_a_worker_without_its_allocator_is_asked_last_and_the_gateway_says_that_
             worker.server.stop(None).wait()
             eventually(lambda: curl(served, "/readyz").status == 503, "nobody with an allocator is left")
             answer = curl(served, "/readyz")
-            assert answer.error["message"] == "no worker that answers has a session with its allocator"
+            assert (
+                answer.error["message"] == "no worker is ready: those that answer have no session with their allocator"
+            )
             assert answer.headers["retry-after"] == "1"
             assert curl(served, "/healthz").status == 200
             assert curl(served, "/v1/completions", body=ASK).status == 200

@@ -61,10 +61,10 @@ def test_a_line_has_a_name_limits_and_an_end() -> None:
         ("acme tokens=-1", "tokens= takes a whole number"),
         ("acme request=5", "write KEY or KEY NAMESPACE, and after these name="),
         ("acme name=a,b", "entry 2"),
-        ("acme name=" + "n" * 65, "a name has 1 to 64"),
+        ("acme name=" + "n" * 65, "a name needs 1 to 64"),
         ("acme expires=soon", "expires= takes a date"),
         ("acme special_tokens=yes", "special_tokens= takes text or tokens"),
-        ("acme concurrent=1 concurrent=2", "an option is there twice"),
+        ("acme concurrent=1 concurrent=2", "an option occurs twice"),
         ("acme beta", "write KEY"),
     ],
 )
@@ -157,9 +157,9 @@ def test_a_replaced_file_and_a_hang_up_put_new_keys_in_force_and_kill_nothing(
         assert not worker.cancelled.is_set(), "what the former key had begun is answered"
         path.write_text("no key\n")
         log = tmp_path / "gateway" / "log"
-        eventually(lambda: "the API keys stay as they were" in log.read_text(), "a bad file is noticed")
+        eventually(lambda: "the file of API keys is unusable" in log.read_text(), "a bad file is noticed")
         os.kill(served._ready["pid"], signal.SIGHUP)
-        eventually(lambda: log.read_text().count("the API keys stay as they were") >= 2, "it is read again")
+        eventually(lambda: log.read_text().count("the file of API keys is unusable") >= 2, "it is read again")
         assert curl(served, "/v1/models", *shown(OTHER_KEY)).status == 200
         stream.close()
     assert not any(secret in log.read_text() for secret in (KEY, OTHER_KEY))

@@ -40,7 +40,7 @@ def test_reasoning_alone_needs_no_grammar_and_what_follows_it_does() -> None:
         held = plan(None, content, reasoning=THINK)
         assert held is not None
         assert held.grammar
-    with pytest.raises(ApiError, match="no JSON"):
+    with pytest.raises(ApiError, match="not JSON"):
         plan(None, "{", reasoning=THINK)
 
 

@@ -108,7 +108,7 @@ def test_texts_are_no_values_however_many_commas_they_have() -> None:
 
 @pytest.mark.parametrize("body", [b'{"prompt":"a","temperature":NaN}', b'{"prompt":"a","temperature":Infinity}'])
 def test_numbers_that_are_no_json_are_refused_where_they_stand(body: bytes) -> None:
-    with pytest.raises(ApiError, match=r"the body is no JSON: expected value at line 1 column \d+"):
+    with pytest.raises(ApiError, match=r"the body is not JSON: expected value at line 1 column \d+"):
         reading.read(body, CompletionBody)
 
 
@@ -171,7 +171,7 @@ def test_a_body_that_does_not_say_that_it_is_json_is_415(kind: str) -> None:
     ("fields", "message"),
     [
         ({"n": True}, "n: must be a number, not true"),
-        ({"n": "2"}, "n: must be a number, not a text"),
+        ({"n": "2"}, "n: must be a number, not a string"),
         ({"n": 1.5}, "n: must be an integer, not 1.5"),
         ({"n": 0}, "n: must be at least 1, not 0"),
         ({"n": 65}, "n: must be at most 64, not 65"),
@@ -179,27 +179,27 @@ def test_a_body_that_does_not_say_that_it_is_json_is_415(kind: str) -> None:
         ({"max_tokens": -1}, "max_tokens: must be at least 0, not -1"),
         ({"temperature": 2.1}, "temperature: must be at most 2, not 2.1"),
         ({"temperature": -1}, "temperature: must be at least 0, not -1"),
-        ({"temperature": "hot"}, "temperature: must be a number, not a text"),
+        ({"temperature": "hot"}, "temperature: must be a number, not a string"),
         ({"temperature": []}, "temperature: must be a number, not an array"),
         ({"temperature": 10**400}, "temperature: must be a number, not 1000"),
         ({"top_p": 1.1}, "top_p: must be at most 1, not 1.1"),
         ({"presence_penalty": 3}, "presence_penalty: must be at most 2, not 3"),
         ({"repetition_penalty": True}, "repetition_penalty: must be a number, not true"),
-        ({"logprobs": True}, "logprobs: must be a number from 0 to 20, not true, which is for chats"),
+        ({"logprobs": True}, "logprobs: must be a number from 0 to 20, not true; only chats take true"),
         ({"logprobs": 21}, "logprobs: must be at most 20, not 21"),
-        ({"stream": "true"}, "stream: must be true or false, not a text"),
+        ({"stream": "true"}, "stream: must be true or false, not a string"),
         ({"stream": 1}, "stream: must be true or false, not 1"),
         ({"echo": {}}, "echo: must be true or false, not an object"),
-        ({"stop": 5}, "stop: must be a text or an array, not 5"),
-        ({"stop": ["a", 5]}, "stop[1]: must be a text, not 5"),
+        ({"stop": 5}, "stop: must be a string or an array, not 5"),
+        ({"stop": ["a", 5]}, "stop[1]: must be a string, not 5"),
         ({"logit_bias": {"1": True}}, "logit_bias.1: must be a number, not true"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1: must be at most 100, not 101"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0]: must be an integer, not true"),
-        ({"user": 5}, "user: must be a text, not 5"),
+        ({"user": 5}, "user: must be a string, not 5"),
         ({"early_stopping": "soon"}, "early_stopping: must be 'never' or true or false, not 'soon'"),
         ({"allowed_token_ids": []}, "allowed_token_ids: must have at least 1 item"),
-        ({"prompt": ["a"] * 65}, "prompt: a batch has at most 64 prompts, not 65"),
-        ({"metadata": {"a": 5}}, "metadata.a: must be a text, not 5"),
+        ({"prompt": ["a"] * 65}, "prompt: a batch may have at most 64 prompts, not 65"),
+        ({"metadata": {"a": 5}}, "metadata.a: must be a string, not 5"),
         ({"stream_options": {"colour": 1}}, "Unrecognized request argument supplied: stream_options.colour"),
         ({"colour": 1}, "Unrecognized request argument supplied: colour"),
     ],

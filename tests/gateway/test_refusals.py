@@ -25,8 +25,8 @@ def served() -> Iterator[ServerProcess]:
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
-        ("completions", {"prompt": ""}, "the prompt has no token: at least one is needed"),
-        ("completions", {"prompt": "a" * 1_100_000}, "prompt must be at most 1,048,576 bytes, not 1,100,000"),
+        ("completions", {"prompt": ""}, "the prompt has no token: give at least one"),
+        ("completions", {"prompt": "a" * 1_100_000}, "prompt must have at most 1,048,576 bytes, not 1,100,000"),
         (
             "completions",
             {"prompt": "a", "stop": "a" * 300},
@@ -35,27 +35,27 @@ def served() -> Iterator[ServerProcess]:
         (
             "completions",
             {"prompt": "a", "stop_token_ids": [2048]},
-            "stop_token_ids has token id 2048, which is not below the vocabulary's 2048",
+            "stop_token_ids has token id 2048, which must be below the vocabulary size, 2048",
         ),
         (
             "completions",
             {"prompt": "a", "structured_outputs": {"choice": "ab"}},
-            "structured_outputs.choice must be an array of texts",
+            "structured_outputs.choice must be an array of strings",
         ),
         (
             "chat/completions",
             {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}},
-            "chat_template_kwargs has 'tokenize', which is no variable of a template",
+            "chat_template_kwargs has 'tokenize', which a request may not set",
         ),
         (
             "chat/completions",
             {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
-            "response_format must be a JSON object; or true, which anything fits",
+            "response_format must be a JSON object, or true, which allows any value",
         ),
         (
             "chat/completions",
             {"messages": CHAT, "response_format": {"type": "yaml"}},
-            "response_format.type is 'yaml'; known are text, json_object, json_schema",
+            "response_format.type must be one of text, json_object, json_schema; it is 'yaml'",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_schema_that_everything_fits_may_be_true(served: ServerProcess) -> Non
 @pytest.mark.parametrize(
     ("path", "param", "message"),
     [
-        ("/v1/responses/r?stream=maybe", "stream", "stream: must be true or false, not a text"),
+        ("/v1/responses/r?stream=maybe", "stream", "stream: must be true or false, not a string"),
         (
             f"/v1/responses/r/input_items?after={'a' * 129}",
             "after",

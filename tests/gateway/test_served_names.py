@@ -89,11 +89,11 @@ async def test_a_name_of_several_is_the_checkpoint_s_then_the_adapter_s_then_an_
     [
         (["--served-model-name", "a", "b", "a"], "at most 16 different names"),
         (["--served-model-name", *map(str, range(MODEL_NAMES_MAX + 1))], "at most 16 different names, not 17"),
-        (["--served-model-name", "a b"], "'a b' is no name of a model"),
-        (["--served-model-name", "x" * 129], "is no name of a model: write 1 to 128 letters"),
+        (["--served-model-name", "a b"], "'a b' is not a valid name of a model"),
+        (["--served-model-name", "x" * 129], "is not a valid name of a model: use 1 to 128 letters"),
         (
             ["--served-model-name", "a", "b", "--adapter", "b=folder"],
-            "--adapter b: --served-model-name gives that name",
+            "--adapter b: the model itself has that name",
         ),
     ],
     ids=["twice", "many", "a space", "long", "an adapter"],

@@ -145,7 +145,7 @@ def test_a_conversation_goes_on_behind_a_call_and_its_result(ai: openai.OpenAI) 
 def test_what_nobody_can_read_is_refused_and_says_what_to_do(served: ServerProcess) -> None:
     refused = curl(served, "/v1/chat/completions", body=ASK)
     assert (refused.status, refused.error["param"], refused.error["code"]) == (400, "tools", "unsupported_parameter")
-    assert "operator names a format" in refused.error["message"]
+    assert "operator can name it" in refused.error["message"]
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?!x)"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     refused = curl(served, "/v1/chat/completions", body={**ASK, "tools": [tool], "tool_choice": "required"})

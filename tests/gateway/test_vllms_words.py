@@ -156,7 +156,7 @@ def test_a_callers_template_is_refused_by_name_unless_the_worker_trusts_it(serve
     body = {"model": "demo", "messages": CHAT, "chat_template": "{{ messages[0].content }}"}
     refused = curl(served, "/v1/chat/completions", body=body)
     assert (refused.status, refused.error["param"]) == (400, "chat_template")
-    assert "unless its operator allows that" in refused.error["message"]
+    assert "operator does not permit templates of callers" in refused.error["message"]
 
 
 def test_a_trusting_worker_with_a_template_of_its_own_and_a_checkpoint_that_proposes(tmp_path: Path) -> None:

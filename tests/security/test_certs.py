@@ -86,18 +86,18 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "server.pem is there already"),
-        (["--client", "client"], "client.pem is there already"),
-        (["--server", "new", "--client", "client"], "client.pem is there already"),
+        ([], "server.pem already exists"),
+        (["--client", "client"], "client.pem already exists"),
+        (["--server", "new", "--client", "client"], "client.pem already exists"),
         (["--client", "ca"], "'ca' is the authority"),
-        (["--client", "../up"], "is no name of a file"),
+        (["--client", "../up"], "is not a valid name"),
         (["--pool", "p"], "are permissions of a client: give --client NAME, too"),
         (["--client", "c", "--host", "h"], "--host is a name in a server's certificate: give --server NAME, too"),
-        (["--server", "s", "--client", "s"], "give them two names"),
-        (["--server", "s", "--host", "h:7070"], "'h:7070' is no host"),
+        (["--server", "s", "--client", "s"], "give them different names"),
+        (["--server", "s", "--host", "h:7070"], "'h:7070' is not a host"),
         (["--server", "s", "--days", "0"], "--days"),
-        (["--client", "c", "--pool", ""], "a pool has a name"),
-        (["--client", "c", "--observe", ""], "a pool has a name"),
+        (["--client", "c", "--pool", ""], "--pool must not be empty"),
+        (["--client", "c", "--observe", ""], "--pool must not be empty"),
     ],
     ids=" ".join,
 )
@@ -112,7 +112,7 @@ def test_what_makes_no_sense_is_refused_and_writes_nothing(tmp_path: Path, optio
 
 def test_a_first_host_that_is_none_leaves_no_authority_behind(tmp_path: Path) -> None:
     result = quire("certs", str(tmp_path / "new"), "--host", "é.example")
-    assert (result.returncode, "is no host" in result.stderr) == (2, True)
+    assert (result.returncode, "is not a host" in result.stderr) == (2, True)
     assert not (tmp_path / "new").exists()
 
 
@@ -135,7 +135,7 @@ def test_an_authority_that_is_none_or_has_expired_signs_nothing(
     assert (result.returncode, "has expired" in result.stderr) == (2, True)
     (tmp_path / "ca.pem").write_text("not a certificate")
     result = quire("certs", str(tmp_path), "--client", "c")
-    assert (result.returncode, "are no certificate and key" in result.stderr) == (2, True)
+    assert (result.returncode, "are not the certificate and key" in result.stderr) == (2, True)
     assert not (tmp_path / "c.pem").exists()
 
 

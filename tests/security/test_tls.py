@@ -70,7 +70,7 @@ async def test_an_address_that_other_machines_reach_is_refused_with_what_is_miss
 async def test_half_of_tls_is_refused_on_any_address(
     certificates: Certificates, token_file: str, address: str, given: str
 ) -> None:
-    with pytest.raises(UsageError, match="TLS needs --tls-cert and --tls-key, both"):
+    with pytest.raises(UsageError, match="TLS needs both --tls-cert and --tls-key"):
         server("--listen", address, *options_of(certificates, token_file, given))
 
 
@@ -126,13 +126,13 @@ def copied(certificates: Certificates, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("server.key", 0o604, "its mode 0604 lets every user of this machine in"),
+        ("server.key", 0o604, "its mode 0604 gives every user of this machine access"),
         ("server.key", "client.key", "server.key: "),
         ("server.key", "encrypted", "server.key: "),
-        ("server.key", "not a key", "server.key is no PEM file"),
-        ("server.pem", "not a certificate", "server.pem is no PEM file"),
+        ("server.key", "not a key", "server.key is not a PEM file"),
+        ("server.pem", "not a certificate", "server.pem is not a PEM file"),
         ("server.pem", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "server.pem"),
-        ("ca.pem", "not a certificate", "ca.pem is no PEM file"),
+        ("ca.pem", "not a certificate", "ca.pem is not a PEM file"),
         ("server.key", "missing", "server.key: No such file"),
     ],
 )
@@ -277,7 +277,7 @@ def test_files_of_a_client_that_cannot_be_used_are_named(certificates: Certifica
     cert = certificates.folder / "client.pem"
     for tls, message in (
         (Tls(tmp_path / "none.pem"), "none.pem: No such file"),
-        (Tls(certificates.ca, cert), "given together"),
+        (Tls(certificates.ca, cert), "give both or neither"),
         (Tls(certificates.ca, cert, tmp_path / "open.key"), "its mode 0644"),
     ):
         with pytest.raises(UsageError, match=message):

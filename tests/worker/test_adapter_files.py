@@ -47,7 +47,7 @@ async def test_files_of_an_adapter_that_a_call_loads_are_below_the_folder_too(
     (root / "a" / name).rename(tmp_path / name)
     (root / "a" / name).symlink_to(tmp_path / name)
     adapters = Adapters(paged_model(files.base), LIMITS, root)
-    with pytest.raises(QuireError, match="leads out of the worker's folder of adapters") as caught:
+    with pytest.raises(QuireError, match="a link to outside the worker's folder of adapters") as caught:
         await adapters.load("a", "a")
     assert caught.value.reason is Reason.ADAPTER_UNUSABLE
     (root / "blobs").mkdir()
@@ -124,7 +124,7 @@ def test_tensors_that_peft_would_leave_out_are_refused(
 ) -> None:
     folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
     change_config(folder, **entries)
-    with pytest.raises(AdapterError, match=f"which {next(iter(entries))} in {CONFIG} leaves out"):
+    with pytest.raises(AdapterError, match=f"which {next(iter(entries))} in {CONFIG} excludes"):
         Adapters(paged_model(files.base)).read("a", folder)
 
 
@@ -153,5 +153,5 @@ def test_what_is_no_file_is_refused(files: Files, tmp_path: Path, name: str) -> 
     folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(AdapterError, match=f"{name} is no file"):
+    with pytest.raises(AdapterError, match=f"{name} is not a regular file"):
         Adapters(paged_model(files.base)).read("a", folder)

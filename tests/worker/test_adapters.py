@@ -203,7 +203,7 @@ async def test_adapters_come_and_go_while_requests_are_computed(llama: Model, tm
         assert output.tokens[0] == adapted_text(llama.base, llama.adapters["a"], tuple(tokens), 8)
         request = harness.submit(tokens, adapter="one", max_tokens=50, ignore_eos=True)
         assert request_count(loaded, engine.open_requests) == 1
-        with pytest.raises(QuireError, match="1 requests are computed") as caught:
+        with pytest.raises(QuireError, match="1 requests use adapter") as caught:
             engine.adapters.drop("one", request_count(loaded, engine.open_requests))
         assert caught.value.reason is Reason.ADAPTER_IN_USE
         await harness.collect(request)
@@ -228,13 +228,13 @@ async def test_a_call_loads_only_from_below_its_folder(llama: Model, tmp_path: P
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
     adapters = Adapters(paged_model(llama.base), LIMITS, tmp_path / "root")
-    with pytest.raises(QuireError, match="no folder below") as caught:
+    with pytest.raises(QuireError, match="not a folder inside") as caught:
         await adapters.load("x", folder)
     assert caught.value.reason is Reason.ADAPTER_UNUSABLE
 
 
 async def test_without_a_folder_no_call_loads(llama: Model) -> None:
-    with pytest.raises(QuireError, match="operator has named no folder") as caught:
+    with pytest.raises(QuireError, match="operator has set no folder") as caught:
         await Adapters(paged_model(llama.base)).load("a", str(llama.adapters["a"]))
     assert caught.value.reason is Reason.NOT_SUPPORTED
 
@@ -243,8 +243,8 @@ async def test_without_a_folder_no_call_loads(llama: Model) -> None:
     ("limits", "named"),
     [
         (AdapterLimits(1, 64, 1 << 30), "1 adapters are loaded"),
-        (AdapterLimits(2, 3, 1 << 30), "r = 4; this worker takes 3"),
-        (AdapterLimits(2, 64, 1 << 10), "1,024 are left"),
+        (AdapterLimits(2, 3, 1 << 30), "r = 4; this worker supports at most 3"),
+        (AdapterLimits(2, 64, 1 << 10), "only 1,024 are left"),
     ],
 )
 def test_limits_are_kept(llama: Model, limits: AdapterLimits, named: str) -> None:
@@ -279,14 +279,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no scale": (lambda folder: change_config(folder, lora_alpha="x"), "lora_alpha"),
     "a target that is not there": (
         lambda folder: change_config(folder, target_modules=[*LINEARS, "w1"]),
-        "'w1', of which",
+        "'w1', but",
     ),
-    "no configuration": (lambda folder: (folder / CONFIG).unlink(), f"has no {CONFIG}"),
-    "a broken configuration": (lambda folder: (folder / CONFIG).write_text("["), "no JSON object"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
+    "no configuration": (lambda folder: (folder / CONFIG).unlink(), f"has no readable {CONFIG}"),
+    "a broken configuration": (lambda folder: (folder / CONFIG).write_text("["), "not a JSON object"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"has no readable {WEIGHTS}"),
     "weights cut off": (
         lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]),
-        "cut off inside tensor",
+        "truncated: tensor",
     ),
     "half of a pair": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.pop(DOWN)),
@@ -294,7 +294,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another shape": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.update({DOWN: torch.zeros(4, 32)})),
-        r"q_proj.lora_A.weight is F32 \[4, 32\], and the model asks for floats of \[4, 64\]",
+        r"q_proj.lora_A.weight is F32 \[4, 32\], but the model needs floats of \[4, 64\]",
     ),
     "integers": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.update({DOWN: torch.zeros(4, 64).int()})),
@@ -302,19 +302,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "not a number": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.update({DOWN: torch.full((4, 64), torch.nan)})),
-        "NaN or infinity for layer model.layers.0.self_attn.q_proj",
+        "NaN or infinity in layer model.layers.0.self_attn.q_proj",
     ),
     "a layer that the model lacks": (
         lambda folder: change_tensors(
             folder, lambda tensors: tensors.update({DOWN.replace("layers.0", "layers.7"): torch.zeros(4, 64)})
         ),
-        "model.layers.7.self_attn.q_proj, which is no layer",
+        "model.layers.7.self_attn.q_proj, which is not a layer",
     ),
     "the embedding": (
         lambda folder: change_tensors(
             folder, lambda tensors: tensors.update({"model.embed_tokens.lora_embedding_A": torch.zeros(4, 320)})
         ),
-        "lora_embedding_A, which is no part of plain LoRA",
+        "lora_embedding_A, which is not part of plain LoRA",
     ),
 }
 
@@ -333,7 +333,7 @@ def test_layers_that_latent_attention_does_not_call_are_refused(models: dict[str
     """DeepSeek's `kv_b_proj` is merged into the queries, so an adapter for it would be ignored silently."""
     model = models["deepseek_v3"]
     folder = write_adapter(tmp_path / "adapter", model.base, seed=1, targets=["kv_b_proj"])
-    with pytest.raises(AdapterError, match="kv_b_proj, which is no layer of this model that an adapter can change"):
+    with pytest.raises(AdapterError, match="kv_b_proj, which is not a layer of this model that an adapter can change"):
         Adapters(paged_model(model.base)).read("a", folder)
 
 
@@ -358,5 +358,5 @@ def test_sites_refuse_tokens_that_are_not_those_of_the_pass(llama: Model) -> Non
     site = model.sites.by_name["model.layers.0.self_attn.q_proj"]
     chunk = Chunk([1, 2], 0, [[0]], needs_logits=True, adapter=adapter)
     batch = build_batch([chunk], groups=model.cache_spec.groups)
-    with model.sites.during(batch.adapters, 2), pytest.raises(Exception, match="other tokens than the pass"):
+    with model.sites.during(batch.adapters, 2), pytest.raises(Exception, match="differs from the pass"):
         site.add(torch.zeros(3, 64), torch.zeros(3, 64))

@@ -99,7 +99,7 @@ async def test_threads_answer_raise_and_refuse_what_is_too_much() -> None:
     threads, gate = Threads("tested", 1, 2), threading.Event()
     waiting = [asyncio.create_task(threads.run(gate.wait)) for _ in range(3)]
     await asyncio.sleep(0)
-    with pytest.raises(QuireError, match="2 calls wait to be tested") as raised:
+    with pytest.raises(QuireError, match=r"calls wait to be tested \(2\)") as raised:
         await threads.run(len, "")
     assert raised.value.reason is Reason.QUEUE_FULL
     waiting[1].cancel()
@@ -134,7 +134,7 @@ async def test_what_would_crash_or_grow_is_refused_and_what_is_kept_is_known() -
     try:
         first = await compiler.compile(structure('{"type": "integer"}'), "")
         assert await compiler.compile(structure('{"type": "integer"}'), "") is not first
-        with pytest.raises(QuireError, match="no text fits it") as raised:
+        with pytest.raises(QuireError, match="it allows no text") as raised:
             await compiler.compile(Structure(StructureKind.REGEX, (r"[^\x00-\U0010ffff]",)), "")
         assert raised.value.reason is Reason.BAD_PARAMETER
     finally:

@@ -214,12 +214,12 @@ async def test_a_cancelled_search_frees_its_beams(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.5}, "temperature cannot be used with num_beams"),
-        ({"logprobs": 1}, "logprobs cannot be used with num_beams"),
-        ({"n": 5}, "n must be at most num_beams, 4, not 5"),
+        ({"temperature": 0.5}, "temperature cannot be combined with num_beams"),
+        ({"logprobs": 1}, "logprobs cannot be combined with num_beams"),
+        ({"n": 5}, "n must be at most num_beams=4, not 5"),
         ({"num_beams": 65}, "num_beams must be an integer from 1 to 64"),
         ({"length_penalty": 7.0}, "length_penalty must be from -5"),
-        ({"num_beams": 1, "length_penalty": 2.0}, "length_penalty is for beams"),
+        ({"num_beams": 1, "length_penalty": 2.0}, "length_penalty needs num_beams above 1"),
     ],
 )
 def test_what_does_not_go_with_beams_is_refused_by_its_name(options: dict[str, Any], message: str) -> None:

@@ -193,7 +193,7 @@ async def test_a_branch_that_nobody_names_ends_with_its_time_and_one_that_is_ren
         assert branches.renew([kept.id, b"?" * 16], EVERYTHING) == [b"?" * 16]
         now_s = 60.0
         branches._sweep()
-        with pytest.raises(QuireError, match="its time has ended") as caught:
+        with pytest.raises(QuireError, match="released or expired") as caught:
             branches.find(short.id, EVERYTHING)
         assert caught.value.reason is Reason.BRANCH_UNKNOWN
         assert await held_block_count(harness) == 2

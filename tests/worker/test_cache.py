@@ -109,7 +109,7 @@ def test_pages_without_something_in_every_dimension_are_refused(name: str) -> No
 
 
 def test_layers_whose_pages_do_not_fit_side_by_side_are_refused() -> None:
-    with pytest.raises(ValueError, match="no multiple"):
+    with pytest.raises(ValueError, match="must be a multiple"):
         of(layer(0, heads=5), layer(1, window=20, heads=3))
 
 

@@ -81,13 +81,13 @@ def test_variables_are_none_of_what_transformers_takes() -> None:
     }
     assert taken <= RESERVED | TOKENIZER_OPTIONS
     for name in taken:
-        with pytest.raises(ConversationError, match="is no variable of a template"):
+        with pytest.raises(ConversationError, match="which a request may not set"):
             read_conversation('[{"role": "user"}]', "", json.dumps({name: 1}), with_generation_prompt=True)
 
 
 def test_more_messages_than_a_template_should_look_at_are_refused() -> None:
     messages = json.dumps([{"role": "user"}] * (MESSAGE_COUNT_MAX + 1))
-    with pytest.raises(ConversationError, match="messages must be at most 16,384, not 16,385"):
+    with pytest.raises(ConversationError, match="messages must have at most 16,384 entries, not 16,385"):
         read_conversation(messages, "", "", with_generation_prompt=True)
 
 
@@ -158,14 +158,14 @@ def test_a_template_with_a_syntax_error_is_not_the_callers_fault() -> None:
             json.dumps({"chat_template": "{% if %}"}),
             "chat_template.json: template 'default', line 1",
         ),
-        ("chat_template.json", "{", "chat_template.json: it is no JSON with templates that are texts"),
-        ("chat_template.json", '{"chat_template": 3}', "chat_template.json: it is no JSON with templates"),
+        ("chat_template.json", "{", "chat_template.json: it is not JSON with templates as strings"),
+        ("chat_template.json", '{"chat_template": 3}', "chat_template.json: it is not JSON with templates"),
         (
             "chat_template.json",
             '{"chat_template": [{"name": "x"}]}',
-            "chat_template.json: it is no JSON with templates",
+            "chat_template.json: it is not JSON with templates",
         ),
-        ("processor_config.json", "[]", "processor_config.json: it is no JSON with templates"),
+        ("processor_config.json", "[]", "processor_config.json: it is not JSON with templates"),
     ],
 )
 def test_a_fault_of_a_template_names_its_file(folder: Path, name: str, content: str, said: str) -> None:

@@ -134,7 +134,7 @@ def test_a_row_of_a_packed_weight_is_looked_up_where_it_lies(dtype: torch.dtype,
     with pytest.raises(ValueError, match="contiguous"):
         ops.embed(library, ids.t(), packed)
     for astray in (-1, weight.shape[0]):
-        with pytest.raises(IndexError, match=f"found {astray}"):
+        with pytest.raises(IndexError, match=f"not {astray}"):
             ops.embed(library, torch.tensor([0, astray]), packed)
 
 
@@ -227,14 +227,14 @@ def test_rows_of_a_batch_are_drawn_or_chosen_and_what_is_no_number_gives_some_to
     assert tokens[0] == logits[0].argmax()
     assert tokens[1] == 7
     assert ((tokens >= 0) & (tokens < 300)).all()
-    with pytest.raises(ValueError, match="each of 5 rows"):
+    with pytest.raises(ValueError, match=r"numbers must be .* \[5\]"):
         ops.draw(library, logits, torch.zeros(4), torch.zeros(5, dtype=torch.float64))
 
 
 def test_what_does_not_fit_is_refused(library: Library) -> None:
     layer = PackedLinear(library, [torch.zeros(4, 8)])
     for wrong in (torch.zeros(2, 6), torch.zeros(2, 8, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match="no input of a layer"):
+        with pytest.raises(ValueError, match="the input must be"):
             layer(wrong)
     with pytest.raises(ValueError, match="residual"):
         layer(torch.zeros(2, 8), torch.zeros(2, 8))
@@ -243,5 +243,5 @@ def test_what_does_not_fit_is_refused(library: Library) -> None:
     with pytest.raises(ValueError, match="float16"):
         ops.norm(library, torch.zeros(2, 8, dtype=torch.float16), torch.zeros(8, dtype=torch.float16), 1e-5)
     table = torch.zeros(2, 12)
-    with pytest.raises(ValueError, match="does not turn heads"):
+    with pytest.raises(ValueError, match="cannot rotate heads"):
         ops.rotate_(library, torch.zeros(2, 3, 8), table, table, query_heads=2)

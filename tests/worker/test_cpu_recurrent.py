@@ -70,7 +70,7 @@ def test_tensors_that_do_not_fit_are_refused(library: Library) -> None:
     x, weight, states = torch.zeros(18, 8), torch.zeros(8, 4), torch.zeros(5, 4, 8)
     for changed in ({"x": x.half()}, {"states": states[:4]}, {"weight": weight[:7]}, {"starts": STARTS[:-1]}):
         arguments = {"x": x, "weight": weight, "bias": None, "states": states, "starts": STARTS} | changed
-        with pytest.raises(ValueError, match=r"take dense|states of|starts of|do not fit"):
+        with pytest.raises(ValueError, match=r"accept dense|states of|starts of|do not match"):
             recurrent.convolve(library, activation=None, **arguments)  # type: ignore[arg-type]
     heads, shared = torch.zeros(18, 2, 4), torch.zeros(18, 1, 8)
     with pytest.raises(ValueError, match="states of"):

@@ -92,7 +92,8 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
 def test_a_pool_with_less_than_a_block_for_each_group_is_refused_with_what_it_takes(folders: dict[str, Path]) -> None:
     options = parse_arguments(["--model", str(folders["gemma3"]), "--blocks", "4"])
     with pytest.raises(
-        UsageError, match=r"4 blocks hold no token; it takes 5 blocks of 4,096 bytes.* more --blocks help"
+        UsageError,
+        match=r"4 blocks cannot hold any token; the pool needs at least 5 blocks of 4,096 bytes.* raise --blocks",
     ):
         load(options)
 
@@ -192,7 +193,7 @@ def test_what_a_family_needs_is_found_missing(
 
 def test_attention_chunks_that_blocks_do_not_divide_are_refused_with_a_size_that_does(tmp_path: Path) -> None:
     folder = write_tiny("llama4", tmp_path, attention_chunk_size=48)
-    with pytest.raises(UnsupportedModelError, match=r"of 48 is no multiple of them; --block-size 16 divides it"):
+    with pytest.raises(UnsupportedModelError, match=r"of 48 is not a multiple of that; use --block-size 16"):
         load_model(folder, block_size=32)
     assert load_model(folder, block_size=16).cache_spec.block_size == 16
 

@@ -232,7 +232,7 @@ def test_pages_are_divided_by_the_scales_of_the_checkpoint(folder: Path, tmp_pat
 @pytest.mark.parametrize("value", [[0.0], [float("nan")], [1.0, 2.0]])
 def test_what_is_no_scale_is_refused_by_name(folder: Path, tmp_path: Path, value: list[float]) -> None:
     scales = {"model.layers.0.self_attn.k_scale": torch.tensor(value)}
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_scale is no scale"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_scale must be one number above 0"):
         load_model(with_scales(folder, tmp_path / "scaled", scales), kv_cache_dtype="fp8_e4m3")
 
 

@@ -175,8 +175,8 @@ def test_a_model_that_does_not_generate_text_is_refused_by_name(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("StableLm", "does not hand keyword arguments to its attention"),
-        ("Mamba", "'mamba' cannot be served: all of its layers keep recurrent states, and none attends"),
+        ("StableLm", "does not pass keyword arguments on to its attention"),
+        ("Mamba", "'mamba' cannot be served: all of its layers keep recurrent states, and none has attention"),
         ("Zamba2", "'zamba2' cannot be served: its attention layers share one block of weights"),
     ],
 )

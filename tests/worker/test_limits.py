@@ -194,20 +194,20 @@ CASES: dict[str, Case] = {
 
 def test_more_biases_than_there_may_be_are_refused_whatever_the_vocabulary() -> None:
     params.SamplingParams(logit_bias=dict.fromkeys(range(BIAS_COUNT_MAX), 1.0)).validate()
-    with pytest.raises(ValueError, match="logit_bias must be at most"):
+    with pytest.raises(ValueError, match="logit_bias must have at most"):
         params.SamplingParams(logit_bias=dict.fromkeys(range(BIAS_COUNT_MAX + 1), 1.0)).validate()
 
 
 @pytest.mark.parametrize("kind", params.StructureKind)
 def test_structures_are_bounded_in_bytes_and_choices_in_number(kind: params.StructureKind) -> None:
     params.SamplingParams(structure=params.Structure(kind, ("x" * STRUCTURE_BYTES_MAX,))).validate()
-    with pytest.raises(ValueError, match=f"{kind.value} must be at most"):
+    with pytest.raises(ValueError, match=f"{kind.value} must have at most"):
         params.SamplingParams(structure=params.Structure(kind, ("x" * (STRUCTURE_BYTES_MAX + 1),))).validate()
     with pytest.raises(ValueError, match=f"{kind.value} must not be empty"):
         params.SamplingParams(structure=params.Structure(kind, ("",))).validate()
     choices = params.Structure(params.StructureKind.CHOICE, ("x",) * CHOICE_COUNT_MAX)
     params.SamplingParams(structure=choices).validate()
-    with pytest.raises(ValueError, match="choice must be at most"):
+    with pytest.raises(ValueError, match="choice must have at most"):
         replace(params.SamplingParams(), structure=replace(choices, texts=(*choices.texts, "x"))).validate()
 
 

@@ -45,11 +45,11 @@ async def test_a_grammar_is_not_asked_before_the_texts_up_to_which_it_leaves_a_t
     [
         (["§"] * 64, ""),
         (["§" * 64], ""),
-        (["§"] * 65, "x-free-until must be a list of at most 64 texts"),
-        (["§" * 65], "x-free-until must have texts of 1 to 64 characters"),
-        ([""], "x-free-until must have texts of 1 to 64 characters"),
-        ([1], "x-free-until must have texts of 1 to 64 characters"),
-        ("§", "x-free-until must be a list of at most 64 texts"),
+        (["§"] * 65, "x-free-until must be an array of at most 64 strings"),
+        (["§" * 65], "x-free-until must have strings of 1 to 64 characters"),
+        ([""], "x-free-until must have strings of 1 to 64 characters"),
+        ([1], "x-free-until must have strings of 1 to 64 characters"),
+        ("§", "x-free-until must be an array of at most 64 strings"),
     ],
 )
 def test_texts_up_to_which_a_grammar_leaves_a_text_free_have_bounds(given: Any, message: str) -> None:

@@ -51,7 +51,7 @@ def test_logprobs_of_a_prompt_that_fit_no_message_are_refused_by_name() -> None:
     most = PROMPT_LOGPROB_VALUES_MAX // 21
     check_logprobs(SamplingParams(prompt_logprobs=20), most, 1 << 20)
     check_logprobs(SamplingParams(), 100 * most, 1 << 24)
-    with pytest.raises(QuireError, match="prompt_logprobs would be 262,164 values") as refused:
+    with pytest.raises(QuireError, match="prompt_logprobs would have 262,164 values") as refused:
         check_logprobs(SamplingParams(prompt_logprobs=20), most + 1, 1 << 20)
     assert refused.value.reason is Reason.BAD_PARAMETER
     assert refused.value.field == "prompt_logprobs"
@@ -63,7 +63,7 @@ def test_samples_that_are_held_to_their_end_have_a_limit_of_logprobs_that_names_
     check_logprobs(best, 10, 10 + most)
     # These are sent as they are computed, so there is no limit.
     check_logprobs(SamplingParams(n=64, logprobs=20, max_tokens=1 << 30), 10, 1 << 20)
-    what = r"best_of 64 samples of 1,561 tokens with 21 logprobs each is 2,097,984 values, .* may hold 2,097,152"
+    what = r"best_of: 64 samples of 1,561 tokens with 21 logprobs each have 2,097,984 values, .* at most 2,097,152"
     with pytest.raises(QuireError, match=what) as refused:
         check_logprobs(best, 10, 11 + most)
     assert (refused.value.reason, refused.value.field) == (Reason.BAD_PARAMETER, "best_of")
@@ -72,7 +72,7 @@ def test_samples_that_are_held_to_their_end_have_a_limit_of_logprobs_that_names_
 def test_samples_that_all_begin_with_a_long_text_have_a_limit_that_names_the_numbers() -> None:
     text = "a" * (HELD_CHARACTERS_MAX // 64)
     check_echo(SamplingParams(n=64), text)
-    what = r"echo of 262,145 characters in 64 samples is 16,777,280, .* may hold 16,777,216"
+    what = r"echo of 262,145 characters in 64 samples makes 16,777,280, .* at most 16,777,216"
     with pytest.raises(QuireError, match=what) as refused:
         check_echo(SamplingParams(n=64), text + "a")
     assert (refused.value.reason, refused.value.field) == (Reason.BAD_PARAMETER, "echo")

@@ -57,5 +57,5 @@ def test_a_quota_is_read_from_its_text() -> None:
     assert quota("a:b:cached=0") == Quota("a:b", None, 0)
     assert quota(":cached=7") == Quota("", None, 7)
     for wrong in ("tenant", "t:", "t:cached", "t:cached=-1", "t:kept=1", "t:cached=1,cached=2"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is no quota"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a quota"):
             quota(wrong)

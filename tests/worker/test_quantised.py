@@ -80,5 +80,5 @@ def test_without_torchao_the_error_names_it(folders: dict[str, Path], monkeypatc
 
 def test_quantised_weights_are_not_split_over_ranks(folders: dict[str, Path]) -> None:
     check_configuration(folders["int8"], block_size=16, rank_count=1)
-    with pytest.raises(UnsupportedModelError, match="quantised weights cannot be split over 2 ranks"):
+    with pytest.raises(UnsupportedModelError, match="quantized weights cannot be split among 2 ranks"):
         check_configuration(folders["int8"], block_size=16, rank_count=2)

@@ -46,7 +46,7 @@ def test_kv_heads_are_repeated_only_as_far_as_they_must() -> None:
     assert [heads_of_rank(8, 4, rank=rank, size=2).kv for rank in range(2)] == [(0, 1), (2, 3)]
     assert [heads_of_rank(8, 2, rank=rank, size=4).kv for rank in range(4)] == [(0,), (0,), (1,), (1,)]
     assert [heads_of_rank(12, 3, rank=rank, size=2).kv for rank in range(2)] == [(0, 0, 1), (1, 2, 2)]
-    with pytest.raises(ValueError, match="8 query heads, 4 KV heads and 3 ranks do not divide"):
+    with pytest.raises(ValueError, match="8 query heads and 4 KV heads cannot be divided evenly among 3 ranks"):
         heads_of_rank(8, 4, rank=0, size=3)
 
 
@@ -70,7 +70,7 @@ def test_a_message_holds_what_it_is_told_and_makes_nothing_else() -> None:
     assert found[:6] == (1, -2.5, None, True, "text", ((3, 4), (5,)))
     assert found[6].shape == (0, 3)
     assert found[7].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(TypeError, match="a object cannot be told"):
+    with pytest.raises(TypeError, match="a object cannot be sent"):
         pack(object())
     with pytest.raises(KeyError, match="RankIdentity"):
         unpack(pack(RankIdentity(file=None)), {})
@@ -89,7 +89,7 @@ def test_torchrun_and_the_command_line_must_agree_and_ranks_meet_on_loopback() -
         identity_of(TORCHRUN, size=4, may_leave_machine=False)
     for address in ("10.0.0.5", "node-1", "fd00::5"):
         elsewhere = TORCHRUN | {"MASTER_ADDR": address}
-        with pytest.raises(UsageError, match=f"would meet at {address}.* give --trusted-rank-network"):
+        with pytest.raises(UsageError, match=f"would connect through {address}.* give --trusted-rank-network"):
             identity_of(elsewhere, size=None, may_leave_machine=False)
         assert not identity_of(elsewhere, size=None, may_leave_machine=True).is_on_loopback
     assert identity_of(TORCHRUN | {"MASTER_ADDR": "::1"}, size=2, may_leave_machine=False).is_on_loopback

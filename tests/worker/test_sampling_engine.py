@@ -189,7 +189,7 @@ async def test_a_stop_text_ends_the_text_where_transformers_ends_it() -> None:
 async def test_a_request_without_a_token_to_choose_fails_alone(folder: Path) -> None:
     async with running(folder) as harness:
         company = asyncio.create_task(harness.generate(prompt(20), max_tokens=20, ignore_eos=True))
-        with pytest.raises(QuireError, match="no token is left") as raised:
+        with pytest.raises(QuireError, match="no token can be sampled") as raised:
             await harness.generate(prompt(9), allowed_token_ids=(3,), banned_token_ids=(3,))
         assert raised.value.reason is Reason.BAD_PARAMETER
         alone: Output = await harness.generate(prompt(20), max_tokens=20, ignore_eos=True)

@@ -91,7 +91,7 @@ def test_beams_come_best_first_with_their_scores(client: Client) -> None:
 
 
 def test_what_does_not_go_with_beams_is_said_by_name(client: Client) -> None:
-    with pytest.raises(InvalidArgumentError, match="temperature cannot be used with num_beams"):
+    with pytest.raises(InvalidArgumentError, match="temperature cannot be combined with num_beams"):
         client.generate(TEXT, num_beams=2, temperature=1.0)
     with pytest.raises(InvalidArgumentError, match="early_stopping must be True, False or 'never'"):
         client.generate(TEXT, num_beams=2, early_stopping="always")  # type: ignore[arg-type]

@@ -175,11 +175,11 @@ def test_what_is_neither_is_refused_with_an_example(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--kv-memory", "100TiB"], r"--kv-memory: 100\.0 TiB are more than the \d+\.\d GiB that there are"),
-        (["--blocks", "2000000000"], r"--blocks: [\d.,]+ TiB are more than the \d+\.\d GiB that there are"),
+        (["--kv-memory", "100TiB"], r"--kv-memory: 100\.0 TiB is more than the available \d+\.\d GiB"),
+        (["--blocks", "2000000000"], r"--blocks: [\d.,]+ TiB is more than the available \d+\.\d GiB"),
         (
             ["--kv-memory", "1KiB"],
-            r"--kv-memory: 0 blocks hold no token; it takes 2 blocks of 4,096 bytes.* 7\.0 KiB are missing: more",
+            r"0 blocks cannot hold any token; the pool needs at least 2 blocks of 4,096 .* 7\.0 KiB are missing: raise",
         ),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_device_without_room_says_how_it_was_computed_and_what_helps(model: Pa
     assert "10.0 GiB x 0.9 - 9.0 GiB used - 9.0 GiB at the peak + 8.0 GiB allocated leaves -1.0 GiB" in str(
         raised.value
     )
-    assert "1.0 GiB are missing: more --gpu-memory-utilization" in str(raised.value)
+    assert "1.0 GiB are missing: raise --gpu-memory-utilization" in str(raised.value)
 
 
 def test_figures_are_logged_and_a_pool_shorter_than_the_context_is_warned_of(folder: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_limit_of_sequences_plans_the_pool_and_is_refused_where_the_pool_does_
     assert [line["sequence_tokens_max"] for line in lines if line["event"] == "model loaded"] == [100]
     assert not [line for line in lines if line["log_level"] == "warning" and "context" in line["event"]]
     assert useful_blocks(loaded.model, 8) == 8 * 7
-    with pytest.raises(UsageError, match=r"^--max-model-len 145: the pool of .* at most 144 tokens: give it --kv-mem"):
+    with pytest.raises(UsageError, match=r"^--max-model-len 145: the pool of .* at most 144 tokens: use --kv-mem"):
         load(parse_arguments(["--model", str(folder), "--blocks", "9", "--max-model-len", "145"]))
 
 
@@ -240,14 +240,12 @@ def test_a_limit_of_sequences_beyond_the_model_s_context_ends_the_worker_at_its_
     command = [sys.executable, "-m", "quire_worker", "--model", str(folder), "--max-model-len", "513"]
     command += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    said = (
-        f"quire-worker: --max-model-len 513: the context of {folder} has 512 tokens: give at most that many, or leave"
-    )
+    said = f"quire-worker: --max-model-len must be at most 512, the context of {folder}, not 513"
     assert (ended.returncode, said in ended.stderr) == (2, True), ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"), [("1", "must be at least 2, a prompt and an answer"), ("8k", "invalid int")]
+    ("asked", "said"), [("1", "must be at least 2, for a prompt and an answer"), ("8k", "invalid int")]
 )
 def test_a_limit_of_sequences_that_is_none_is_refused(
     asked: str, said: str, capsys: pytest.CaptureFixture[str]

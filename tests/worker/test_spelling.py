@@ -72,7 +72,7 @@ def test_a_conversation_is_what_transformers_makes_of_it() -> None:
 @pytest.mark.parametrize(
     ("messages", "tools", "variables", "message"),
     [
-        ("[", "", "", "messages is no JSON"),
+        ("[", "", "", "messages is not JSON"),
         ("[]", "", "", "messages must not be empty"),
         ("[1]", "", "", "messages must be an array of objects"),
         ('[{"content": "x"}]', "", "", r"messages\[0\] has no role"),
@@ -82,9 +82,9 @@ def test_a_conversation_is_what_transformers_makes_of_it() -> None:
             '[{"role": "user"}]',
             "",
             '{"tokenize": true}',
-            "variables has 'tokenize', which is no variable of a template",
+            "variables has 'tokenize', which a request may not set",
         ),
-        ("[" * 100_000, "", "", "messages is no JSON"),
+        ("[" * 100_000, "", "", "messages is not JSON"),
     ],
 )
 def test_what_is_no_conversation_is_refused_in_words(messages: str, tools: str, variables: str, message: str) -> None:
@@ -94,5 +94,5 @@ def test_what_is_no_conversation_is_refused_in_words(messages: str, tools: str, 
 
 def test_a_template_that_refuses_is_the_callers_error() -> None:
     conversation = read_conversation('[{"role": "user", "content": [1]}]', "", "", with_generation_prompt=True)
-    with pytest.raises(ConversationError, match="refuses this conversation: content must be text"):
+    with pytest.raises(ConversationError, match="rejects this conversation: content must be text"):
         Tokenizer(DEMO).chat_template.text(conversation)

@@ -56,7 +56,7 @@ def test_the_trained_tokenizer_round_trips_any_text(trained: Path) -> None:
 def test_an_output_folder_that_holds_a_model_is_refused(trained: Path) -> None:
     result = run_script("--output", str(trained), "--steps", "1")
     assert result.returncode == 2
-    assert "already holds a model" in result.stderr
+    assert "already contains a model" in result.stderr
 
 
 def test_the_corpus_is_collected_in_the_same_order_every_time() -> None:

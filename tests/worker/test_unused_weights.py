@@ -58,7 +58,7 @@ def test_a_tensor_that_the_architecture_would_leave_out_of_each_text_is_refused_
     with pytest.raises(CheckpointError) as caught:
         load_model(folder)
     assert str(folder) in str(caught.value)
-    assert f"have {CHANGES_TEXT[name]}, which a LlamaForCausalLM does not compute with" in str(caught.value)
+    assert f"have {CHANGES_TEXT[name]}, which a LlamaForCausalLM does not use" in str(caught.value)
 
 
 MEANS_NOTHING = {

@@ -69,7 +69,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "a tensor has another shape": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.update({UP: torch.zeros(96, 32)})),
-        [FILE, UP, "[96, 32]", "asks for [96, 64]"],
+        [FILE, UP, "[96, 32]", "needs [96, 64]"],
     ),
     "a tensor holds integers": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.update({UP: torch.zeros(96, 64).long()})),
@@ -81,24 +81,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ),
         [FILE, UP, "F8_E4M3", "quantization_config"],
     ),
-    "the file was cut off in its data": (lambda folder: cut(folder, 0.9), [FILE, "cut off inside tensor model."]),
-    "the file was cut off in its header": (lambda folder: cut(folder, 0.001), [FILE, "begin with a header of"]),
+    "the file was cut off in its data": (lambda folder: cut(folder, 0.9), [FILE, "truncated: tensor model."]),
+    "the file was cut off in its header": (lambda folder: cut(folder, 0.001), [FILE, "begins with the length"]),
     "the file is empty": (lambda folder: cut(folder, 0), [FILE, "it has 0 bytes"]),
     "the file is no safetensors file": (
         lambda folder: (folder / FILE).write_bytes(b"PK\x03\x04" * 100),
-        [FILE, "begin with a header of"],
+        [FILE, "begins with the length"],
     ),
     "the header is no JSON": (
         lambda folder: (folder / FILE).write_bytes((4).to_bytes(8, "little") + b"{]]}"),
-        [FILE, "no JSON object"],
+        [FILE, "not a JSON object"],
     ),
     "the header is no object": (
         lambda folder: (folder / FILE).write_bytes((4).to_bytes(8, "little") + b"[[]]"),
-        [FILE, "no JSON object"],
+        [FILE, "not a JSON object"],
     ),
     "a dtype is unknown": (
         lambda folder: change_header(folder, lambda header: header[UP].update(dtype="F12")),
-        [FILE, UP, "does not say what"],
+        [FILE, UP, "has no valid entry"],
     ),
     "a size does not fit the shape": (
         lambda folder: change_header(folder, lambda header: header[UP].update(shape=[96, 63])),
@@ -169,7 +169,7 @@ def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": 1}}])
 def test_an_index_that_is_none_is_refused(sharded: Path, index: object) -> None:
     write_index(sharded, index)
-    assert "no index of weights" in refusal(sharded)
+    assert "not an index of weights" in refusal(sharded)
 
 
 def test_an_index_that_leads_out_of_the_folder_is_refused(sharded: Path) -> None:

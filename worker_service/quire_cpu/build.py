@@ -51,7 +51,7 @@ def compiler() -> str:
         found = shutil.which(name) if name else None
         if found:
             return found
-    raise BuildError("no C++ compiler: neither $CXX nor c++, g++ or clang++ is there")
+    raise BuildError("there is no C++ compiler: install g++ or clang++, or set CXX")
 
 
 def build(folder: Path) -> Path:
@@ -110,7 +110,7 @@ def _run(command: list[str]) -> None:
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} took more than {COMPILE_S_MAX:.0f} s") from error
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode}"]
         raise BuildError(f"{command[0]}: {lines[0]}")
 
 

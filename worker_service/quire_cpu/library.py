@@ -46,7 +46,7 @@ class Library:
         """
         if self.functions.quire_use(instruction_set.encode()):
             known = ", ".join(self.instruction_sets)
-            raise ValueError(f"no kernels for {instruction_set!r} run on this CPU; there are {known}")
+            raise ValueError(f"this CPU cannot run the kernels for {instruction_set!r}; it can run {known}")
 
     def follow_torch_threads(self) -> None:
         """Uses `torch.get_num_threads()` threads of torch's own pool from now on."""
@@ -69,7 +69,7 @@ def load() -> Library | Missing:
     except BuildError as error:
         return Missing(str(error))
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
-        return Missing(f"{error}: set QUIRE_CACHE to a folder of your own that can be written")
+        return Missing(f"{error}: set QUIRE_CACHE to a folder that you can write")
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
@@ -111,7 +111,7 @@ def _refuse_what_others_may_write(folder: Path) -> None:
         BuildError: another user owns the folder, or may write to it.
     """
     if _others_may_write(folder):
-        raise BuildError(f"{folder} is not loaded from: others than this user may write to it")
+        raise BuildError(f"{folder} is not used, because other users may write to it")
 
 
 def _others_may_write(path: Path) -> bool:

@@ -72,12 +72,12 @@ def rotate_(
     """
     tokens, head_count, head_dim = heads.shape
     if heads.stride()[1:] != (head_dim, 1):
-        raise ValueError(f"heads must lie side by side, not with strides {heads.stride()}")
+        raise ValueError(f"heads of a token must be contiguous, not have strides {heads.stride()}")
     if cosine.shape != sine.shape or cosine.shape[0] != tokens or cosine.stride() != sine.stride():
         raise ValueError(f"cosine and sine must be [{tokens}, rotary_dim], not {list(cosine.shape)}")
     rotary_dim = cosine.shape[1]
     if rotary_dim > head_dim or rotary_dim % 2 or cosine.stride(1) != 1 or cosine.dtype != heads.dtype:
-        raise ValueError(f"a table of {cosine.dtype} {list(cosine.shape)} does not turn heads of {head_dim}")
+        raise ValueError(f"tables of {cosine.dtype} {list(cosine.shape)} cannot rotate heads of {head_dim}")
     query_norm, key_norm, epsilon = (
         (0, 0, 0.0)
         if norms is None
@@ -153,7 +153,7 @@ def draw(library: Library, logits: torch.Tensor, temperatures: torch.Tensor, uni
         raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
     for numbers, dtype in ((temperatures, torch.float32), (uniforms, torch.float64)):
         if numbers.shape != (rows,) or numbers.dtype != dtype or not numbers.is_contiguous():
-            raise ValueError(f"a number of {dtype} is needed for each of {rows} rows, not {list(numbers.shape)}")
+            raise ValueError(f"numbers must be {dtype} [{rows}], not {list(numbers.shape)}")
     tokens = torch.empty(rows, dtype=torch.int64)
     arguments = Draw(
         logits.data_ptr(), temperatures.data_ptr(), uniforms.data_ptr(), tokens.data_ptr(), logits.stride(0), rows,
@@ -191,12 +191,12 @@ class PackedLinear:
         first = weights[0]
         self.inputs = first.shape[1]
         if any(w.shape[1] != self.inputs or w.dtype != first.dtype or w.stride(1) != 1 for w in weights):
-            raise ValueError("weights that are packed together have one input and one dtype")
+            raise ValueError("weights that are packed together must have the same number of inputs and the same dtype")
         if self.inputs * first.itemsize % 4:
-            raise ValueError(f"{self.inputs} inputs of {first.dtype} are no whole number of 32-bit words")
+            raise ValueError(f"{self.inputs} inputs of {first.dtype} do not fill 32-bit words")
         is_gated = gate is not None
         if is_gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
-            raise ValueError("a gated layer has two weights of one shape")
+            raise ValueError("a gated layer must have two weights of the same shape")
         self.library = library
         self.dtype = first.dtype
         self.gate = gate
@@ -249,7 +249,7 @@ class PackedLinear:
         """
         rows = _rows(x)
         if rows.shape[1] != self.inputs or x.dtype != self.dtype:
-            raise ValueError(f"{x.dtype} {list(x.shape)} is no input of a layer of {self.dtype} {self.inputs}")
+            raise ValueError(f"the input must be {self.dtype} [..., {self.inputs}], not {x.dtype} {list(x.shape)}")
         if rows.stride(0) * x.itemsize % 4:
             rows = rows.contiguous()
         output = torch.empty((*x.shape[:-1], self.outputs), dtype=x.dtype)
@@ -283,7 +283,7 @@ def embed(library: Library, ids: torch.Tensor, packed: PackedLinear) -> torch.Te
     if ids.numel():
         low, high = torch.aminmax(ids)
         if int(low) < 0 or int(high) >= packed.outputs:
-            raise IndexError(f"ids must be in 0..{packed.outputs - 1}, found {int(low) if int(low) < 0 else int(high)}")
+            raise IndexError(f"ids must be in 0..{packed.outputs - 1}, not {int(low) if int(low) < 0 else int(high)}")
     output = torch.empty((*ids.shape, packed.inputs), dtype=packed.dtype)
     words = packed.weight.shape[1]
     library.functions.quire_embed(
@@ -307,5 +307,5 @@ def _vector(weight: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor
 def _dtype(x: torch.Tensor) -> int:
     number = DTYPES.get(x.dtype)
     if number is None or x.device.type != "cpu":
-        raise ValueError(f"the kernels take float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
+        raise ValueError(f"the kernels accept float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
     return number

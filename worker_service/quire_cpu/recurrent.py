@@ -43,7 +43,7 @@ def convolve(
     channels, kernel = weight.shape
     _check(x, starts, activation in (None, "silu"), x.dim() == 2, x.shape[1] == channels)
     if states.shape != (len(starts) - 1, kernel, channels) or states.dtype != x.dtype or not states.is_contiguous():
-        raise ValueError(f"states of {states.dtype} {list(states.shape)} are none of such a convolution")
+        raise ValueError(f"states of {states.dtype} {list(states.shape)} do not fit this convolution")
     output = torch.empty(x.shape, dtype=x.dtype)
     rows, added = weight.T.float().contiguous(), None if bias is None else bias.float().contiguous()
     library.functions.quire_convolve(
@@ -96,9 +96,9 @@ def scan(
     _check(x, starts, b.shape == c.shape == (token_count, groups, size), b.dtype == c.dtype == x.dtype)
     _check(x, starts, heads % groups == 0, steps.shape == (token_count, heads), decay.shape == (heads,))
     if any(each.stride()[1:] != (each.shape[2], 1) for each in (x, b, c)):
-        raise ValueError("heads and groups must lie side by side")
+        raise ValueError("heads and groups of a token must be contiguous")
     if states.shape != (len(starts) - 1, heads, head_dim, size) or states.dtype != torch.float32:
-        raise ValueError(f"states of {states.dtype} {list(states.shape)} are none of such a scan")
+        raise ValueError(f"states of {states.dtype} {list(states.shape)} do not fit this scan")
     if not states.is_contiguous():
         raise ValueError("states must be contiguous")
     output = torch.empty(x.shape, dtype=torch.float32)
@@ -119,8 +119,8 @@ def scan(
 
 def _check(x: torch.Tensor, starts: torch.Tensor, *conditions: bool) -> None:
     if x.dtype not in DTYPES or x.device.type != "cpu" or x.stride(-1) != 1:
-        raise ValueError(f"the kernels take dense float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
+        raise ValueError(f"the kernels accept dense float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
     if starts.dtype != torch.int64 or not starts.is_contiguous() or int(starts[-1]) != x.shape[0]:
-        raise ValueError(f"starts of sequences must be int64 and end at {x.shape[0]} tokens")
+        raise ValueError(f"the starts of sequences must be int64, and the last one {x.shape[0]}, the number of tokens")
     if not all(conditions):
-        raise ValueError("the tensors of a recurrent layer do not fit together")
+        raise ValueError("the shapes, dtypes or devices of a recurrent layer's tensors do not match")

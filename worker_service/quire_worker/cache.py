@@ -80,7 +80,9 @@ class PageSpec:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.page_stride % self.half_elements or self.page_stride < self.half_count * self.half_elements:
             keys = self.half_elements
-            raise ValueError(f"pages {self.page_stride} elements apart, no multiple of a page's {keys} of keys")
+            raise ValueError(
+                f"page_stride must be a multiple of the {keys} elements of a page's keys, not {self.page_stride}"
+            )
 
     @property
     def query_dtype(self) -> torch.dtype:

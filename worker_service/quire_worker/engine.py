@@ -117,7 +117,7 @@ class Engine:
                 self._turned.set()
                 self._turned.clear()
         except DeviceLostError:
-            self.fail_all(QuireError.of(Reason.MODEL_FAILED, "the worker lost its device"))
+            self.fail_all(QuireError.of(Reason.MODEL_FAILED, "the worker's device does not respond any more"))
             raise
         finally:
             self.reception.is_closed = True
@@ -353,7 +353,7 @@ class Engine:
         try:
             outcome = await answer
         except SessionLostError:
-            log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.roster.running))
+            log.warning("the allocator lost this pool; recomputing", running=len(self.scheduler.roster.running))
             self.scheduler.forget_blocks()
             return None
         except QuireError as error:

@@ -274,7 +274,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         check_namespace(request.namespace, permissions)
         if len(request.cache_salt.encode()) > SALT_BYTES_MAX:
             raise QuireError.of(
-                Reason.BAD_PARAMETER, f"cache_salt must be at most {SALT_BYTES_MAX} bytes", field="cache_salt"
+                Reason.BAD_PARAMETER, f"cache_salt must have at most {SALT_BYTES_MAX} bytes", field="cache_salt"
             )
         matcher = await self._checks.matcher(sampling, request.namespace)
         prompt = await self._checks.prompt(request, request_id)

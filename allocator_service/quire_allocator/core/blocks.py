@@ -173,7 +173,7 @@ class Blocks:
         queue = queue or self.queue
         while count > 0:
             entry = queue.peek()
-            assert isinstance(entry, Scoped), "there are fewer candidates than cached blocks"
+            assert isinstance(entry, Scoped), "the eviction queue is empty although blocks are cached"
             cached, victim = self.cached_count, entry.scope.namespace
             evicted = entry.scope.manager.evict(entry, count)
             self.dropped(entry.scope, evicted)
@@ -192,10 +192,10 @@ class Blocks:
             for scope in space.scopes:
                 held += scope.held
                 cached += scope.cached
-        assert cached == self.cached_count, f"{self.cached_count} blocks count as cached, namespaces have {cached}"
+        assert cached == self.cached_count, f"{self.cached_count} blocks count as cached, but namespaces have {cached}"
         used = self._top - cached
-        assert held == used, f"{used} blocks count as held, namespaces have {held}"
+        assert held == used, f"{used} blocks count as held, but namespaces have {held}"
 
     def check_invariants(self) -> None:
         """Raises AssertionError if a block is twice among the empty ones."""
-        assert len(set(self.empty)) == self.empty_count, "a block is twice in the empty stack"
+        assert len(set(self.empty)) == self.empty_count, "a block is in the empty stack twice"

@@ -86,7 +86,7 @@ class AllocatorCollector(Collector):
         sessions.add_metric(["stream"], sum(not owner.unary for owner in owners))
         sessions.add_metric(["unary"], sum(owner.unary for owner in owners))
         yield sessions
-        rpcs = CounterMetricFamily("quire_allocator_rpc", "Calls ended, by method and code.", labels=["method", "code"])
+        rpcs = CounterMetricFamily("quire_allocator_rpc", "Ended calls, by method and code.", labels=["method", "code"])
         for (method, code), count in list(self._counters.rpcs.items()):
             rpcs.add_metric([method, code], count)
         yield rpcs
@@ -97,12 +97,12 @@ class AllocatorCollector(Collector):
         )
         yield CounterMetricFamily(
             "quire_allocator_quarantines",
-            "Pools stopped because an invariant of theirs broke.",
+            "Pools that were stopped because one of their invariants broke.",
             value=self._counters.quarantine_count,
         )
         yield GaugeMetricFamily(
             "quire_allocator_refused_pools",
-            "Pools that broke so often that nobody may attach them for now.",
+            "Pools that broke so often that they cannot be attached for now.",
             value=self._counters.refused_pool_count(),
         )
         yield dropped_lines("quire_allocator")
@@ -111,18 +111,19 @@ class AllocatorCollector(Collector):
         blocks = GaugeMetricFamily("quire_allocator_blocks", "Blocks by state.", labels=["pool", "state"])
         groups = GaugeMetricFamily(
             "quire_allocator_group_blocks",
-            "Blocks of the groups of one specification: held, cached to be hit (kept), or only until needed (spare).",
+            "Blocks of the groups of one specification: held, cached to be hit (kept), or cached until another "
+            "needs them (spare).",
             labels=["pool", "group", "state"],
         )
         group_bytes = GaugeMetricFamily(
             "quire_allocator_group_bytes",
-            "Bytes of `quire_allocator_group_blocks`, of pools whose owner says how many a block has.",
+            "Bytes of `quire_allocator_group_blocks`, for pools whose owner reports the bytes of a block.",
             labels=["pool", "group", "state"],
         )
         sequences = GaugeMetricFamily("quire_allocator_sequences", "Live sequences.", labels=["pool"])
         saved = GaugeMetricFamily(
             "quire_allocator_saved_blocks",
-            "Blocks more that sequences would hold if none were shared.",
+            "Additional blocks that sequences would hold if no block were shared.",
             labels=["pool"],
         )
         for owner in self._directory.open_pools():
@@ -172,19 +173,21 @@ class AllocatorCollector(Collector):
         )
         tokens = CounterMetricFamily(
             "quire_allocator_prefix_tokens",
-            "Tokens of new sequences: all, and those found in the cache; the same of preempted requests that return.",
+            "Tokens of new sequences, all and cached; and the same for preempted requests that return.",
             labels=["pool", "outcome"],
         )
         granted = CounterMetricFamily("quire_allocator_granted_blocks", "Blocks granted.", labels=["pool"])
         short = CounterMetricFamily(
             "quire_allocator_short_blocks",
-            "Blocks that refused grows were short of, by result.",
+            "Blocks that were missing for refused grows, by result.",
             labels=["pool", "code"],
         )
         dropped = CounterMetricFamily(
-            "quire_allocator_dropped_blocks", "Cached blocks that were to be forgotten.", labels=["pool"]
+            "quire_allocator_dropped_blocks", "Cached blocks that owners and DropCache dropped.", labels=["pool"]
         )
-        copies = CounterMetricFamily("quire_allocator_copies", "Copy-on-write copies ordered.", labels=["pool"])
+        copies = CounterMetricFamily(
+            "quire_allocator_copies", "Copy-on-write copies that owners were told to make.", labels=["pool"]
+        )
         for owner, numbers in self._counted():
             name, pool = owner.name, owner.pool
             for result, count in list(numbers.short_blocks.items()):
@@ -205,7 +208,7 @@ class AllocatorCollector(Collector):
     def _evictions(self) -> Iterator[Metric]:
         evictions = CounterMetricFamily(
             "quire_allocator_evictions",
-            "Cached blocks evicted: for the namespace's own room, for another one's, or beyond its quota.",
+            "Evicted cached blocks: for their own namespace, for another one, or above the quota.",
             labels=["pool", "reason"],
         )
         foreign = CounterMetricFamily(
@@ -226,22 +229,22 @@ class AllocatorCollector(Collector):
     def _recoveries(self) -> Iterator[Metric]:
         seconds = HistogramMetricFamily(
             "quire_allocator_recovery_seconds",
-            "From asking an owner for its report to the pool made of it; reports of empty pools do not count.",
+            "Time from asking an owner for its report to the rebuilt pool, without reports of empty pools.",
             labels=["pool"],
         )
         blocks = CounterMetricFamily(
             "quire_allocator_recovered_blocks",
-            "Blocks of owners' reports: all that were reported, and those of them that the pool kept.",
+            "Blocks in owners' reports: all, and those that the pool kept.",
             labels=["pool", "state"],
         )
         sequences = CounterMetricFamily(
             "quire_allocator_recovered_sequences",
-            "Sequences of owners' reports; all continue, or the report is refused.",
+            "Sequences in owners' reports. All of them continue, or the report is refused.",
             labels=["pool"],
         )
         disagreements = CounterMetricFamily(
             "quire_allocator_state_disagreements",
-            "Sessions that their owner gave up while they were open, to report its pool anew.",
+            "Open sessions that their owner gave up to report its pool again.",
             labels=["pool"],
         )
         for owner, numbers in self._counted():
@@ -261,7 +264,7 @@ class AllocatorCollector(Collector):
         )
         what_if = CounterMetricFamily(
             "quire_allocator_what_if_tokens",
-            "Sampled tokens that pools of other sizes would have hit, if they evicted what was used least recently.",
+            "Sampled tokens that pools of other sizes would have hit with LRU eviction.",
             labels=["pool", "size"],
         )
         lifetimes, idles, gaps = (

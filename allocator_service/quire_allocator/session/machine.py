@@ -123,14 +123,15 @@ class SessionMachine:
     # -- attach --------------------------------------------------------------------------------------------------------
 
     def _attach(self, request: packed.SessionRequest, now: float) -> packed.SessionReply:
-        _expect(request, "attach", "attach: a stream begins with it")
+        _expect(request, "attach", "attach, the first message of a stream")
         attach = request.attach
         require(not self._sessions.draining, "the allocator is shutting down", "DRAINING")
         translate.version(attach.version)
         require(len(attach.incarnation) == 16, f"incarnation must be 16 bytes, not {len(attach.incarnation):,}")
         require(attach.epoch >= 1, "epoch must be at least 1, not 0")
         require(
-            1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}, not {attach.window}"
+            1 <= attach.window <= limits.WINDOW_MAX,
+            f"window must be from 1 to {limits.WINDOW_MAX}, not {attach.window}",
         )
         self._spec = translate.pool_spec(attach.spec)
         name = translate.pool_name(attach.pool)
@@ -178,7 +179,7 @@ class SessionMachine:
     def check_report(self, now: float) -> None:
         """Ends a stream that has one of the few places for reports and sends no chunk; heartbeats are no chunks."""
         if self.phase is Phase.REPORTING and self._report_heard + limits.REPORT_PAUSE_S <= now:
-            self.end("IDLE", f"no part of the report for {limits.REPORT_PAUSE_S:g} s")
+            self.end("IDLE", f"no part of the report arrived for {limits.REPORT_PAUSE_S:g} s")
 
     def _reserve_report(self, now: float) -> None:
         """Takes a place among the few reports that are staged at a time. An owner without a place is refused at its
@@ -189,7 +190,8 @@ class SessionMachine:
             own_count = sum([stream.caller == self.caller for stream in staging])
             require(
                 len(staging) + own_count < limits.REPORTS_MAX,
-                f"{len(staging)} reports are under way, of at most {limits.REPORTS_MAX}: attach again later",
+                f"{len(staging)} reports are being received, the most at a time is {limits.REPORTS_MAX}: attach "
+                "again later",
                 "REPORT_ADMISSION",
             )
             staging.add(self)
@@ -211,7 +213,9 @@ class SessionMachine:
             sessions.apply(owner, lambda: report.add(request.report_chunk), now)
             self._directory.renew(owner, now)
             return []
-        _expect(request, "report_end", "report_chunk, report_end or heartbeat: a report was asked for")
+        _expect(
+            request, "report_end", "report_chunk, report_end or heartbeat, because the allocator asked for a report"
+        )
         answer = self._open(owner, spec, report, request.report_end, now)
         self._directory.renew(owner, now)
         return [answer]
@@ -272,7 +276,7 @@ class SessionMachine:
         session_id = step.session_id  # read once, because an access costs time
         require(
             bool(session_id) and session_id == owner.session_id,
-            "session_id is not that of this stream: it is in Resumed or Ready",
+            "session_id is not the one of this stream, which is in Resumed or Ready",
             "SESSION_UNKNOWN",
             "session_id",
         )
@@ -284,4 +288,4 @@ def _expect(request: packed.SessionRequest, kind: str, expected: str) -> None:
     """Refuses a message of another kind as MALFORMED, and names what is expected."""
     sent = request.WhichOneof("message")
     if sent != kind:
-        raise Refusal("MALFORMED", f"the message is {sent or 'empty'}; expected is {expected}")
+        raise Refusal("MALFORMED", f"the message is {sent or 'empty'}; expected {expected}")

@@ -122,7 +122,7 @@ class SessionRegistry:
             self.observer.quarantined(owner, error)
             raise Refusal(
                 "POOL_QUARANTINED",
-                f"an invariant of pool {owner.name} broke, by a fault of the allocator; attach again",
+                f"an invariant of pool {owner.name} broke because of a bug in the allocator; attach again",
             ) from error
         return answer
 
@@ -137,8 +137,11 @@ class SessionRegistry:
             drops = [*owner.untold_drops, drop]
             digests = sum([len(untold.digests) // DIGEST_BYTES for untold in drops])
             if len(drops) > limits.DROPS_UNTOLD_MAX or digests > limits.DROPS_UNTOLD_DIGESTS_MAX:
-                text = f"the owner of pool {owner.name} hears of {len(drops) - 1} other drops with its next step"
-                raise Refusal("LIMIT", f"{text}: drop again after it")
+                text = (
+                    f"the owner of pool {owner.name} must first learn of {len(drops) - 1} other drops, with its "
+                    "next step"
+                )
+                raise Refusal("LIMIT", f"{text}: try again after that step")
             owner.untold_drops = drops
         return self.apply_drop(owner, drop, now)
 
@@ -157,7 +160,8 @@ class SessionRegistry:
         if len(recent) >= limits.QUARANTINES_MAX:
             raise Refusal(
                 "POOL_QUARANTINED",
-                f"pool {name} broke {len(recent)} times in {limits.QUARANTINE_WINDOW_S:g} s and is refused for now",
+                f"pool {name} broke {len(recent)} times in {limits.QUARANTINE_WINDOW_S:g} s and cannot be "
+                "attached for now",
                 retry_after_s=recent[-limits.QUARANTINES_MAX] + limits.QUARANTINE_WINDOW_S - now,
             )
 
@@ -190,7 +194,7 @@ class SessionRegistry:
             self.drop(owner)
             if owner.stream is not None:
                 cast("Stream", owner.stream).end(
-                    "IDLE", f"no message came for the length of the lease, {self.directory.lease_s:g} s"
+                    "IDLE", f"the owner sent no message for its lease of {self.directory.lease_s:g} s"
                 )
         for name in list(self._quarantines):
             if self._quarantines[name][-1] <= now - limits.QUARANTINE_WINDOW_S:

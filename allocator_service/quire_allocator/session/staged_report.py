@@ -78,16 +78,18 @@ class StagedReport:
         self._bytes_left -= size
         require(
             chunk.number == self._chunk_count,
-            lambda: f"the chunk has number {chunk.number}, and the next one of this report is {self._chunk_count}",
+            lambda: f"number must be {self._chunk_count}, the next chunk of this report, not {chunk.number}",
         )
         require(
             size <= REPORT_CHUNK_BYTES_MAX,
-            f"a chunk has at most {REPORT_CHUNK_BYTES_MAX:,} bytes, not {size:,}: send several",
+            f"a chunk may have at most {REPORT_CHUNK_BYTES_MAX:,} bytes, not {size:,}: send several chunks",
             "TOO_LARGE",
         )
         require(
             self._bytes_left >= 0,
-            lambda: f"a report of {self._spec.block_count:,} blocks has at most {report_bytes_max(self._spec):,} bytes",
+            lambda: (
+                f"a report of {self._spec.block_count:,} blocks may have at most {report_bytes_max(self._spec):,} bytes"
+            ),
             "TOO_LARGE",
         )
         freed = unpack_uint32(_words(chunk.freed_blocks, "freed_blocks"))
@@ -96,7 +98,7 @@ class StagedReport:
         require(entries > 0, "the chunk is empty: send its entries, or ReportEnd")
         require(
             entries <= REPORT_CHUNK_ENTRIES_MAX,
-            f"a chunk has at most {REPORT_CHUNK_ENTRIES_MAX:,} entries, not {entries:,}: send several",
+            f"a chunk may have at most {REPORT_CHUNK_ENTRIES_MAX:,} entries, not {entries:,}: send several chunks",
             "TOO_LARGE",
         )
         self._chunk_count += 1
@@ -110,13 +112,13 @@ class StagedReport:
         counts = {len(freed), len(chunk.freed_steps), len(chunk.freed_operations), len(chunk.freed_positions)}
         require(
             len(counts) == 1,
-            f"freed_blocks names {len(freed):,}, freed_steps {len(chunk.freed_steps):,}, freed_operations "
-            f"{len(chunk.freed_operations):,} and freed_positions {len(chunk.freed_positions):,}; each block has all",
+            f"freed_blocks has {len(freed):,} entries, freed_steps {len(chunk.freed_steps):,}, freed_operations "
+            f"{len(chunk.freed_operations):,} and freed_positions {len(chunk.freed_positions):,}; they must be equal",
         )
         freed_count = self._freed.count + len(freed)
         require(
             freed_count <= self._spec.block_count,
-            f"{freed_count:,} blocks are freed, more than the pool's {self._spec.block_count:,}",
+            f"the report has {freed_count:,} freed blocks, more than the pool's {self._spec.block_count:,} blocks",
         )
         self._freed.add(chunk.freed_steps[:], chunk.freed_operations[:], chunk.freed_positions[:], freed)
 
@@ -128,7 +130,7 @@ class StagedReport:
         """
         require(
             end.chunk_count == self._chunk_count,
-            f"chunk_count is {end.chunk_count}, and {self._chunk_count} chunks were sent",
+            f"chunk_count must be {self._chunk_count}, the number of chunks sent, not {end.chunk_count}",
         )
         for field, number in (("last_step", end.last_step), ("last_sequence_id", end.last_sequence_id)):
             require(
@@ -144,15 +146,15 @@ class StagedReport:
     def _add_sequence(self, message: pb.ReportedSequence, names: list[str]) -> None:
         groups = len(self._spec.groups)
         if len(message.tables) not in (groups, _tables_max(self._spec)):
-            text = f"sequence {message.sequence_id} has {len(message.tables)} tables; the pool has {groups} groups"
+            text = f"sequence {message.sequence_id} has {len(message.tables)} tables, but the pool has {groups} groups"
             raise Refusal("MALFORMED", text)
         if len(message.stops) > STOPS_MAX:
-            raise Refusal("MALFORMED", f"a sequence has at most {STOPS_MAX} stops, not {len(message.stops):,}")
+            raise Refusal("MALFORMED", f"a sequence may have at most {STOPS_MAX} stops, not {len(message.stops):,}")
         tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
         self._table_entries_left -= sum(map(len, tables))
         require(
             self._table_entries_left >= 0,
-            f"tables have at most {limits.REPORT_SHARED_ENTRIES_MAX:,} entries beyond one for each block",
+            f"tables may have at most {limits.REPORT_SHARED_ENTRIES_MAX:,} entries more than the pool has blocks",
             "TOO_LARGE",
         )
         sequence = ReportedSequence(
@@ -170,13 +172,13 @@ class StagedReport:
         last = self._sequences[-1] if self._sequences else None
         if last is not None and last.sequence_id == sequence.sequence_id:
             same = _counts(last) == _counts(sequence) and len(last.kept) == len(sequence.kept)
-            require(same, f"sequence {sequence.sequence_id} goes on with other counts than it began with")
+            require(same, f"the parts of sequence {sequence.sequence_id} have different counts")
             for table, more in zip([*last.tables, *last.kept], tables, strict=True):
                 table.extend(more)
             return
         require(
             len(self._sequences) < limits.SEQUENCES_MAX,
-            f"a pool has at most {limits.SEQUENCES_MAX:,} live sequences, and the report has more",
+            f"the report has more than {limits.SEQUENCES_MAX:,} live sequences, the most in a pool",
             "TOO_LARGE",
         )
         self._sequences.append(sequence)
@@ -236,7 +238,10 @@ def _prefix(message: pb.ReportedPrefix, names: list[str]) -> ReportedStretch:
 
 def _name(names: list[str], index: int) -> str:
     if index >= len(names):
-        raise Refusal("MALFORMED", f"namespace index {index} is not below the {len(names):,} namespaces of its chunk")
+        raise Refusal(
+            "MALFORMED",
+            f"namespace index {index} must be below {len(names):,}, the number of namespaces in its chunk",
+        )
     return names[index]
 
 

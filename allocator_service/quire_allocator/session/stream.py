@@ -57,7 +57,7 @@ class SessionStream:
         self._service = service
         self._context = context
         task = asyncio.current_task()
-        assert task is not None, "a stream is made inside its handler"
+        assert task is not None, "a stream must be made inside its handler"
         self._task: asyncio.Task[Any] = task
         self._reading = False
         self._beating: asyncio.Task[None] | None = None
@@ -73,12 +73,12 @@ class SessionStream:
         try:
             require(
                 self._permissions.may_own_any,
-                "the certificate permits owning no pool; a pool that it may own is named when it is made",
+                "the certificate does not permit owning a pool: make one that names the pool",
                 "POOL_FORBIDDEN",
             )
             is_placed = places.take(self._caller)
             text = (
-                f"one caller has at most {places.count_max} streams, fewer where others have many: close one, or wait"
+                f"one caller may have at most {places.count_max} streams, fewer if others have many: close one, or wait"
             )
             require(is_placed, text, "LIMIT")
             await self._answer(await self._read_first())
@@ -131,7 +131,7 @@ class SessionStream:
                 return await self._read()
         except TimeoutError:
             raise Refusal(
-                "IDLE", f"no Attach came within {limits.ATTACH_TIMEOUT_S:g} s of the stream's beginning"
+                "IDLE", f"the stream's first message, Attach, did not arrive within {limits.ATTACH_TIMEOUT_S:g} s"
             ) from None
 
     async def _read(self) -> packed.SessionRequest | None:
@@ -152,7 +152,7 @@ class SessionStream:
             self._task.uncancel()
             raise machine.ending from None
         except DecodeError:
-            raise Refusal("MALFORMED", "the bytes are no SessionRequest") from None
+            raise Refusal("MALFORMED", "the message is not a SessionRequest") from None
         finally:
             self._reading = False
         return None if request is aio.EOF else request  # type: ignore[attr-defined]

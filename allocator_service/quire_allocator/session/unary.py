@@ -68,7 +68,11 @@ class UnarySessions:
         """
         owner = self._directory.session(session_id)
         authorization.require_owning(permissions, owner.name)
-        require(owner.unary, f"pool {owner.name} is owned over the Session stream: a call cannot change it", "FENCED")
+        require(
+            owner.unary,
+            f"pool {owner.name} is owned over the Session stream, so a unary call cannot change it",
+            "FENCED",
+        )
         return owner
 
     def apply(self, step: packed.Step, permissions: Permissions, now: float) -> packed.StepReply:
@@ -116,5 +120,5 @@ def _renewal(owner: Ownership, step: packed.Step) -> packed.StepReply:
         Refusal: MALFORMED if it has operations.
     """
     are_none = not StepColumns(step).operation_count
-    require(are_none, f"number must be {owner.steps.next_step}, that of the next step, not 0", field="number")
+    require(are_none, f"number must be {owner.steps.next_step}, the number of the next step, not 0", field="number")
     return packed.StepReply(session_id=owner.session_id, free_block_count=owner.pool.blocks.free_count)

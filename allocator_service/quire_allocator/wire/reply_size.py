@@ -36,7 +36,7 @@ def check(answer_bytes: int) -> None:
     if answer_bytes > limits.ANSWER_BYTES_MAX:
         raise Refusal(
             "TOO_LARGE",
-            f"the answer could take {answer_bytes:,} bytes, of at most {limits.ANSWER_BYTES_MAX:,}: ask for less",
+            f"the answer could have {answer_bytes:,} bytes, more than {limits.ANSWER_BYTES_MAX:,}: ask for less",
         )
 
 

@@ -43,7 +43,7 @@ def check_step(pool: Pool, step: packed.Step) -> StepColumns:
 
 def _check_count(count: int, most: int, what: str) -> None:
     if count > most:
-        raise Refusal("TOO_LARGE", f"a step has at most {most:,} {what}, not {count:,}: send several")
+        raise Refusal("TOO_LARGE", f"a step may have at most {most:,} {what}, not {count:,}: send several steps")
 
 
 def _check_commits(pool: Pool, columns: StepColumns) -> None:
@@ -57,7 +57,9 @@ def _check_commits(pool: Pool, columns: StepColumns) -> None:
         ordered = sorted(sequences)
         twice = next(sequence for sequence, following in pairwise(ordered) if sequence == following)
         raise Refusal(
-            "MALFORMED", f"commits: sequence {twice} occurs twice; a step commits each once", field="commits.sequences"
+            "MALFORMED",
+            f"commits: sequence {twice} occurs twice; a step may commit each sequence once",
+            field="commits.sequences",
         )
     dealt = map(len, columns.commit_digests) if columns.commit_digests else repeat(0)
     for sequence, token_count, size in zip(sequences, columns.commit_token_counts, dealt):
@@ -68,7 +70,7 @@ def _check_commits(pool: Pool, columns: StepColumns) -> None:
 def _check_forks(columns: StepColumns) -> None:
     children, parents = len(columns.children), len(columns.parents)
     if children != parents:
-        text = f"forks: {children:,} children for {parents:,} parents; each fork has one of both"
+        text = f"forks: {children:,} children but {parents:,} parents; the numbers must be equal"
         raise Refusal("MALFORMED", text, field="forks.children")
 
 
@@ -115,7 +117,7 @@ def _check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int
     if filled != digest_count:
         raise Refusal(
             "MALFORMED",
-            f"commit of sequence {sequence}: {digest_count} digests for {filled} full blocks; one for each",
+            f"commit of sequence {sequence}: {digest_count} digests for {filled} newly full blocks; each needs one",
             field="commits.digest_counts",
         )
 
@@ -127,13 +129,13 @@ def _check_sequence_count(pool: Pool, columns: StepColumns) -> None:
     freed = sum(sequence in pool.sequences for sequence in set(columns.frees))
     count = len(pool.sequences) - freed + new
     if count > limits.SEQUENCES_MAX:
-        text = f"a pool has at most {limits.SEQUENCES_MAX:,} live sequences, and this would be {count:,}: free some"
+        text = f"a pool may have at most {limits.SEQUENCES_MAX:,} live sequences, not {count:,}: free some"
         raise Refusal("LIMIT", text)
 
 
 def _check_optional(values: Sequence[int], count: int, phase: str, name: str) -> None:
     if values and len(values) != count:
-        text = f"{phase}: {len(values):,} {name} for {count:,} operations; as many, or none"
+        text = f"{phase}: {len(values):,} {name} for {count:,} operations; give one for each, or none"
         raise Refusal("MALFORMED", text, field=f"{phase}.{name}")
 
 
@@ -142,12 +144,12 @@ def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Se
     if not counts and not data:
         return ()
     if counts and len(counts) != operations:
-        text = f"{phase}: {len(counts):,} digest_counts for {operations:,} operations; as many, or none"
+        text = f"{phase}: {len(counts):,} digest_counts for {operations:,} operations; give one for each, or none"
         raise Refusal("MALFORMED", text, field=f"{phase}.digest_counts")
     translate.digests(data)
     if len(data) != DIGEST_BYTES * sum(counts):
         has = len(data) // DIGEST_BYTES
-        text = f"{phase}: digest_counts add up to {sum(counts):,}, and there are {has:,} digests"
+        text = f"{phase}: digest_counts add up to {sum(counts):,}, but there are {has:,} digests"
         raise Refusal("MALFORMED", text, field=f"{phase}.digest_counts")
     if not data:
         return ()
@@ -168,7 +170,9 @@ def _namespaces(columns: StepColumns, count: int) -> Sequence[str]:
     names = [translate.namespace(name) for name in columns.namespaces]
     _check_optional(indices, count, "grows", "namespace_indices")
     if indices and max(indices) >= max(1, len(names)):
-        text = f"grows: namespace_index {max(indices)} is not below the {len(names):,} namespaces of the step"
+        text = (
+            f"grows: namespace_index {max(indices)} must be below {len(names):,}, the number of namespaces in the step"
+        )
         raise Refusal("MALFORMED", text, field="grows.namespace_indices")
     if not names:
         return ()

@@ -142,8 +142,8 @@ class StepColumns:
         if 2 * len(token_counts) != len(sequences):
             raise Refusal(
                 "MALFORMED",
-                f"{phase}: {len(sequences):,} bytes of sequences and {len(token_counts):,} of token_counts; "
-                "each operation has 8 and 4",
+                f"{phase}: {len(sequences):,} bytes of sequences and {len(token_counts):,} of token_counts; each "
+                "operation needs 8 and 4 bytes",
                 field=f"{phase}.token_counts",
             )
         return self._column(sequences, _ID_BYTES, phase), self._column(token_counts, _NUMBER_BYTES, phase)

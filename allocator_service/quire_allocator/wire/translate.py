@@ -69,20 +69,20 @@ def _in_range(field: str, value: int, least: int, most: int, where: str = "") ->
     """Refuses a number outside of a range as MALFORMED."""
     if not least <= value <= most:
         name = field.rpartition(" ")[2]
-        raise Refusal("MALFORMED", f"{field}{where} must be {least} to {most:,}, not {value:,}", field=name)
+        raise Refusal("MALFORMED", f"{field}{where} must be from {least} to {most:,}, not {value:,}", field=name)
 
 
 def _quoted(name: str) -> str:
     """Returns a name quoted for a message. For a string that can be no name, gives only its length: it may be
     private text."""
     is_one = name.isprintable() and " " not in name and len(name) <= QUOTED_CHARACTERS_MAX
-    return repr(name) if is_one else f"{len(name):,} characters that are no name"
+    return repr(name) if is_one else f"a text of {len(name):,} characters"
 
 
 def _known(field: str, name: str, known: Sequence[str]) -> None:
     """Refuses a name that is neither empty nor known as MALFORMED."""
     if name and name not in known:
-        text = f"{field} {_quoted(name)} is not known: it is one of {', '.join(known)}"
+        text = f"{field} {_quoted(name)} is not known: use one of {', '.join(known)}"
         raise Refusal("MALFORMED", text, field=field)
 
 
@@ -90,8 +90,8 @@ def version(number: int) -> None:
     """Refuses an owner of another protocol version as VERSION."""
     require(
         number == PROTOCOL_VERSION,
-        f"version {number} is not served: this allocator serves version {PROTOCOL_VERSION}; "
-        f"update the {'owner' if number < PROTOCOL_VERSION else 'allocator'}",
+        f"version {number} is not supported: this allocator supports version {PROTOCOL_VERSION}; update the "
+        f"{'owner' if number < PROTOCOL_VERSION else 'allocator'}",
         "VERSION",
         "version",
     )
@@ -105,7 +105,7 @@ def features(names: Sequence[str]) -> frozenset[str]:
     """
     require(
         len(names) <= limits.FEATURES_MAX,
-        f"features has {len(names):,} names, and an owner may ask for at most {limits.FEATURES_MAX}",
+        f"features must have at most {limits.FEATURES_MAX} names, not {len(names):,}",
         field="features",
     )
     asked = frozenset(names)
@@ -123,7 +123,7 @@ def features(names: Sequence[str]) -> frozenset[str]:
 def pool_name(name: str) -> str:
     """Returns a pool's name, or refuses it as MALFORMED."""
     if _NAME.fullmatch(name) is None:
-        text = f"pool must be 1 to {limits.NAME_CHARACTERS_MAX} characters of [A-Za-z0-9._/-]"
+        text = f"pool must have 1 to {limits.NAME_CHARACTERS_MAX} characters of [A-Za-z0-9._/-]"
         raise Refusal("MALFORMED", f"{text}, not {_quoted(name)}", field="pool")
     return name
 
@@ -132,7 +132,7 @@ def namespace(name: str) -> str:
     """Returns a namespace, or refuses it as MALFORMED."""
     size = len(name.encode())
     if size > NAMESPACE_BYTES_MAX:
-        text = f"namespace must be at most {NAMESPACE_BYTES_MAX} bytes of UTF-8, not {size:,}"
+        text = f"namespace must have at most {NAMESPACE_BYTES_MAX} bytes of UTF-8, not {size:,}"
         raise Refusal("MALFORMED", text, field="namespace")
     return name
 
@@ -140,7 +140,7 @@ def namespace(name: str) -> str:
 def request_id(text: str) -> str:
     """Returns a request id, or refuses it as MALFORMED."""
     if not 0 < len(text) <= REQUEST_ID_CHARACTERS_MAX:
-        message = f"request_id must be 1 to {REQUEST_ID_CHARACTERS_MAX} characters, not {len(text):,}"
+        message = f"request_id must have 1 to {REQUEST_ID_CHARACTERS_MAX} characters, not {len(text):,}"
         raise Refusal("MALFORMED", message, field="request_id")
     return text
 
@@ -148,7 +148,7 @@ def request_id(text: str) -> str:
 def digests(data: bytes) -> bytes:
     """Returns concatenated digests, or refuses them as MALFORMED."""
     if len(data) % DIGEST_BYTES:
-        text = f"digests must be a multiple of {DIGEST_BYTES} bytes, not {len(data):,}"
+        text = f"the length of digests must be a multiple of {DIGEST_BYTES} bytes, not {len(data):,}"
         raise Refusal("MALFORMED", text, field="digests")
     return data
 
@@ -157,9 +157,11 @@ def cache_drop(drop: pb.CacheDrop) -> CacheDrop:
     """Returns the drop of a request, or refuses it as MALFORMED."""
     has_namespace = drop.HasField("namespace")
     kept = drop.kept_digest_count
-    require(has_namespace or not drop.digests, "drop: digests need the namespace that they are of")
+    require(has_namespace or not drop.digests, "drop: digests need the namespace that they belong to")
     count = len(digests(drop.digests)) // DIGEST_BYTES
-    require(kept <= count, lambda: f"drop: kept_digest_count is {kept:,}, and there are {count:,} digests")
+    require(
+        kept <= count, lambda: f"drop: kept_digest_count must be at most {count:,}, the number of digests, not {kept:,}"
+    )
     return CacheDrop(namespace(drop.namespace) if has_namespace else None, drop.digests, kept)
 
 
@@ -186,7 +188,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     _in_range("chunk_token_count_max", spec.chunk_token_count_max, 0, limits.CHUNK_TOKENS_MAX)
     require(
         spec.first_block_id == 0 or FIRST_BLOCK_ID in asked,
-        f"first_block_id is {spec.first_block_id}: it needs the feature {FIRST_BLOCK_ID}",
+        f"first_block_id must be left out without the feature {FIRST_BLOCK_ID}, not {spec.first_block_id}",
         field="first_block_id",
     )
     _in_range("first_block_id", spec.first_block_id, 0, limits.FIRST_BLOCK_MAX)
@@ -195,11 +197,11 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     smallest = min(group.block_size for group in groups)
     odd = [group.block_size for group in groups if group.block_size % smallest]
     require(
-        not odd, lambda: f"every block_size must be a multiple of the smallest, {smallest}; {odd[0]} is none", "LAYOUT"
+        not odd, lambda: f"every block_size must be a multiple of the smallest, {smallest}; {odd[0]} is not", "LAYOUT"
     )
     require(
         APPEND_ONLY not in asked or all(group.kind is not GroupKind.STATE for group in groups),
-        f"with the feature {APPEND_ONLY} no group may be of kind STATE: a state is written again with each token",
+        f"with the feature {APPEND_ONLY} no group may have the kind STATE, because each token overwrites a state",
         "LAYOUT",
     )
     return PoolSpec(
@@ -223,14 +225,12 @@ def _group_spec(group: pb.GroupSpec) -> GroupSpec:
     kind = KINDS.get(group.kind)
     if kind is None:
         known = ", ".join(f"{number} ({each.name})" for number, each in KINDS.items())
-        raise Refusal("MALFORMED", f"group kind {group.kind} is not known: it is one of {known}", field="kind")
+        raise Refusal("MALFORMED", f"group kind {group.kind} is not known: use one of {known}", field="kind")
     _in_range("block_size", group.block_size, 1, limits.BLOCK_SIZE_MAX)
     if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
         _in_range("window", group.window, 1, limits.WINDOW_TOKENS_MAX, f" of a {kind.name} group")
     else:
-        require(
-            group.window == 0, f"a {kind.name} group has no window: leave it 0, not {group.window:,}", field="window"
-        )
+        require(group.window == 0, f"window must be 0 for a {kind.name} group, not {group.window:,}", field="window")
     return GroupSpec(kind, group.block_size, group.window)
 
 
@@ -239,7 +239,7 @@ def _quotas(quotas: Sequence[pb.Quota]) -> tuple[Quota, ...]:
     names = [namespace(quota.namespace) for quota in quotas]
     seen = set[str]()
     for name in names:
-        require(name not in seen, f"two quotas are of namespace {name!r}: give it one", field="quotas")
+        require(name not in seen, f"namespace {name!r} has two quotas: give it one", field="quotas")
         seen.add(name)
     return tuple(
         Quota(

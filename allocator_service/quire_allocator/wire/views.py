@@ -70,7 +70,7 @@ def _told_in(page_token: str) -> str:
 
 
 def _unknown_token() -> Refusal:
-    text = "page_token is none that this allocator gave: leave it out to begin with the first page"
+    text = "page_token is not from this allocator: leave it out to begin with the first page"
     return Refusal("MALFORMED", text, field="page_token")
 
 

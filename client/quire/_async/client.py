@@ -144,7 +144,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         canceled.
         """
         if isinstance(many, str):
-            raise TypeError("generate_many takes several prompts, not one text")
+            raise TypeError("generate_many takes a list of prompts, not one text: use generate for one prompt")
         waiting: deque[AsyncChunkStream] = deque()
         done = []
         try:

@@ -145,7 +145,10 @@ class _Calls:
         caller = caller_of(context)
         while not self._places.take(caller):
             if not self._unread:
-                text = f"at most {self._places.count_max} such calls are served, and to one caller as many as are free"
+                text = (
+                    f"too many calls at a time: this server runs at most {self._places.count_max} of this kind, "
+                    "and one caller gets at most as many as are free; try again later"
+                )
                 raise QuireError.of(Reason.LIMIT, text)
             most = caller if caller in self._unread else max(self._unread, key=lambda each: len(self._unread[each]))
             self._lose(next(iter(self._unread[most])))
@@ -173,15 +176,18 @@ class _Calls:
                 async with arriving:
                     message = await context.read()
         except TimeoutError:
-            raise QuireError.of(Reason.IDLE, f"the message of the call did not come within {MESSAGE_S:g} s") from None
+            raise QuireError.of(Reason.IDLE, f"the request message did not arrive within {MESSAGE_S:g} s") from None
         except DecodeError:
             message = aio.EOF  # type: ignore[attr-defined]
         finally:
             self._forget(place)
         if place.is_lost:
-            raise QuireError.of(Reason.LIMIT, "the message of the call came too late: others needed its place")
+            raise QuireError.of(
+                Reason.LIMIT,
+                "the request message arrived too late: the server gave its place to another call; try again later",
+            )
         if message is aio.EOF:  # type: ignore[attr-defined]
-            raise QuireError.of(Reason.MALFORMED, "the request's bytes are no message of its type")
+            raise QuireError.of(Reason.MALFORMED, "the request cannot be decoded as the message of this call")
         self.count(place, message.ByteSize())
         return message
 
@@ -197,7 +203,10 @@ class _Calls:
         if size <= SMALL_BYTES:
             return
         if not self._bytes.take(place.caller, size):
-            text = f"messages of one caller may have {MESSAGES_BYTES_MAX:,} bytes at a time, or as many as are left"
+            text = (
+                f"too many bytes at a time: the requests of one caller may have {MESSAGES_BYTES_MAX:,} bytes "
+                "together, or as many as other callers leave free; try again later"
+            )
             raise QuireError.of(Reason.LIMIT, text)
         place.byte_count = size
 
@@ -217,7 +226,7 @@ class _Calls:
 
 
 async def _refuse(_requests: object, context: Context) -> None:
-    await abort(context, QuireError.of(Reason.TOKEN, "this server asks for a bearer token"))
+    await abort(context, QuireError.of(Reason.TOKEN, "this server requires a bearer token"))
 
 
 def _forgetting(behavior: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:

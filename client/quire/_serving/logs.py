@@ -45,7 +45,11 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
 
 def dropped_lines(prefix: str) -> CounterMetricFamily:
     """Returns the counter of dropped log lines, named `{prefix}_log_lines_dropped_total`."""
-    return CounterMetricFamily(f"{prefix}_log_lines_dropped", "Lines of output that nobody took.", dropped_line_count())
+    return CounterMetricFamily(
+        f"{prefix}_log_lines_dropped",
+        "Log lines dropped because the reader of the output was too slow.",
+        dropped_line_count(),
+    )
 
 
 class _OfLibraries(logging.Handler):

@@ -46,7 +46,7 @@ def take_cpu(number: int) -> None:
         os.sched_setaffinity(0, {number})
     except (OSError, ValueError, OverflowError):
         there = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise UsageError(f"CPU {number} is not to be had: this process may use {there}") from None
+        raise UsageError(f"CPU {number} is not available: this process may use {there}") from None
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -72,7 +72,7 @@ def check_ready_file(path: str | None) -> None:
     target = Path(path)
     # Writing replaces the target by a new file. As root that would replace /dev/null for the whole machine.
     if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
-        raise UsageError(f"cannot write the ready file {path}: there is something that is no regular file")
+        raise UsageError(f"cannot write the ready file {path}: it exists and is not a regular file")
     if not os.access(target.parent, os.W_OK | os.X_OK):
         what = "not writable" if target.parent.is_dir() else "no folder"
         raise UsageError(f"cannot write the ready file {path}: {target.parent} is {what}")

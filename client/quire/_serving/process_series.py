@@ -50,13 +50,15 @@ class BuildCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields both metric families. A certificate that cannot be read has no sample."""
         build = GaugeMetricFamily(
-            "quire_build_info", "1; which build of Quire runs.", labels=("version", "core", "python")
+            "quire_build_info",
+            "Always 1; the labels name the running build of Quire.",
+            labels=("version", "core", "python"),
         )
         build.add_metric(self._build, 1)
         yield build
         ends = GaugeMetricFamily(
             "quire_certificate_expiry_timestamp_seconds",
-            "When the first certificate of a file ends, by the option that names the file.",
+            "When the first certificate in a file expires, by the option that names the file.",
             labels=("certificate",),
         )
         for option, path in self._certificates.items():

@@ -26,8 +26,8 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
         type=rate_of,
         default="all",
         metavar="WHICH",
-        help="log a line when a request ends, without its text: all, errors, none, or a share of them, as 0.01, and all"
-        " errors (default: %(default)s)",
+        help="log one line per ended request, without its text: all, errors, none, or a share such as 0.01, which "
+        "also logs all errors (default: %(default)s)",
     )
 
 

@@ -35,9 +35,9 @@ CALLS_MAX: Final = 4_096
 CONNECTIONS_MAX: Final = 1_024
 HANDSHAKE_S: Final = 10.0
 _TLS_OPTIONS: Final = {
-    "tls-cert": "certificate of this server, with its chain",
-    "tls-key": "its private key",
-    "tls-client-ca": "authorities of the callers: only certificates that they have signed are let in",
+    "tls-cert": "certificate of this server, followed by its chain",
+    "tls-key": "private key of this server",
+    "tls-client-ca": "certificate authorities: only callers with a certificate that one of them signed are accepted",
 }
 DRAIN_S_MAX: Final = 86_400.0
 DRAIN_S: Final = 30.0  # A supervisor must wait longer before it kills the server, as `quire.local` does.
@@ -46,7 +46,7 @@ DRAIN_S: Final = 30.0  # A supervisor must wait longer before it kills the serve
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
     """Adds the options that every server has."""
     parser.add_argument(
-        "--listen", default=listen, help="host:port or unix:///path; port 0 takes any free one (default: %(default)s)"
+        "--listen", default=listen, help="host:port or unix:///path; port 0 takes any free port (default: %(default)s)"
     )
     parser.add_argument(
         "--metrics", default=metrics, help="host:port of /metrics for Prometheus (default: %(default)s)"
@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
         default=os.environ.get("QUIRE_TOKEN_FILE"),
         help="file with the bearer token that callers must show (default: $QUIRE_TOKEN_FILE)",
     )
-    tls = parser.add_argument_group("TLS, as PEM files; off loopback needed, with --tls-client-ca or --token-file")
+    tls = parser.add_argument_group(
+        "TLS, as PEM files; required unless the server listens on loopback, with --tls-client-ca or --token-file"
+    )
     for option, text in _TLS_OPTIONS.items():
         variable = f"QUIRE_SERVER_{option.removeprefix('tls-').replace('-', '_').upper()}"
         default = os.environ.get(variable) or None
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
         default=DRAIN_S,
         help="how long running calls may continue after SIGTERM (default: %(default)g)",
     )
-    parser.add_argument("--ready-file", help="write addresses and pid there, as JSON, once serving")
+    parser.add_argument("--ready-file", help="once serving, write the addresses and the pid to this file as JSON")
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
     )
@@ -76,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
-        help="the least that is logged (default: %(default)s)",
+        help="lowest level that is logged (default: %(default)s)",
     )
 
 
@@ -90,7 +92,7 @@ def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | 
     known = token is not None or (tls is not None and tls.verifies_clients)
     check_ready_file(options.ready_file)
     if is_unix(options.metrics):
-        raise UsageError(f"--metrics {options.metrics}: Prometheus scrapes no Unix socket; write host:port")
+        raise UsageError(f"--metrics {options.metrics}: Prometheus cannot scrape a Unix socket; write host:port")
     for option, address, what in (
         ("--listen", options.listen, "listen"),
         ("--metrics", options.metrics, "serve metrics"),
@@ -103,7 +105,7 @@ def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | 
 def _seconds(text: str) -> float:
     value = float(text)  # argparse reports a text that is not a number.
     if not 0 <= value <= DRAIN_S_MAX:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {DRAIN_S_MAX:g}")
+        raise argparse.ArgumentTypeError(f"must be from 0 to {DRAIN_S_MAX:g} seconds, not {text}")
     return value
 
 
@@ -116,7 +118,7 @@ def read_tls(options: argparse.Namespace) -> ServerTls | None:
     if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
         return None
     if options.tls_cert is None or options.tls_key is None:
-        raise UsageError("TLS needs --tls-cert and --tls-key, both")
+        raise UsageError("TLS needs both --tls-cert and --tls-key")
     return ServerTls(options.tls_cert, options.tls_key, options.tls_client_ca)
 
 
@@ -215,7 +217,7 @@ class Server:
 
     async def announce(self) -> None:
         """Reports that the server is ready, and writes the ready file."""
-        assert self._metrics is not None, "announced before started"
+        assert self._metrics is not None, "announce() was called before start()"
         await self._set_ready(True)
         metrics = self._metrics.bound_address
         write_ready_file(self._options.ready_file, address=self._address, metrics_address=metrics)

@@ -72,7 +72,10 @@ class ServerTls:
                     return
                 self._context, self._grpc = self._read()
             except UsageError as error:
-                log.warning("certificates were replaced and cannot be used yet", error=str(error))
+                log.warning(
+                    "the replaced certificate files are unusable; the previous certificates stay in use",
+                    error=str(error),
+                )
                 return
             self._stamp = stamp
             log.info("certificates were replaced")

@@ -23,7 +23,7 @@ def hold_socket(address: str) -> int:
     """
     path = address.removeprefix("unix:").removeprefix("//")
     if not path:
-        raise UsageError(f"cannot listen on {address}: it names no file")
+        raise UsageError(f"cannot listen on {address}: the address names no file")
     lock = None
     try:
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)

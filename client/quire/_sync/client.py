@@ -145,7 +145,7 @@ class Client(Prefills, Connected):
         canceled.
         """
         if isinstance(many, str):
-            raise TypeError("generate_many takes several prompts, not one text")
+            raise TypeError("generate_many takes a list of prompts, not one text: use generate for one prompt")
         waiting: deque[ChunkStream] = deque()
         done = []
         try:

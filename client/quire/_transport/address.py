@@ -30,7 +30,7 @@ def split(address: str) -> tuple[str, int]:
         )
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
-        raise UsageError(f"{address!r:.200} is no address; write host:port (port 0 to 65535) or unix:///path")
+        raise UsageError(f"{address!r:.200} is not an address; write host:port (port 0 to 65535) or unix:///path")
     return _canonical_host(host.strip("[]")), int(port)
 
 
@@ -136,5 +136,5 @@ def require_free(option: str, address: str, what: str = "listen") -> None:
     except OSError as error:
         reason = error.strerror
         if error.errno == errno.EADDRINUSE:
-            reason = f"the port is in use; give another one with {option} (port 0 takes any free one)"
+            reason = f"the port is in use; give another one with {option} (port 0 takes any free port)"
         raise UsageError(f"cannot {what} on {address}: {reason}") from None

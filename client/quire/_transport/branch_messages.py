@@ -49,7 +49,7 @@ def score_request(branch_id: bytes, candidates: Iterable[str | Sequence[int]]) -
         TypeError: `candidates` is a single text, or a value has the wrong type.
     """
     if isinstance(candidates, (str, bytes)):
-        raise TypeError("candidates must be several texts, or lists of token ids, not one text")
+        raise TypeError("candidates must be a list of texts or of lists of token ids, not one text")
     request = operation(pb.ScoreBranchRequest(branch_id=branch_id), None)
     for candidate in candidates:
         fill_tokens(request.candidates.add(), candidate, "candidate", request.request_id)

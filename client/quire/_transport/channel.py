@@ -127,7 +127,9 @@ def readable(message: ItemT | None) -> ItemT:
         InternalError: the message is None.
     """
     if message is None:
-        raise InternalError("what answers sends no messages of this protocol, or they arrive spoiled")
+        raise InternalError(
+            "the server sent something that is not a message of this protocol, or that was corrupted on the way"
+        )
     return message
 
 
@@ -188,7 +190,7 @@ class Link:
             raise UnavailableError("the client is closed")
         if self.is_inherited:
             raise UnavailableError(
-                "the client belongs to the process that this one was forked from: make another one here"
+                "the client was made before this process was forked: make a new client in this process"
             )
 
     def deadline(self, timeout_s: float | None) -> float:
@@ -216,7 +218,10 @@ class Link:
         if error.reason is not None or not error.is_grpcs_own:
             return error
         if isinstance(error, UnimplementedError):
-            text = f"{self.address} has no such call: is it a worker, where an allocator was meant, or the reverse?"
+            text = (
+                f"{self.address} does not know this call: is it the address of a worker instead of an allocator, "
+                "or the reverse?"
+            )
         elif isinstance(error, DeadlineExceededError):
             within = "its timeout" if timeout_s is None else f"its timeout of {timeout_s:g} s"
             text = f"{self.address} did not answer the call within {within}: raise the timeout, or try again later"
@@ -250,7 +255,8 @@ class Link:
         size = request.ByteSize()
         if size > MESSAGE_BYTES_MAX:
             error = QuireError.of(
-                Reason.TOO_LARGE, f"the request has {size:,} bytes, and a server takes {MESSAGE_BYTES_MAX:,}: send less"
+                Reason.TOO_LARGE,
+                f"the request has {size:,} bytes, and a server accepts at most {MESSAGE_BYTES_MAX:,}: send less",
             )
             error.request_id = getattr(request, "request_id", None)
             raise error
@@ -347,7 +353,7 @@ class AsyncLink(Link):
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise
-            raise UnavailableError("the client was closed meanwhile") from None
+            raise UnavailableError("the client was closed during the call") from None
         except grpc.RpcError as error:
             failed = error
         request_id = getattr(request, "request_id", None)

@@ -37,7 +37,7 @@ def what_is_at(address: str, server: str, *, is_encrypted: bool) -> str:
         start = "start it with `quire up`" if is_local(address) else "start it there, or give another address"
         return f"no {server} is running there; {start}"
     except OSError:
-        return "its machine does not answer; is it the right address, and does a firewall let this machine in?"
+        return "its machine does not answer; check the address and the firewalls in between"
     except UsageError:  # Only gRPC can resolve this form of address.
         return f"is the {server} running there?"
     with connection:
@@ -67,21 +67,21 @@ def _what_answers(connection: socket.socket, server: str, is_encrypted: bool) ->
     """Returns the sentence about the listener that accepted the connection."""
     answer = _asked(connection)
     if answer is None:
-        return "somebody listens there and does not answer; does it stand still?"
+        return "a process accepts connections there but does not answer; it may hang"
     if answer.startswith(b"HTTP/"):
-        other = f"a server is running there, and it is HTTP, not {_with_article(server)} (gRPC); give another address"
-        as_http = "the server there speaks HTTP, not gRPC: write http:// before the address to ask it so"
+        other = f"the server there speaks HTTP and is not {_with_article(server)} (gRPC); give another address"
+        as_http = "the server there speaks HTTP, not gRPC: write http:// before the address"
         return as_http if server == ANY_SERVER else other
     is_plain_grpc = len(answer) == _ANSWER_BYTES and answer[3] == _SETTINGS
     if is_encrypted:
         if is_plain_grpc:
-            return "the server there does not encrypt; call it without TLS, or start it with a certificate"
+            return "the server there does not use TLS; call it without TLS, or start it with a certificate"
         return "the server there ended the connection; does one side not trust the other's certificate?"
     if is_plain_grpc:
-        return f"a server is running there, and ended the connection; is it {_with_article(server)}?"
+        return f"the server there ended the connection; is it {_with_article(server)}?"
     asks_for_tls = answer.startswith(_ALERT)
-    why = "it asks for TLS" if asks_for_tls else "it is being stopped, or asks for TLS"
-    return f"who listens there ended the connection: {why}; QUIRE_TLS_CA names the authorities to trust"
+    why = "it requires TLS" if asks_for_tls else "it is being stopped, or requires TLS"
+    return f"the server there ended the connection: {why}; for TLS, name the authorities to trust in QUIRE_TLS_CA"
 
 
 def _asked(connection: socket.socket) -> bytes | None:

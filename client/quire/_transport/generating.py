@@ -80,7 +80,7 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
             extend(getattr(message, name), name, tokens, request_id)
     # On the wire, an empty list would allow all tokens.
     if params.allowed_token_ids is not None and not message.allowed_token_ids:
-        text = "allowed_token_ids must not be empty: leave it out, or None, to allow all"
+        text = "allowed_token_ids must not be empty: leave it out to allow all tokens"
         raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="allowed_token_ids")
     if params.stop is not None and params.stop is not _NOTHING:
         extend(message.stop, "stop", [params.stop] if isinstance(params.stop, str) else params.stop, request_id)
@@ -91,7 +91,7 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
     if params.include_stop_in_output is not False:
         fill(message, request_id, include_stop_in_output=params.include_stop_in_output)
     if isinstance(params.bad_words, str):
-        raise TypeError("bad_words must be several texts, not one")
+        raise TypeError("bad_words must be a list of texts, not one text")
     if params.bad_words is not None and params.bad_words is not _NOTHING:
         extend(message.bad_words, "bad_words", params.bad_words, request_id)
     _fill_structure(message, params, request_id)
@@ -120,12 +120,12 @@ def _fill_structure(message: worker_pb.SamplingParams, params: sampling.Sampling
     given = {name: getattr(params, name) for name in _STRUCTURES if getattr(params, name) is not None}
     if len(given) > 1:
         raise InvalidArgumentError(
-            f"{' and '.join(given)} exclude each other: give one of them", Reason.BAD_PARAMETER, request_id
+            f"{' and '.join(given)} cannot be combined: give one of them", Reason.BAD_PARAMETER, request_id
         )
     for name, structure in given.items():
         if name == "choice":
             if isinstance(structure, str):
-                raise TypeError("choice must be several texts, not one")
+                raise TypeError("choice must be a list of texts, not one text")
             message.choice.SetInParent()
             extend(message.choice.texts, name, structure, request_id)
         else:
@@ -142,7 +142,7 @@ def chunk(message: worker_pb.GenerateResponse) -> sampling.Chunk:
         InternalError: the sample's finish reason is unknown to this version.
     """
     if message.finish_reason not in _FINISH_REASONS:
-        raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
+        raise InternalError(f"the worker sent a finish reason that this version does not know: {message.finish_reason}")
     return sampling.Chunk(
         sample=message.sample,
         token_ids=tuple(message.token_ids),
@@ -170,7 +170,7 @@ def _logprobs(message: worker_pb.Logprobs) -> tuple[sampling.TokenLogprobs, ...]
     count, top_count = len(message.token_ids), message.top_count
     wanted = [count, count * top_count, count * top_count]
     if [len(message.token_logprobs), len(message.top_token_ids), len(message.top_logprobs)] != wanted:
-        raise InternalError("the worker sends logprobs whose columns do not fit together")
+        raise InternalError("the worker sent logprobs with columns of different lengths")
     pairs = list(zip(message.top_token_ids, message.top_logprobs, strict=True))
     return tuple(
         sampling.TokenLogprobs(token, logprob, tuple(pairs[place * top_count : (place + 1) * top_count]))

@@ -36,7 +36,7 @@ class LoopThread:
         kind = self._thread.name.removeprefix("quire-")
         if os.getpid() != self._pid:
             return UnavailableError(
-                f"the {kind} belongs to the process that this one was forked from: make another one here"
+                f"the {kind} was made before this process was forked: make a new {kind} in this process"
             )
         return UnavailableError(f"the {kind} is closed")
 

@@ -238,7 +238,7 @@ def checked_id(request_id: str | None) -> str:
     if len(request_id) > REQUEST_ID_CHARACTERS_MAX or not is_plain:
         raise InvalidArgumentError(
             f"request_id {request_id[:80]!r} must have 1 to {REQUEST_ID_CHARACTERS_MAX} printable ASCII characters "
-            "and no space: letters, digits, - and _ will do",
+            "and no space, for example letters, digits, - and _",
             Reason.MALFORMED,
         )
     return request_id
@@ -288,11 +288,11 @@ def fill(
 
 def _what_is_wrong(name: str, error: ValueError) -> str:
     is_half = isinstance(error, UnicodeEncodeError)
-    return f"{name} is no text: it has half of a surrogate pair" if is_half else f"{name}: {error}"
+    return f"{name} is not valid text: it contains half of a surrogate pair" if is_half else f"{name}: {error}"
 
 
 def _wrong_type(name: str, value: object, error: TypeError) -> TypeError:
-    return TypeError(f"{name} is of the wrong type: {shown(value)} ({error})")
+    return TypeError(f"{name} has the wrong type: {shown(value)} ({error})")
 
 
 def values_of(message: Message) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def digest_root(status: WorkerStatus, adapters: Sequence[AdapterInfo], namespace
     digests = {each.name: each.digest for each in adapters}
     if adapter and adapter not in digests:
         raise ValueError(
-            f"no adapter named {adapter!r:.200} is loaded; there are {', '.join(sorted(digests)) or 'none'}"
+            f"no adapter named {adapter!r:.200} is loaded; loaded adapters: {', '.join(sorted(digests)) or 'none'}"
         )
     of_adapter = digests[adapter] if adapter else b""
     return root_digest(
@@ -46,6 +46,6 @@ def warn_of_equal_samples(params: SamplingParams) -> None:
     """Emits a warning if a request asks for several samples that cannot differ."""
     if params.n > 1 and params.temperature == 0 and params.num_beams == 1:
         warnings.warn(
-            f"n={params.n} greedy samples are all the same text; give a temperature above 0, or num_beams",
+            f"n={params.n} greedy samples would all have the same text; set temperature above 0, or num_beams",
             stacklevel=4,  # skips this function, generate_request, and `stream` or `generate`: the usual call path
         )

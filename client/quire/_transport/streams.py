@@ -121,7 +121,7 @@ class AsyncStream(AsyncIterator[ItemT]):
                 if is_task_cancelled():
                     raise
                 if not self._closed:  # If it is closed, another task has called `aclose`.
-                    raise UnavailableError("the client was closed meanwhile") from None
+                    raise UnavailableError("the client was closed during the call") from None
             else:
                 if message is aio.EOF:  # type: ignore[attr-defined]
                     break

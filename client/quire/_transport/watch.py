@@ -89,8 +89,8 @@ class Watch:
     def silence(self) -> UnavailableError:
         """Returns the error of an attempt that was given up because the allocator was silent."""
         return UnavailableError(
-            f"{self._link.address} said nothing for {SILENCE_S:g} s, though an allocator says something every"
-            f" {WATCH_BEAT_S:g} s"
+            f"{self._link.address} sent nothing for {SILENCE_S:g} s, but an allocator sends something every "
+            f"{WATCH_BEAT_S:g} s"
         )
 
     def pause_s(self, error: QuireError) -> float | None:
@@ -119,7 +119,7 @@ def read_event(message: pb.CacheEvent) -> CacheEvent | None:
     """
     kind = message.WhichOneof("change")
     if kind in ("stored", "removed") and (not message.groups or len(getattr(message, kind).digests) % DIGEST_BYTES):
-        raise InternalError(f"the allocator sent an event about {kind} blocks that cannot be read")
+        raise InternalError(f"the allocator sent an unreadable event about {kind} blocks")
     common = (message.pool, message.session_id, message.cursor, message.step)
     match kind:
         case "cleared":

@@ -15,7 +15,7 @@ from quire.cli.names import Group
 from quire.errors import QuireError, Reason
 from quire.types import AdapterInfo
 
-Name = Annotated[str, typer.Argument(help="Name that requests say.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="Name by which requests select it.", show_default=False)]
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +31,8 @@ def register(app: typer.Typer) -> None:
 def load(
     name: Name,
     folder: Annotated[
-        str, typer.Argument(help="Where PEFT saved it, below the worker's --adapter-folder.", show_default=False)
+        str,
+        typer.Argument(help="Folder that PEFT saved, relative to the worker's --adapter-folder.", show_default=False),
     ],
     *,
     worker: options.Worker = options.WORKER,
@@ -68,10 +69,10 @@ def unload(
                     Reason.ADAPTER_UNKNOWN,
                     f"no adapter named {name!r:.200} is loaded; `quire adapter list` shows those that are",
                 )
-            said = f"would unload {name}: {found[0].byte_count:,} bytes; {found[0].request_count:,} requests have it"
+            said = f"would unload {name}: {found[0].byte_count:,} bytes; {found[0].request_count:,} requests use it"
         else:
             client.unload_adapter(name)
-            said = f"{name} is unloaded"
+            said = f"{name} was unloaded"
     if as_json:
         output.print_json({"name": name, "dry_run": dry_run})
     else:

@@ -29,12 +29,12 @@ from quire.cli.prompts import content
 from quire.errors import UsageError
 from quire.sampling import SamplingParams
 
-EXAMPLES = """Put a short load on a worker, and report what its callers got.
+EXAMPLES = """Put a short load on a worker, and report the latency and throughput that its callers see.
 
 Prompts are random tokens.
-One request goes before the others and is not measured.
-A run never hits what another one left in the cache.
-With --rate, a time counts from when its request was due, also where that had to wait for a place.
+The first request warms the worker up and is not measured.
+A run never hits what an earlier run left in the cache.
+With --rate, latency counts from when a request was due, even if it had to wait for --concurrency.
 The exit code is 1 if a request failed.
 
 Examples:
@@ -72,15 +72,18 @@ def register(app: typer.Typer) -> None:
 @options.connects
 def bench(
     *,
-    requests: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Default: 64, or those of --file.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=4_096, help="Requests under way at a time.")] = 8,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="Default: 64, or one per line of --file."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4_096, help="Requests that run at once, at most.")] = 8,
     rate: Annotated[
         float | None,
-        typer.Option(min=0.001, max=1e6, help="Requests (of chats: conversations) that come a second, at random."),
+        typer.Option(min=0.001, max=1e6, help="Requests (or conversations) per second, at random times."),
     ] = None,
     workload: Annotated[
         Workload,
-        typer.Option(help="Prompts that begin alike, have nothing in common, or are turns of chats."),
+        typer.Option(help="Prompts with a common prefix, without one, or turns of chats."),
     ] = Workload.SHARED,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, or of a turn of a chat.")] = 256,
     shared_tokens: Annotated[
@@ -88,9 +91,9 @@ def bench(
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     turns: Annotated[int, typer.Option(min=2, max=1_000, help="Turns of a chat.")] = 4,
-    file: Annotated[str | None, typer.Option(metavar="PATH", help="Prompts to send instead, over and over.")] = None,
+    file: Annotated[str | None, typer.Option(metavar="PATH", help="File of prompts to send instead.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of all random choices.")] = 1,
-    namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
+    namespace: Annotated[str, typer.Option(help="Namespace inside which prefixes are shared.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
@@ -175,13 +178,13 @@ def _prompt(line: str, where: str) -> FilePrompt:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{where} is no JSON: {error}") from None
+        raise UsageError(f"{where} is not JSON: {error}") from None
     prompt, messages = value.get("prompt"), value.get("messages")
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
         return messages
-    raise UsageError(f"{where} has neither a text as `prompt` nor a list of `messages`")
+    raise UsageError(f"{where} needs a text as `prompt` or a list as `messages`")
 
 
 async def _tokenized(client: AsyncClient, prompts: Sequence[FilePrompt]) -> list[Conversation]:

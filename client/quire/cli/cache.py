@@ -14,9 +14,9 @@ from quire.cli.prompts import Prompt, prompted, tokens_of
 from quire.errors import UsageError
 from quire.views import CacheDropped
 
-DROP_EXAMPLES = """Forget what is cached of a pool, or of a namespace: weights have changed, or a tenant is gone.
+DROP_EXAMPLES = """Drop the cache of a pool or of one namespace, for example after weights changed or a tenant left.
 
-What live sequences hold stays. It takes permission to own the pool.
+Blocks that live sequences hold stay. This needs permission to own the pool.
 
 Examples:
 
@@ -26,7 +26,7 @@ Examples:
     quire cache drop default --json
 """
 
-MATCH_EXAMPLES = """Say how many leading tokens of a prompt each pool would serve from its cache. Nothing is computed.
+MATCH_EXAMPLES = """Print how many leading tokens of a prompt each pool would serve from its cache. Nothing is computed.
 
 Examples:
 
@@ -34,19 +34,19 @@ Examples:
     quire cache match - --namespace tenant-7 < system-prompt.txt
     quire cache match --messages @chat.json --json
 """
-WARM_EXAMPLES = """Compute a prompt, so that later ones hit it. It stays cached until others need the room.
+WARM_EXAMPLES = """Compute a prompt, so that later prompts hit it. It stays cached until it is evicted.
 
 Examples:
 
     quire cache warm - --namespace tenant-7 < system-prompt.txt
     quire cache warm --messages @chat.json
 """
-Namespace = Annotated[str, typer.Option(help="Prefixes are shared inside it only.")]
+Namespace = Annotated[str, typer.Option(help="Only requests of the same namespace share prefixes.")]
 
 
 def register(app: typer.Typer) -> None:
     """Adds the group of commands to the application."""
-    group = typer.Typer(no_args_is_help=True, cls=Group, help="What prompts can hit: match, warm, drop.")
+    group = typer.Typer(no_args_is_help=True, cls=Group, help="The cache that prompts can hit: match, warm, drop.")
     group.command(help=MATCH_EXAMPLES)(match)
     group.command(help=WARM_EXAMPLES)(warm)
     group.command(help=DROP_EXAMPLES)(drop)
@@ -78,7 +78,7 @@ def match(
         output.print_json({"token_count": len(token_ids), "matches": [each._asdict() for each in found]})
         return
     if not found:
-        print(f"no pool has the beginning of these {len(token_ids):,} tokens")
+        print(f"no pool has cached the beginning of these {len(token_ids):,} tokens")
     for each in found:
         print(f"{output.printable(each.pool)}: {each.matched_token_count:,} of {len(token_ids):,} tokens")
 
@@ -102,14 +102,14 @@ def warm(
     if as_json:
         output.print_json(counts)
     else:
-        print(f"{counts['token_count']:,} tokens, {counts['cached_token_count']:,} of them were cached before")
+        print(f"{counts['token_count']:,} tokens, {counts['cached_token_count']:,} of them already cached")
 
 
 @options.connects
 def drop(
     pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
     *,
-    namespace: Annotated[str | None, typer.Option(help="Only of this namespace; by default of all.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Drop only this namespace. Default: all.")] = None,
     dry_run: options.DryRun = False,
     allocator: options.Allocator = options.ALLOCATOR,
     timeout: options.Timeout = 10.0,
@@ -122,8 +122,10 @@ def drop(
     if as_json:
         output.print_json({**done._asdict(), "dry_run": dry_run})
         return
-    forgotten = "would be forgotten" if dry_run else "forgotten"
-    print(f"{done.dropped_block_count:,} blocks {forgotten}, {done.held_block_count:,} are held by sequences")
+    forgotten = "would be dropped" if dry_run else "dropped"
+    print(
+        f"{done.dropped_block_count:,} blocks {forgotten}, {done.held_block_count:,} stay because sequences hold them"
+    )
 
 
 def _cached(client: Allocator, pool: str, namespace: str | None) -> CacheDropped:

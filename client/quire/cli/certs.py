@@ -13,17 +13,17 @@ from quire.cli import options, output
 from quire.errors import UsageError
 from quire.protocol.permissions import EVERYTHING_PATTERNS, Patterns, uris_of
 
-EXAMPLES = """Make an authority, and certificates that it signs. Nothing is overwritten without --renew.
+EXAMPLES = """Make a certificate authority, and certificates that it signs. Nothing is overwritten without --renew.
 
-Alone, it makes in FOLDER: ca (the authority), server (for this machine and each --host), and client, which may do
-everything. With --server or --client it makes that one, and the authority where there is none yet. Each NAME is two
-files: NAME.pem, and NAME.key, which only you can read.
+Without options it makes three in FOLDER: ca (the authority), server (for this machine and each --host), and client,
+which may do everything. With --server or --client it makes that one, and the authority if there is none yet.
+Each NAME is two files: NAME.pem, and NAME.key, which only you can read.
 
-With --renew, what is there and good stays; what has less than a third of its life left, or says something else than is
-asked for, is made again. So the same command, run each day, is how certificates are renewed. An authority that is made
-again leaves the one before it trusted, in ca.pem, until that ends.
+With --renew, a certificate is made again if less than a third of its life is left, or if it differs from what the
+options ask for; others stay. Run the same command each day to renew certificates in time. If the authority is made
+again, ca.pem keeps the previous one until that expires, so that its certificates stay trusted.
 
-A --client may touch what its options name. A trailing * stands for any ending, quote it.
+A --client may use only what its options name. A trailing * matches any ending; quote it.
 
 Examples:
 
@@ -36,7 +36,7 @@ Examples:
 """
 
 USAGE = """
-A server that lets in only who shows such a certificate, and a caller of it:
+A server that accepts only callers with such a certificate, and a call to it:
   quire allocator --tls-cert {folder}/server.pem --tls-key {folder}/server.key --tls-client-ca {folder}/ca.pem
   quire pool list --tls-ca {folder}/ca.pem --tls-cert {folder}/client.pem --tls-key {folder}/client.key"""
 
@@ -47,24 +47,31 @@ def register(app: typer.Typer) -> None:
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Where the files go; made if missing.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder for the files; made if missing.", show_default=False)],
     *,
     server: Annotated[str | None, typer.Option(metavar="NAME", help="Make a server's certificate.")] = None,
     host: Annotated[
-        list[str] | None, typer.Option(metavar="HOST", help="A name or address that the server is reached by.")
+        list[str] | None, typer.Option(metavar="HOST", help="A name or address by which callers reach the server.")
     ] = None,
     client: Annotated[str | None, typer.Option(metavar="NAME", help="Make a caller's certificate.")] = None,
-    pool: Annotated[list[str] | None, typer.Option(metavar="POOL", help="A pool that it may own.")] = None,
-    observe: Annotated[list[str] | None, typer.Option(metavar="POOL", help="A pool that it may look into.")] = None,
-    namespace: Annotated[
-        list[str] | None, typer.Option(metavar="NAMESPACE", help="A namespace that it may use; '' is the nameless one.")
+    pool: Annotated[list[str] | None, typer.Option(metavar="POOL", help="A pool that the client may own.")] = None,
+    observe: Annotated[
+        list[str] | None, typer.Option(metavar="POOL", help="A pool that the client may look into.")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=36_500, help="How long they are valid.")] = 30,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMESPACE", help="A namespace that the client may use; '' is the nameless one."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=36_500, help="How long the certificates are valid.")] = 30,
     authority: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where the authority is, if elsewhere; its ca.pem is copied into FOLDER."),
+        typer.Option(
+            metavar="FOLDER", help="Folder of the authority, if it is not FOLDER; its ca.pem is copied into FOLDER."
+        ),
     ] = None,
-    renew: Annotated[bool, typer.Option("--renew", help="Replace what ends soon; leave the rest as it is.")] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Replace certificates that expire soon, and keep the others.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Writes the requested certificates. It checks everything before it writes the first file."""
@@ -83,7 +90,7 @@ def certs(
     if asked == (False, False):
         server, client, uris = "server", "client", uris_of(EVERYTHING_PATTERNS)
     if server is not None and server == client:
-        raise UsageError("--server and --client are two certificates; give them two names")
+        raise UsageError("--server and --client make two certificates; give them different names")
 
     home = folder if authority is None else authority
     _make_folders(folder, home)
@@ -123,4 +130,4 @@ def _make_folders(*folders: Path) -> None:
 
 def _require_pool_names(*patterns: Sequence[str]) -> None:
     if any("" in each for each in patterns):
-        raise UsageError("a pool has a name: write --pool NAME, or '*' for every pool")
+        raise UsageError("--pool must not be empty: write --pool NAME, or '*' for every pool")

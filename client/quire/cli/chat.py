@@ -23,9 +23,9 @@ from quire.cli.prompts import decoded
 from quire.errors import QuireError
 from quire.sampling import Chunk, Generation, SamplingParams
 
-EXAMPLES = """Chat with a model; answers appear as they are made, and each sees all that was said before.
+EXAMPLES = """Chat with a model. Answers appear as they are generated, and the model sees the whole chat each time.
 
-On a terminal, Ctrl-C ends an answer and Ctrl-D the chat. Elsewhere each line of standard input is a message.
+On a terminal, Ctrl-C ends an answer and Ctrl-D ends the chat. Otherwise each line of standard input is a message.
 
 Examples:
 
@@ -45,8 +45,8 @@ def register(app: typer.Typer) -> None:
 def chat(
     *,
     params: SamplingParams,
-    system: Annotated[str | None, typer.Option("--system", "-s", help="What precedes the chat.")] = None,
-    namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
+    system: Annotated[str | None, typer.Option("--system", "-s", help="System message before the chat.")] = None,
+    namespace: Annotated[str, typer.Option(help="Only requests of the same namespace share prefixes.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,

@@ -47,16 +47,18 @@ def of_machine() -> Iterator[Finding]:
     """Checks installed packages and hardware."""
     yield Finding("quire", OK, f"{__version__}, Python {versions()['python']}")
     pure = core() == "python"
-    advice = "a wheel for this Python and machine has the core compiled: make release builds it" if pure else ""
+    advice = "a wheel for this Python and machine has a compiled core: build one with make release" if pure else ""
     yield Finding("core", WARNING if pure else OK, core() or "the allocator is not installed", advice)
     for server in PACKAGES:
         yield _tried(f"{server} packages", partial(require_extra, server), WARNING)
-    yield _tried("compiler", _compiler, WARNING, "install g++ or clang++: a worker on a CPU is slower without it")
-    yield _tried("cache", _cache, WARNING, "set QUIRE_CACHE to a folder of your own that can be written")
+    yield _tried(
+        "compiler", _compiler, WARNING, "install g++ or clang++: without a compiler a worker on a CPU is slower"
+    )
+    yield _tried("cache", _cache, WARNING, "set QUIRE_CACHE to a folder that you can write")
     yield _tried("torch", _torch, WARNING, f"a worker needs it: {how_to_install('worker')}")
     yield _clock()
     for port, option in PORTS.items():
-        other = f"if that is no server of yours, give quire up another one with {option}"
+        other = f"if that is not your server, give quire up another port with {option}"
         yield _tried(f"port {port}", partial(require_free, option, f"127.0.0.1:{port}"), WARNING, other)
 
 
@@ -77,7 +79,7 @@ def of_files() -> Iterator[Finding]:
 
 def of_servers(allocator: str, worker: str, token: str | None, tls: Tls | None, timeout_s: float) -> Iterator[Finding]:
     """Checks the servers that commands call by default."""
-    down = "name others with --allocator and --worker, or start them here: quire up"
+    down = "give other addresses with --allocator and --worker, or start the servers here: quire up"
     try:
         with Allocator(allocator, token=token, tls=tls, timeout_s=timeout_s) as client:
             yield _tried("allocator", lambda: f"{allocator}, {len(client.list_pools()):,} pools", WARNING, down)
@@ -90,7 +92,7 @@ def of_servers(allocator: str, worker: str, token: str | None, tls: Tls | None, 
     is_same = found.version == __version__
     yield Finding(
         "worker's version", OK if is_same else WARNING, found.version,
-        "" if is_same else f"this command is {__version__}: bring both to one version",
+        "" if is_same else f"this command is {__version__}: install the same version of both",
     )  # fmt: skip
     agrees = found.allocator_connected and not found.disagreement_count
     session = "connected" if found.allocator_connected else "not connected"
@@ -136,7 +138,7 @@ def _torch() -> str:
     torch = importlib.import_module("torch")
     triton = versions()["packages"]["triton"]
     if not torch.cuda.is_available():
-        return f"{torch.__version__}, no GPU that it can use"
+        return f"{torch.__version__}, no usable GPU"
     gpu = torch.cuda.get_device_properties(0)
     memory = f"{gpu.total_memory / (1 << 30):.0f} GiB"
     return (
@@ -153,7 +155,7 @@ def _clock() -> Finding:
         state = -1
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     if state == _TIME_ERROR:
-        return Finding("clock", WARNING, f"{now}, not synchronised", "run chrony, or timedatectl set-ntp true")
+        return Finding("clock", WARNING, f"{now}, not synchronized", "run chrony, or timedatectl set-ntp true")
     return Finding("clock", OK, f"{now}, {'state unknown' if state < 0 else 'synchronised'}")
 
 
@@ -165,13 +167,13 @@ def _certificate(variable: str, path: str) -> Finding:
         ends = min(each.not_valid_after_utc for each in certificates)
         begins = max(each.not_valid_before_utc for each in certificates)
     except ModuleNotFoundError:
-        return Finding(variable, WARNING, f"{path} was not looked at", how_to_install("cli"))
+        return Finding(variable, WARNING, f"{path} was not checked", how_to_install("cli"))
     except (UsageError, ValueError) as error:
-        return Finding(variable, FAILURE, str(error), f"let {variable} name a certificate in PEM")
+        return Finding(variable, FAILURE, str(error), f"set {variable} to a certificate in PEM format")
     now = datetime.datetime.now(datetime.UTC)
     days = (ends - now).days
     found = f"{path} ends on {ends:%Y-%m-%d}"
-    renew = "make it again, with quire certs --renew if that made it"
+    renew = "renew it, with quire certs --renew if quire certs made it"
     if begins > now:
         return Finding(variable, FAILURE, f"{path} begins on {begins:%Y-%m-%d %H:%M} UTC", "set this machine's clock")
     if ends <= now:

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from quire.cli import checkup, options, output
 
-EXAMPLES = """Look at this machine and its servers: packages, compiler, GPU, cache, clock, ports, certificates.
+EXAMPLES = """Check this machine and its servers: packages, compiler, GPU, cache, clock, ports, certificates.
 
-Exit code 0 if nothing fails; what only warns works, but slower or not for long.
+The exit code is 0 if no check fails. A warning means: works, but slower or not for long.
 
 Examples:
 

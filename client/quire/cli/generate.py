@@ -23,7 +23,7 @@ from quire.cli.prompts import Prompt, prompted, tokens_of
 from quire.protocol.limits import PRIORITY_MAX
 from quire.sampling import Chunk, Generation, SamplingParams
 
-EXAMPLES = """Continue a prompt; the text appears as it is made.
+EXAMPLES = """Continue a prompt; the text appears as it is generated.
 
 Examples:
 
@@ -50,10 +50,11 @@ def generate(
     *,
     prompt: Prompt,
     params: SamplingParams,
-    namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
+    namespace: Annotated[str, typer.Option(help="Only requests of the same namespace share prefixes.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
     priority: Annotated[
-        int, typer.Option(min=-PRIORITY_MAX, max=PRIORITY_MAX, help="Among its namespace's; larger is sooner.")
+        int,
+        typer.Option(min=-PRIORITY_MAX, max=PRIORITY_MAX, help="Priority within its namespace; larger runs sooner."),
     ] = 0,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
@@ -134,7 +135,7 @@ def _tagged(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
 def _summary(generation: Generation, seconds: float, max_tokens: int) -> str:
     usage = generation.usage
     most = usage.sample_token_count_max
-    cut = f"; room for {most:,} tokens, not for the {max_tokens:,} asked for" if 0 < most < max_tokens else ""
+    cut = f"; there was room for only {most:,} of {max_tokens:,} tokens" if 0 < most < max_tokens else ""
     shared = usage.unshared_block_count - usage.granted_block_count
     preempted = f", preempted {usage.preemption_count} times" if usage.preemption_count else ""
     return (

@@ -37,15 +37,15 @@ def config_path(model: str) -> Path:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ModuleNotFoundError:
-        reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
+        reason = "to use it as a model id of Hugging Face, pip install huggingface_hub"
         raise UsageError(f"no file or folder {model}; {reason}") from None
     cached = hub.try_to_load_from_cache(model, "config.json")  # Unlike `hf_hub_download`, this reads only the disk.
     if isinstance(cached, str):
         return Path(cached)
     if hub.constants.HF_HUB_OFFLINE:
         raise UsageError(
-            f"no file or folder {model}, and no model of that id in the cache of Hugging Face's package, which"
-            " HF_HUB_OFFLINE keeps from asking; give a config.json or a folder"
+            f"no file or folder {model}, and the cache of Hugging Face has no model of that id (HF_HUB_OFFLINE "
+            "forbids a download); give a config.json or a folder"
         )
     return _fetched(hub, model)
 
@@ -71,7 +71,7 @@ def _fetched(hub: Any, model: str) -> Path:
     asking.join(HUB_S)
     if found:
         return found[0]
-    nothing = f"no file or folder {model}, and no config.json of a model with that id"
+    nothing = f"no file or folder {model}, and Hugging Face has no config.json of a model with that id"
     if not failed:
         raise UsageError(f"{nothing}: Hugging Face does not answer within {HUB_S:g} s; give a config.json or a folder")
     reason = next(iter(str(failed[0]).strip().splitlines()), type(failed[0]).__name__)

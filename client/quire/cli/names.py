@@ -29,7 +29,7 @@ class Group(TyperGroup):
         """Returns the command that the first argument names."""
         old = " ".join([*ctx.command_path.split()[1:], args[0]])
         if old in COMMANDS and args[0] not in self.commands:
-            ctx.fail(f"quire {old} is called quire {COMMANDS[old]}")
+            ctx.fail(f"there is no command quire {old}: use quire {COMMANDS[old]}")
         return super().resolve_command(ctx, args)
 
 
@@ -41,5 +41,5 @@ class Up(TyperCommand):
         for given in args[: args.index("--")] if "--" in args else args:
             name = given.partition("=")[0]
             if name in OPTIONS:
-                ctx.fail(f"{name} is called {OPTIONS[name]}: a server of quire up listens there")
+                ctx.fail(f"there is no option {name}: quire up calls it {OPTIONS[name]}")
         return super().parse_args(ctx, args)

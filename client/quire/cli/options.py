@@ -43,7 +43,7 @@ def is_number(value: float) -> float:
         BadParameter: the number is NaN. An option's range does not refuse it, because comparisons with NaN are false.
     """
     if math.isnan(value):
-        raise typer.BadParameter("nan is no number")
+        raise typer.BadParameter("nan is not a number")
     return value
 
 
@@ -60,16 +60,16 @@ Timeout: TypeAlias = Annotated[
         help="How long a call may take.",
     ),
 ]
-DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")]
+DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")]
 
 ALLOCATOR = DEFAULT_ALLOCATOR
 WORKER = DEFAULT_WORKER
 
 _FILES: Final = {
     "token_file": TokenFile,
-    "tls_ca": _file("QUIRE_TLS_CA", "Authorities of the servers to trust; encrypts the connection."),
-    "tls_cert": _file("QUIRE_TLS_CERT", "The certificate to show, for servers that ask for one."),
-    "tls_key": _file("QUIRE_TLS_KEY", "Its private key."),
+    "tls_ca": _file("QUIRE_TLS_CA", "Certificate authorities of the servers to trust; turns TLS on."),
+    "tls_cert": _file("QUIRE_TLS_CERT", "Certificate of this client, for servers that require one."),
+    "tls_key": _file("QUIRE_TLS_KEY", "Private key of --tls-cert."),
 }
 
 

@@ -31,11 +31,13 @@ LENGTH_MAX: Final = 32_768  # tokens, if neither the command line nor the model 
 
 
 Tokens: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="TOKENS", help="Longest sequence; 32k is 32,768. Without it, the model's.")
+    str | None, typer.Option(metavar="TOKENS", help="Longest sequence; 32k is 32,768. Default: the model's maximum.")
 ]
 Chats: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
+    typer.Option(
+        metavar="TOKENS", help="Length of idle chats to count; may be repeated. Default: the values of --length."
+    ),
 ]
 ModelOrConfig: TypeAlias = Annotated[
     str,
@@ -47,20 +49,25 @@ ModelOrConfig: TypeAlias = Annotated[
 ]
 CheckpointTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(min=1, metavar="TOKENS", help="States are kept at multiples of this. Default: 256 to 4,096."),
+    typer.Option(
+        min=1,
+        metavar="TOKENS",
+        help="Recurrent states are kept at multiples of this. Default: 256 to 4,096, by model.",
+    ),
 ]
 AllWeights: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Bytes of the whole model's weights. Default: those of the folder's files, or an estimate.",
+        help="Bytes of the model's weights. Default: the size of its files, or an estimate.",
     ),
 ]
 AsWorker: TypeAlias = Annotated[
-    bool, typer.Option("--worker", help="Show a worker's layout: blocks of --block-size, pages of even parts.")
+    bool,
+    typer.Option("--worker", help="Show the layout of a worker: blocks of --block-size, and pages of equal parts."),
 ]
 Lengths: TypeAlias = Annotated[
-    list[str] | None, typer.Option(metavar="TOKENS", help="A length to show, too; may be repeated.")
+    list[str] | None, typer.Option(metavar="TOKENS", help="Sequence length to show; may be repeated.")
 ]
 
 
@@ -77,16 +84,17 @@ def plan(
     model: ModelOrConfig,
     *,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of one device: 80GiB, 80GB. Without it, only the layout.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of one device: 80GiB, 80GB. Without it, only the layout."),
     ] = None,
     utilization: Annotated[float, _share("Share of the memory that may be used; above 0.")] = 0.9,
     weights: AllWeights = None,
-    used: Annotated[str | None, typer.Option(metavar="SIZE", help="What else one device holds.")] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
+    used: Annotated[str | None, typer.Option(metavar="SIZE", help="Other used memory of one device.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that split the heads.")] = 1,
     dtype: Annotated[str, typer.Option(help="Dtype of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
     state_dtype: Annotated[str, typer.Option(help="Dtype of recurrent states: auto, bf16, fp32.")] = "auto",
     max_len: Tokens = None,
-    block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens of the smallest blocks.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens in the smallest blocks.")] = 16,
     group_cost: Annotated[float, _share("Price of a group, as a share of a sequence's bytes.")] = 0.005,
     checkpoint_tokens: CheckpointTokens = None,
     worker: AsWorker = False,
@@ -135,7 +143,7 @@ def plan(
             used_bytes = (_with_unit("--used", used) if used else 0) - (-taken.byte_count // tensor_parallel)
             budget = Budget.of(layout, _with_unit("--memory", memory), utilization, used_bytes, taken)
         elif weights or used:
-            raise UsageError("--weights and --used are taken off --memory: give it, too, such as --memory 80GiB")
+            raise UsageError("--weights and --used are subtracted from --memory: give it, too, as in --memory 80GiB")
     except ValueError as error:
         raise UsageError(str(error)) from None
     made = Plan(cache, layout, cost, tensor_parallel, lengths, chats or lengths, budget, block_size)
@@ -210,4 +218,4 @@ def _weights(said: str | None, model: str, config: dict[str, Any]) -> Weights:
     if estimate is None:
         return Weights(0, "weights are not subtracted from the memory: give --weights or --used")
     size = f"{estimate / (1 << 30):,.1f} GiB"
-    return Weights(estimate, f"weights are estimated at {size} from the configuration: --weights says them exactly")
+    return Weights(estimate, f"weights are estimated at {size} from the configuration: give them with --weights")

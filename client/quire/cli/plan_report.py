@@ -27,12 +27,12 @@ BLOCK_SIZE: Final = 16  # default of a worker
 LEGEND = """blocks: the most that a sequence holds until it is this long
 padding: share of its bytes that nothing can use
 unused: padding, and slots past its end or before its window
-sequences: so many fit
+sequences: how many fit
 full size, if full: the same if every attention layer kept every token"""
-CHATS_LEGEND = """idle chats: with nothing in common, that stay hittable; by the pool's retention:
+CHATS_LEGEND = """idle chats: how many without a common prefix still hit, by the pool's retention:
 dense: all their blocks stay
-tail: of windows and states only what can end a hit
-auto: as many as tail, and more while nobody wants the blocks"""
+tail: of windows and states, only the blocks that can end a hit
+auto: as many as tail, and more while the pool has room"""
 
 
 class Weights(NamedTuple):
@@ -150,7 +150,7 @@ class Plan:
             notes.append(self.budget.weights.note)
         longest = self.cache.token_count_max
         if longest is not None and self.lengths[-1] > longest:
-            notes.append(f"{self.lengths[-1]:,} tokens are more than the {longest:,} that the model was made for")
+            notes.append(f"{self.lengths[-1]:,} tokens exceed the model's maximum of {longest:,}")
         return notes
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -161,7 +161,7 @@ class Plan:
             ("token", f"{layout.token_bytes:,} bytes in all layers ({self.cache.dtype}); {growth}"),
         ]
         if self.rank_count > 1:
-            rows.insert(1, ("rank", f"1 of {self.rank_count}; all that follows is one rank's"))
+            rows.insert(1, ("rank", f"1 of {self.rank_count}; everything below is for one rank"))
         if layout.state_bytes:
             blocks = layout.checkpoint_block_count
             tokens = blocks * layout.page_bytes // (layout.token_bytes or 1)

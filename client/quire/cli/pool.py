@@ -23,7 +23,7 @@ Examples:
     quire pool list --allocator 10.0.0.5:7070 --tls-ca ca.pem --token-file token
     quire pool list --json
 """
-SHOW_EXAMPLES = """Show who holds which block of a pool, and where its memory goes.
+SHOW_EXAMPLES = """Show which sequences hold which blocks of a pool, and where its memory goes.
 
 Examples:
 
@@ -70,7 +70,7 @@ def list_all(
         owner = pool.session_kind.name.lower()
         table.add_row(
             Text(pool.pool, style="bold"),
-            owner if pool.connected else f"[red]gone, {pool.lease_remaining_ms / 1000:.0f} s left",
+            owner if pool.connected else f"[red]gone, {pool.lease_remaining_ms / 1000:.0f} s of its lease left",
             f"{pool.spec.block_count:,}",
             "/".join(map(str, sorted({group.block_size for group in pool.spec.groups}))),
             f"{pool.empty_block_count:,}",
@@ -92,7 +92,7 @@ def show(
     pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
     *,
     allocator: options.Allocator = options.ALLOCATOR,
-    rows: Annotated[int, typer.Option(min=1, help="Lines of the map at most.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Lines of the map, at most.")] = 64,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
     credentials: options.Credentials,

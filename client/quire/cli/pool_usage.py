@@ -82,7 +82,7 @@ def _groups(summary: PoolSummary) -> Table:
 def _lines(usage: PoolUsage) -> Iterator[str]:
     summary = usage.summary
     yield (
-        f"waste: {summary.unwritten_slot_count:,} tokens of room in held blocks of group 0 not written; "
+        f"waste: {summary.unwritten_slot_count:,} tokens of held blocks of group 0 are not written; "
         f"{summary.promised_block_count:,} blocks promised, {summary.evicted_block_count:,} evicted so far"
     )
     yield (

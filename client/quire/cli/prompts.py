@@ -25,12 +25,14 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "messages": (
         Annotated[
             str | None,
-            typer.Option(metavar="JSON", help="Instead of it, a chat: a list of messages; @FILE reads it."),
+            typer.Option(metavar="JSON", help="A chat instead of a prompt: a list of messages; @FILE reads it."),
         ],
         None,
     ),
     "token_ids": (
-        Annotated[str | None, typer.Option(metavar="IDS", help="Instead of it, its tokens: 1,2,3; @FILE reads them.")],
+        Annotated[
+            str | None, typer.Option(metavar="IDS", help="Token ids instead of a prompt: 1,2,3; @FILE reads them.")
+        ],
         None,
     ),
 }
@@ -53,7 +55,7 @@ def tokens_of(client: Client, prompt: Prompt, timeout_s: float) -> Sequence[int]
 def _prompt_of(values: dict[str, Any]) -> Prompt:
     text, messages, token_ids = values["prompt"], values["messages"], values["token_ids"]
     if (text is not None) + (messages is not None) + (token_ids is not None) != 1:
-        raise UsageError("give a prompt, --messages or --token-ids: one of them")
+        raise UsageError("give exactly one of a prompt, --messages and --token-ids")
     if messages is not None:
         return _messages(content("messages", messages))
     if token_ids is not None:
@@ -61,7 +63,7 @@ def _prompt_of(values: dict[str, Any]) -> Prompt:
         try:
             return tuple(map(int, ids.replace(",", " ").split()))
         except ValueError:
-            raise UsageError(f"--token-ids must be numbers with commas between them, not {ids[:60]!r}") from None
+            raise UsageError(f"--token-ids must be numbers separated by commas, not {ids[:60]!r}") from None
     if text == "-":
         return decoded("standard input", sys.stdin.buffer.read())
     return decoded("the prompt", os.fsencode(text))
@@ -71,9 +73,9 @@ def _messages(text: str) -> list[Mapping[str, Any]]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"--messages is no JSON: {error}") from None
+        raise UsageError(f"--messages is not JSON: {error}") from None
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
-        raise UsageError('--messages must be a list of messages, as [{"role": "user", "content": "Hello"}]')
+        raise UsageError('--messages must be a list of messages, such as [{"role": "user", "content": "Hello"}]')
     return found
 
 
@@ -88,7 +90,7 @@ def content(name: str, text: str) -> str:
     try:
         return Path(text[1:]).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is no UTF-8 text"
+        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8 text"
         raise UsageError(f"--{name.replace('_', '-')}: {text[1:]} cannot be read: {why}") from None
 
 
@@ -101,4 +103,4 @@ def decoded(what: str, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{what} is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+        raise UsageError(f"{what} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None

@@ -16,12 +16,12 @@ from quire.views import RequestInfo, RequestState, WaitReason
 
 Id = Annotated[str, typer.Argument(help="Id of the request.", show_default=False)]
 _WHY = {
-    WaitReason.NEXT_PASS: "nothing: the next pass begins it",
-    WaitReason.NO_SESSION: "the worker has no session with its allocator",
-    WaitReason.ALLOCATOR: "the allocator has not answered",
-    WaitReason.PLACES: "as many samples run as --max-running allows",
-    WaitReason.PREFIX: "another request computes a prefix of its prompt",
-    WaitReason.PASS_FULL: "the next pass is full",
+    WaitReason.NEXT_PASS: "the next pass, which starts it",
+    WaitReason.NO_SESSION: "a session of the worker with its allocator",
+    WaitReason.ALLOCATOR: "the allocator's answer",
+    WaitReason.PLACES: "a running sample to end: --max-running is reached",
+    WaitReason.PREFIX: "another request, which computes a prefix of its prompt",
+    WaitReason.PASS_FULL: "room in a pass: the next one is full",
 }
 
 
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 @options.connects
 def list_all(
     *,
-    ended: Annotated[bool, typer.Option("--ended", help="Also the latest 256 that have ended.")] = False,
+    ended: Annotated[bool, typer.Option("--ended", help="Also list the latest 256 ended requests.")] = False,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
@@ -116,7 +116,7 @@ def cancel(
     if as_json:
         output.print_json({"request_id": request_id, "cancelled_count": count})
     else:
-        print(f"{request_id}: {count} cancelled")
+        print(f"{request_id}: {count} canceled")
 
 
 def state_of(found: RequestInfo) -> str:
@@ -134,7 +134,7 @@ def why(found: RequestInfo) -> str:
     if reason is WaitReason.BLOCKS:
         return f"{found.missing_block_count:,} more blocks of each group"
     if reason is WaitReason.ORDER:
-        return f"{other or 'another request'} of its namespace, which is before it"
+        return f"{other or 'another request'} of its namespace, which comes first"
     if reason is WaitReason.FAIRNESS:
         return f"{other or 'a request'} of a namespace that was served less"
     return _WHY[reason]
@@ -159,4 +159,4 @@ def _facts(found: RequestInfo) -> dict[str, Any]:
 
 
 def _unknown(request_id: str, worker: str) -> NotFoundError:
-    return NotFoundError(f"{worker} has no request {request_id!r}: quire request list --ended names those it knows")
+    return NotFoundError(f"{worker} has no request {request_id!r}: quire request list --ended lists the known requests")

@@ -26,38 +26,57 @@ class _EarlyStopping(enum.StrEnum):
 
 
 _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
-    "max_tokens": (_option(int, "Tokens per sample at most.", min=1), 64),
-    "min_tokens": (_option(int, "Tokens before which nothing else ends a sample.", min=0), 0),
-    "temperature": (_option(float, "0 is greedy."), 0.0),
-    "top_k": (_option(int, "Only the k likeliest tokens; 0 is all.", min=0), 0),
-    "top_p": (_option(float, "Only the likeliest tokens that reach this probability."), 1.0),
-    "min_p": (_option(float, "Only tokens with this share of the likeliest one's probability."), 0.0),
-    "repetition_penalty": (_option(float, "Divides the logits of tokens that were there before; 1 is none."), 1.0),
-    "presence_penalty": (_option(float, "Taken from the logits of tokens in the text so far, -2 to 2."), 0.0),
-    "frequency_penalty": (_option(float, "The same, as often as they are there."), 0.0),
-    "logit_bias": (_option(list[str], "Added to a token's logit, -100 to 100; repeat it.", metavar="ID=BIAS"), []),
-    "allowed_token_id": (_option(list[int], "The only tokens to choose from; repeat it."), []),
-    "banned_token_id": (_option(list[int], "A token that is never chosen; repeat it."), []),
-    "seed": (_option(int | None, "Makes the random choice repeatable.", min=0), None),
-    "n": (_option(int, "Samples; they share the prompt's blocks.", "-n", min=1), 1),
-    "best_of": (_option(int | None, "Samples to take the n likeliest of.", min=1), None),
-    "num_beams": (_option(int, "Beams of a beam search, of whose texts the n best are shown; 1 is none.", min=1), 1),
-    "length_penalty": (_option(float, "Power of the length that a beam's logprobs are divided by."), 1.0),
-    "early_stopping": (_option(_EarlyStopping, "When a beam search ends that has as many texts as beams."), "false"),
-    "stop": (_option(list[str], "A text that ends a sample; repeat it."), []),
-    "stop_token_id": (_option(list[int], "A token that ends a sample; repeat it."), []),
-    "ignore_eos": (_option(bool, "Go on after the end of text.", "--ignore-eos"), False),
+    "max_tokens": (_option(int, "Maximum number of tokens per sample.", min=1), 64),
+    "min_tokens": (_option(int, "Minimum number of tokens per sample: no stop condition applies earlier.", min=0), 0),
+    "temperature": (_option(float, "Randomness of sampling; 0 is greedy."), 0.0),
+    "top_k": (_option(int, "Sample only from the k likeliest tokens; 0 is all.", min=0), 0),
+    "top_p": (_option(float, "Sample only from the likeliest tokens whose probabilities sum to this."), 1.0),
+    "min_p": (_option(float, "Sample only tokens with at least this share of the likeliest token's probability."), 0.0),
+    "repetition_penalty": (
+        _option(float, "Makes tokens of the prompt and the text so far less likely; 1 is off."),
+        1.0,
+    ),
+    "presence_penalty": (_option(float, "Subtracted from the logit of each token in the text so far, -2 to 2."), 0.0),
+    "frequency_penalty": (
+        _option(float, "Subtracted from a token's logit once per occurrence in the text so far, -2 to 2."),
+        0.0,
+    ),
+    "logit_bias": (
+        _option(list[str], "Added to a token's logit, -100 to 100; may be repeated.", metavar="ID=BIAS"),
+        [],
+    ),
+    "allowed_token_id": (_option(list[int], "A token that may be chosen; others may not. May be repeated."), []),
+    "banned_token_id": (_option(list[int], "A token that is never chosen; may be repeated."), []),
+    "seed": (_option(int | None, "Seed that makes the random choices repeatable.", min=0), None),
+    "n": (_option(int, "Number of samples; they share the prompt's blocks.", "-n", min=1), 1),
+    "best_of": (_option(int | None, "Number of samples to generate, of which the n likeliest are shown.", min=1), None),
+    "num_beams": (_option(int, "Number of beams of a beam search, which shows the n best texts; 1 is off.", min=1), 1),
+    "length_penalty": (_option(float, "A beam's score is its logprob divided by its length to this power."), 1.0),
+    "early_stopping": (
+        _option(
+            _EarlyStopping,
+            "With as many texts as beams, a beam search ends: true, at once; false, if a better text is unlikely; "
+            "never, if it is impossible.",
+        ),
+        "false",
+    ),
+    "stop": (_option(list[str], "A text that ends a sample; may be repeated."), []),
+    "stop_token_id": (_option(list[int], "A token that ends a sample; may be repeated."), []),
+    "ignore_eos": (_option(bool, "Continue after the end-of-text token.", "--ignore-eos"), False),
     "echo": (_option(bool, "Begin each text with the prompt.", "--echo"), False),
     "skip_special_tokens": (
-        _option(bool, "Leave special tokens out of the text, or write them.", "--skip-special/--write-special"),
+        _option(bool, "Whether the text leaves special tokens out or includes them.", "--skip-special/--write-special"),
         True,
     ),
-    "logprobs": (_option(int | None, "With --json, logprobs of each token and of so many likeliest.", min=0), None),
-    "prompt_logprobs": (_option(int | None, "The same of the prompt's tokens.", min=0), None),
-    "json_schema": (_option(str | None, "The text is a value of this JSON schema; @FILE reads it."), None),
-    "regex": (_option(str | None, "The text is what this regular expression matches."), None),
-    "grammar": (_option(str | None, "The text is what this Lark grammar derives; @FILE reads it."), None),
-    "choice": (_option(list[str], "The text is one of these; repeat it."), []),
+    "logprobs": (
+        _option(int | None, "With --json, logprobs of each token and of this many likeliest tokens.", min=0),
+        None,
+    ),
+    "prompt_logprobs": (_option(int | None, "With --json, the same for the tokens of the prompt.", min=0), None),
+    "json_schema": (_option(str | None, "The text is JSON that this schema accepts; @FILE reads it."), None),
+    "regex": (_option(str | None, "The text matches this regular expression."), None),
+    "grammar": (_option(str | None, "The text follows this Lark grammar; @FILE reads it."), None),
+    "choice": (_option(list[str], "The text is one of these choices; may be repeated."), []),
 }
 
 _OF_SEVERAL: Final = {"n", "best_of", "num_beams", "length_penalty", "early_stopping", "echo", "prompt_logprobs"}
@@ -111,7 +130,7 @@ def _bias(text: str) -> tuple[int, float]:
         found = int(token), float(bias)
     except ValueError:
         raise UsageError(
-            f"--logit-bias must be a token's id, = and a number, such as 42=-1.5, not {text!r:.80}"
+            f"--logit-bias must be a token id, = and a number, such as 42=-1.5, not {text!r:.80}"
         ) from None
     _check("logit_bias", found[1], ranges.SAMPLING["logit_bias"])
     return found

@@ -15,7 +15,7 @@ from quire.cli.output import printable
 from quire.cli.prompts import Prompt, prompted, tokens_of
 from quire.errors import UsageError
 
-EXAMPLES = """Score continuations of a prompt, which is computed once: the likeliest is first.
+EXAMPLES = """Score continuations of a prompt and list the likeliest first. The prompt is computed once.
 
 Examples:
 
@@ -35,9 +35,9 @@ def score(
     *,
     prompt: Prompt,
     candidate: Annotated[
-        list[str] | None, typer.Option("--candidate", "-c", metavar="TEXT", help="A continuation; repeat it.")
+        list[str] | None, typer.Option("--candidate", "-c", metavar="TEXT", help="A continuation; may be repeated.")
     ] = None,
-    namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
+    namespace: Annotated[str, typer.Option(help="Only requests of the same namespace share prefixes.")] = "",
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
     as_json: options.Json = False,
@@ -45,7 +45,7 @@ def score(
 ) -> None:
     """Prefills a branch, scores the candidates on it, and releases it."""
     if not candidate:
-        raise UsageError("there is no candidate: give -c TEXT, once for each")
+        raise UsageError("there is no candidate: give at least one with -c TEXT")
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         given = prompt if isinstance(prompt, str) else tokens_of(client, prompt, timeout)
         with client.prefill(given, namespace=namespace, timeout_s=timeout) as branch:

@@ -23,19 +23,19 @@ from quire.errors import NotFoundError, UnavailableError
 from quire.tls import Tls
 from quire.types import PoolMemory, WorkerStatus
 
-STATUS_EXAMPLES = """What a worker is and does.
+STATUS_EXAMPLES = """Show the model, memory and load of a worker.
 
 Examples:
 
     quire status
     quire status --worker 10.0.0.5:7071 --tls-ca ca.pem --token-file token
 """
-HEALTH_EXAMPLES = """Ask an allocator, a worker or a gateway whether it serves; exit code 0 if it does.
+HEALTH_EXAMPLES = """Ask an allocator, a worker or a gateway whether it serves. The exit code is 0 if it does.
 
 Examples:
 
     quire health 127.0.0.1:7070
-    quire health 127.0.0.1:7071 --live              (for liveness probes: also without an allocator)
+    quire health 127.0.0.1:7071 --live              (for liveness probes: 0 even without an allocator)
     quire health http://127.0.0.1:8000
     quire health https://gateway.internal:8000 --tls-ca ca.pem
     quire health unix:///run/quire/allocator.sock --timeout 2
@@ -79,14 +79,14 @@ def health(
     address: Annotated[
         str,
         typer.Argument(
-            help="host:port, unix:///path, or http://host:port (https://) of a gateway or of metrics",
+            help="host:port, unix:///path, or http(s)://host:port of a gateway or of a server's metrics",
             show_default=False,
         ),
     ],
     timeout: options.Timeout = 5.0,
     *,
     live: Annotated[
-        bool, typer.Option("--live", help="Ask whether it is alive, instead of whether work is better sent elsewhere.")
+        bool, typer.Option("--live", help="Ask whether the process is alive, not whether it is ready for requests.")
     ] = False,
     as_json: options.Json = False,
     credentials: options.Credentials,
@@ -173,11 +173,11 @@ def _rows(address: str, found: WorkerStatus) -> list[tuple[str, str]]:
         ("memory", _memory(found.memory)),
         ("sequence", f"at most {found.sequence_tokens_max:,} tokens; vocabulary of {found.vocabulary_size:,}"),
         ("samples", f"{found.running_count} running, {found.waiting_count} waiting"),
-        ("branches", f"{found.branch_count:,}, of which {found.held_branch_count:,} hold blocks"),
+        ("branches", f"{found.branch_count:,}; {found.held_branch_count:,} of them hold blocks"),
         (
             "tokens",
-            f"{found.prompt_token_count:,} of prompts ({cached:.0%} cached), {found.output_token_count:,} generated; "
-            f"{found.preemption_count:,} preemptions",
+            f"{found.prompt_token_count:,} of prompts ({cached:.0%} cached), {found.output_token_count:,} "
+            f"generated; {found.preemption_count:,} preemptions",
         ),
     ]
 
@@ -189,7 +189,7 @@ def _memory(found: PoolMemory) -> str:
         states = f"{found.state_group_count} of them for {found.state_bytes:,} bytes of states"
         pages += f", in {found.group_count} groups, {states}"
     if found.device is None:
-        return f"{pages}; {found.budget_bytes / 1e9:,.2f} GB were asked for"
+        return f"{pages}; {found.budget_bytes / 1e9:,.2f} GB were requested"
     of = found.device
     parts = zip(
         ("total", "used", "peak", "current"),

@@ -24,7 +24,7 @@ from quire.views import RequestInfo, RequestState
 
 EXAMPLES = """Watch pools, workers, namespaces and requests. Ctrl-C ends it.
 
-Into a pipe, and with --json, it prints one picture; rates are of the --interval before it.
+Into a pipe, and with --json, it prints one picture after --interval, and rates are for that time.
 
 Examples:
 
@@ -53,7 +53,9 @@ def top(
     *,
     allocator: options.Allocator = options.ALLOCATOR,
     worker: Workers = None,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, max=3_600, help="Between two readings.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=3_600, help="Time between two readings.")
+    ] = 2.0,
     timeout: options.Timeout = 5.0,
     as_json: options.Json = False,
     credentials: options.Credentials,

@@ -27,7 +27,7 @@ from quire.local import DRAIN_S, LocalStack
 
 EXAMPLES = """Run an allocator, a worker and a gateway on this machine until Ctrl-C.
 
-Arguments after -- go to the worker (see quire worker --help), those after a second -- to the gateway (see quire
+Arguments after -- go to the worker (see quire worker --help). Arguments after a second -- go to the gateway (see quire
 gateway --help).
 
 Examples:
@@ -73,22 +73,26 @@ def up(
     ] = DEFAULT_ALLOCATOR,
     listen_worker: Annotated[str, typer.Option(metavar="ADDRESS", help="Where the worker listens.")] = DEFAULT_WORKER,
     listen_gateway: Annotated[
-        str, typer.Option(metavar="ADDRESS", help=f"Where OpenAI's endpoints are; {NO_GATEWAY}: nowhere.")
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help=f"Where OpenAI's endpoints are; {NO_GATEWAY}: no gateway.",
+        ),
     ] = "127.0.0.1:8000",
     metrics_allocator: Annotated[str, _metrics("allocator")] = "127.0.0.1:9470",
     metrics_worker: Annotated[str, _metrics("worker")] = "127.0.0.1:9471",
     token_file: options.TokenFile = None,
     log_folder: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the logs there instead of showing them.")
+        Path | None, typer.Option(metavar="FOLDER", help="Write logs to this folder instead of showing them.")
     ] = None,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Lowest level that is logged.")
     ] = "warning",
     tensor_parallel: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
     ] = None,
-    drain_timeout: Annotated[float, _seconds(0, "For answers that are under way at Ctrl-C, of each.")] = DRAIN_S,
-    start_timeout: Annotated[float, _seconds(1, "How long both may take to serve.")] = 300.0,
+    drain_timeout: Annotated[float, _seconds(0, "How long running answers may take after Ctrl-C.")] = DRAIN_S,
+    start_timeout: Annotated[float, _seconds(1, "How long the servers may take to start.")] = 300.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Once all serve, print their addresses as one line of JSON.")
     ] = False,
@@ -136,7 +140,7 @@ def _shared_out(arguments: list[str], context: typer.Context) -> tuple[list[str]
         BadParameter: the first argument is not an option.
     """
     if arguments and not arguments[0].startswith("-"):
-        meant = f"the model is given as --model {arguments[0]}, and options of the worker come after --"
+        meant = f"unexpected argument: give the model as --model {arguments[0]}, and options of the worker after --"
         raise typer.BadParameter(meant, context)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:at], arguments[at + 1 :]
@@ -152,7 +156,7 @@ def _check_gateway(address: str, arguments: list[str]) -> None:
     if not arguments:
         return
     if address == NO_GATEWAY:
-        raise UsageError(f"{arguments[0]} is an option of the gateway, and --listen-gateway {NO_GATEWAY} starts none")
+        raise UsageError(f"{arguments[0]} is an option of the gateway, but --listen-gateway {NO_GATEWAY} starts none")
     imported("quire_gateway.options").parse_arguments(arguments)
 
 
@@ -193,7 +197,7 @@ def _make(folder: Path | None) -> None:
 def _run(stack: LocalStack, console: Console, drain_timeout: float, *, as_json: bool) -> None:
     """Serves until Ctrl-C or SIGTERM. Both raise an exception, so that `stop` runs."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    stopping = f"quire: stopping; answers under way have {drain_timeout:g} s, and Ctrl-C again ends them"
+    stopping = f"quire: stopping; running answers may take {drain_timeout:g} s more, and Ctrl-C again ends them now"
     try:
         with stack:
             if as_json:

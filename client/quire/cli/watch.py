@@ -15,7 +15,7 @@ from quire.cli.pool_usage import DIGEST_CHARACTERS, repr_of
 from quire.errors import QuireError, UsageError
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 
-EXAMPLES = """Print what a pool can hit, then every change as it happens. Ctrl-C ends it.
+EXAMPLES = """Print the blocks of a pool that prompts can hit, then every change as it happens. Ctrl-C ends it.
 
 Examples:
 
@@ -38,7 +38,8 @@ def watch(
     allocator: options.Allocator = options.ALLOCATOR,
     snapshot: Annotated[bool, typer.Option("--snapshot", help="End after the snapshot.")] = False,
     session: Annotated[
-        str, typer.Option(metavar="HEX", help="With --cursor: go on after an event that was printed after a snapshot.")
+        str,
+        typer.Option(metavar="HEX", help="With --cursor: continue after an event that was printed after a snapshot."),
     ] = "",
     cursor: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Cursor of that event.")] = 0,
     as_json: options.Json = False,
@@ -51,7 +52,8 @@ def watch(
         raise UsageError(f"--session must be hexadecimal digits, not {session!r:.80}") from None
     if snapshot and session_id:
         raise UsageError(
-            "--snapshot and --session exclude each other: a watch that goes on with --session begins with no snapshot"
+            "--snapshot and --session cannot be combined: a watch that continues with --session starts without a "
+            "snapshot"
         )
     try:
         with (

@@ -37,7 +37,7 @@ class NotAdmittedError(ResourceExhaustedError):
     """A prompt was not admitted. `refusal` has the reason, and the sequence to free for it."""
 
     def __init__(self, refusal: Refusal) -> None:
-        missing = f", {refusal.shortfall} blocks are missing" if refusal.shortfall else ""
+        missing = f": {refusal.shortfall} more blocks must become free" if refusal.shortfall else ""
         super().__init__(f"{refusal.result.name}{missing}")
         self.refusal = refusal
 
@@ -115,9 +115,11 @@ class Agenda:
             raise TypeError(f"tokens must be integers, not {shown(tokens)}")
         known = list(array("i", tokens))
         if not known:
-            raise ValueError("a prompt has at least one token")
+            raise ValueError("a prompt must have at least one token")
         if token_count_max is not None and token_count_max < len(known):
-            raise ValueError(f"a prompt of {len(known)} tokens is longer than its sequence may get, {token_count_max}")
+            raise ValueError(
+                f"the prompt has {len(known)} tokens, more than token_count_max={token_count_max} of its sequence"
+            )
         if root is None:
             root = root_digest(
                 fingerprint=self._spec.model_fingerprint, layout=self._spec.cache_layout, namespace=namespace
@@ -143,7 +145,10 @@ class Agenda:
             ValueError: the pool keeps states, and the parent has none to share because none of its tokens are computed.
         """
         if self._has_states and not parent.computed:
-            raise ValueError(f"sequence {parent.id} has no state to share, nothing is computed: admit its tokens again")
+            raise ValueError(
+                f"sequence {parent.id} has no state to share because none of its tokens are computed: admit its "
+                "tokens again"
+            )
         child = EngineSequence(
             self, self._new_id(), parent.tokens[: parent.computed], parent.namespace, parent.token_count_max
         )
@@ -259,7 +264,7 @@ class Agenda:
             InternalError: the allocator does not know a sequence that it must know.
         """
         sent, self._sent = self._sent, None
-        assert sent is not None, "nothing is under way"
+        assert sent is not None, "no turn is under way"
         self._missing, self._is_frugal = 0, False
         self.free_block_count = outcome.free_block_count
         self._copies += outcome.copies
@@ -287,7 +292,7 @@ class Agenda:
         """Notes that none of the sent operations was applied. Returns whether admissions may be the cause. If not, the
         engine's turn raises the error. Several admissions are later sent one by one: only an invalid one then fails."""
         sent, self._sent = self._sent, None
-        assert sent is not None, "nothing is under way"
+        assert sent is not None, "no turn is under way"
         if len(sent.admissions) == 1:
             sent.admissions[0].answer = error
             self._admissions.remove(sent.admissions[0])
@@ -387,4 +392,4 @@ def _needed(sequence: EngineSequence) -> int:
 
 def _check(verb: str, sequence: EngineSequence, result: Result) -> None:
     if result is not Result.OK:
-        raise InternalError(f"the allocator answered {result.name} to the {verb} of sequence {sequence.id}")
+        raise InternalError(f"the allocator answered the {verb} of sequence {sequence.id} with {result.name}")

@@ -137,12 +137,14 @@ class EngineSequence:
         """
         spec, row = self._host.groups[group], self.table[group]
         if not 0 <= position < self.room:
-            raise IndexError(f"position {position} of sequence {self.id}, which has room for {self.room} tokens")
+            raise IndexError(
+                f"position {position} is outside the {self.room} tokens that sequence {self.id} has room for"
+            )
         if spec.kind is GroupKind.STATE:
             return row[0]
         number, place = divmod(position, spec.block_size)
         if row[number] == NULL_BLOCK:
-            raise IndexError(f"position {position} of sequence {self.id} fell out of the window of group {group}")
+            raise IndexError(f"position {position} of sequence {self.id} has left the window of group {group}")
         return row[number] * spec.block_size + place
 
     def append(self, token: int) -> None:
@@ -174,7 +176,7 @@ class EngineSequence:
                 f"{len(self.tokens)} are known, {self.room} have room"
             )
         if token_count > self.computed and self._host.is_waiting(self):
-            raise RuntimeError(f"sequence {self.id} must wait: a turn comes first, with copies to run or its fork")
+            raise RuntimeError(f"sequence {self.id} must wait for the next turn, which has copies to run or its fork")
         self.computed = token_count
 
     def fork(self) -> EngineSequence:

@@ -179,7 +179,7 @@ class AsyncEngine:
     async def _take_in(self) -> None:
         """Waits for the answer, and applies it unless another task has."""
         task = self._under_way
-        assert task is not None, "nothing is under way"
+        assert task is not None, "no turn is under way"
         await asyncio.wait({task})
         if task is not self._under_way:
             return

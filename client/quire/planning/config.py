@@ -29,10 +29,10 @@ SUSPICIOUS: Final = re.compile(
     r"pattern|interval|layer_ids|hybrid|swa_|global_|ssm|mamba|linear_|index_|cross_att|block_"
 )
 REFUSED: Final = {
-    "cross_attention_layers": "layers of cross-attention",
+    "cross_attention_layers": "cross-attention layers",
     "index_head_dim": "an indexer with keys of its own",
-    "block_configs": "layers that differ in ways of their own",
-    "lru_width": "layers with a linear recurrent unit",
+    "block_configs": "layers that are configured one by one",
+    "lru_width": "linear recurrent units",
 }
 
 
@@ -97,7 +97,7 @@ def read_config(
     kinds = layer_kinds(fields)
     own_dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if own_dtype.lower() not in ELEMENT_BYTES and (dtype == "auto" or model_dtype is None):
-        raise ConfigError(f"dtype {own_dtype!r:.80} is unknown; known are {', '.join(ELEMENT_BYTES)}")
+        raise ConfigError(f"dtype {own_dtype!r:.80} is not supported; supported are {', '.join(ELEMENT_BYTES)}")
     dtype = own_dtype if dtype == "auto" else dtype
     notes = _notes(fields)
     state_bytes = 0
@@ -166,7 +166,7 @@ def _head_dim(fields: Fields, kind: LayerKind) -> int:
     if fields.model_type in {"zamba", "zamba2"}:  # Attention reads the concatenation of hidden states and embeddings.
         width *= 2
     if width % heads:
-        raise ConfigError(f"'head_dim' is missing, and {heads} heads do not divide a hidden size of {width}")
+        raise ConfigError(f"'head_dim' is missing, and the hidden size {width} is not a multiple of {heads} heads")
     return width // heads
 
 
@@ -180,13 +180,18 @@ def _shared_layers(fields: Fields, kinds: list[LayerKind]) -> dict[int, int]:
     last_own = {kind: index for index, kind in enumerate(kinds[:first])}
     for index in range(first, len(kinds)):
         if kinds[index] not in last_own:
-            raise ConfigError(f"layer {index} shares keys and values, but no layer before {first} is of its kind")
+            raise ConfigError(
+                f"layer {index} shares keys and values, but no layer before layer {first} has the same kind of "
+                "attention"
+            )
     return {index: last_own[kinds[index]] for index in range(first, len(kinds))}
 
 
 def _notes(fields: Fields) -> tuple[str, ...]:
     if fields.model_type in KNOWN:
         return ()
-    note = f"model type {fields.model_type!r} is not known: its standard fields were read as those of ordinary layers"
+    note = (
+        f"model type {fields.model_type!r} is not known: the plan assumes that its standard fields mean ordinary layers"
+    )
     odd = sorted(name for name in fields.values if SUSPICIOUS.search(name) and fields.has(name))
-    return (note, f"these may change the cache: {', '.join(odd)}") if odd else (note,)
+    return (note, f"these fields may change the cache: {', '.join(odd)}") if odd else (note,)

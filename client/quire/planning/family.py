@@ -37,7 +37,7 @@ class Family:
         for run in self.runs:
             size = sum(map(self.layer_bytes, run))
             if size > self.page_bytes and self.kind is not GroupKind.STATE:
-                raise ValueError(f"{len(run)} layers take {size} bytes, a page has {self.page_bytes}")
+                raise ValueError(f"{len(run)} layers take {size} bytes, but a page has {self.page_bytes}")
 
     @property
     def layers(self) -> Run:

@@ -92,7 +92,9 @@ class Fields:
         values = {**DEFAULTS.get(model_type, {}), **outer, **given}
         overrides = values.get("per_layer_config") or {}
         if not isinstance(overrides, Mapping) or not all(str(layer).isdecimal() for layer in overrides):
-            raise ConfigError(f"'per_layer_config' of model type {model_type!r:.80} is not a set of layers by number")
+            raise ConfigError(
+                f"'per_layer_config' of model type {model_type!r:.80} must be an object with layer numbers as keys"
+            )
         return cls(values, model_type, {int(layer): fields for layer, fields in overrides.items()})
 
     def has(self, *names: str) -> bool:
@@ -157,4 +159,4 @@ class Fields:
         """Returns the error of a field with an unusable value."""
         value = repr(self.values.get(name))
         shown = value if len(value) <= 60 else f"{value[:60]}..."
-        return ConfigError(f"{name!r} of model type {self.model_type!r:.80} is {shown}, not {wanted}")
+        return ConfigError(f"{name!r} of model type {self.model_type!r:.80} is {shown}, but must be {wanted}")

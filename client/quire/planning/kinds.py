@@ -56,7 +56,7 @@ def layer_kinds(fields: Fields) -> list[LayerKind]:
     pattern = fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and not fields.has("layer_types", "layers_block_type"):
         if not set(pattern) <= set(_LETTERS):
-            raise fields.wrong("hybrid_override_pattern", f"made of {' '.join(_LETTERS)}")
+            raise fields.wrong("hybrid_override_pattern", f"a text of the letters {' '.join(_LETTERS)}")
         return [_LETTERS[letter] for letter in pattern]
     kinds = _listed_kinds(fields, _layer_count(fields))
     if fields.model_type in _ONE_WINDOW and fields.has("sliding_window"):
@@ -76,13 +76,13 @@ def _layer_count(fields: Fields) -> int:
         return len(fields.get("layers_block_type"))
     count = fields.integer(*LAYER_COUNTS)
     if count > LAYERS_MAX:
-        raise ConfigError(f"num_hidden_layers is {count:,}; at most {LAYERS_MAX:,} are planned")
+        raise ConfigError(f"num_hidden_layers must be at most {LAYERS_MAX:,}, not {count:,}")
     return count
 
 
 def _kind_of(fields: Fields, name: str, word: str) -> LayerKind:
     if word not in _WORDS:
-        raise fields.wrong(name, f"made of {', '.join(_WORDS)}: {word!r} is unknown")
+        raise fields.wrong(name, f"a list of {', '.join(_WORDS)}: {word!r} is unknown")
     return _WORDS[word]
 
 
@@ -145,5 +145,5 @@ def _chunked_kinds(fields: Fields, count: int) -> list[LayerKind]:
         interval = fields.integer("no_rope_layer_interval", default=4)
         rope = [int((i + 1) % interval != 0) for i in range(count)]
     elif len(fields.integers("no_rope_layers")) < count:
-        raise fields.wrong("no_rope_layers", f"{count} numbers, one per layer")
+        raise fields.wrong("no_rope_layers", f"a list of {count} numbers, one per layer")
     return [LayerKind.CHUNKED if rope[i] else LayerKind.FULL for i in range(count)]

@@ -66,9 +66,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not self.families:
-            raise ValueError("no layer keeps anything: there is nothing to lay out")
+            raise ValueError("no layer of the model has a cache, so there is nothing to plan")
         if any(family.page_bytes != self.page_bytes for family in self.families):
-            raise ValueError("a family was made for pages of another size")
+            raise ValueError("all families must have the layout's page size")
 
     @property
     def group_count(self) -> int:

@@ -69,8 +69,8 @@ def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, u
     block_count = free_bytes // layout.page_bytes
     if block_count < 1:
         raise ValueError(
-            f"no block fits: {memory_bytes:,} bytes x {utilization} - {used_bytes:,} used leaves {free_bytes:,}, "
-            f"and a block takes {layout.page_bytes:,}"
+            f"no block fits: {memory_bytes:,} bytes x {utilization} - {used_bytes:,} used leaves {free_bytes:,} "
+            f"bytes, but a block takes {layout.page_bytes:,}"
         )
     return block_count
 

@@ -138,7 +138,7 @@ def _own(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
     """
     own = [layer for layer in layers if layer.shared_with is None]
     if not own:
-        raise ValueError("no layer keeps anything: there is nothing to lay out")
+        raise ValueError("no layer of the model has a cache, so there is nothing to plan")
     return own
 
 
@@ -188,7 +188,7 @@ def _with_checkpoints(layout: Layout, block_size: int, checkpoint_tokens: int | 
     largest = max((f.block_size for f in layout.families if f.kind is not GroupKind.STATE), default=block_size)
     interval = largest if checkpoint_tokens is None else checkpoint_tokens
     if interval < 1 or interval % largest:
-        raise ValueError(f"checkpoints every {interval} tokens: must be a multiple of blocks of {largest} tokens")
+        raise ValueError(f"checkpoint_tokens must be a multiple of the block size of {largest} tokens, not {interval}")
     if checkpoint_tokens is None:
         checkpoint_bytes = layout.checkpoint_block_count * layout.page_bytes
         # A model that has only states gets checkpoints as often as allowed.

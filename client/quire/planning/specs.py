@@ -35,7 +35,7 @@ def element_bytes_of(dtype: str) -> int:
     """
     name = dtype.removeprefix("torch.").lower()
     if name not in ELEMENT_BYTES:
-        raise ValueError(f"dtype {dtype!r:.80} is unknown; known are {', '.join(ELEMENT_BYTES)}")
+        raise ValueError(f"dtype {dtype!r:.80} is not supported; supported are {', '.join(ELEMENT_BYTES)}")
     return ELEMENT_BYTES[name]
 
 
@@ -78,11 +78,11 @@ class LayerSpec:
                 require_integer(name, getattr(self, name))
         windowed = self.kind in {GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL}
         if windowed != (self.window > 0):
-            raise ValueError(f"layer {self.layer}: {self.kind.name} with a window of {self.window} tokens")
+            raise ValueError(f"layer {self.layer}: {self.kind.name} cannot have a window of {self.window} tokens")
         if (self.kind is GroupKind.STATE) != (self.state_bytes > 0):
-            raise ValueError(f"layer {self.layer}: {self.kind.name} with {self.state_bytes} bytes of state")
+            raise ValueError(f"layer {self.layer}: {self.kind.name} cannot have {self.state_bytes} bytes of state")
         if (self.kind is GroupKind.STATE) == (self.token_bytes > 0):
-            raise ValueError(f"layer {self.layer}: {self.kind.name} with {self.token_bytes} bytes a token")
+            raise ValueError(f"layer {self.layer}: {self.kind.name} cannot have {self.token_bytes} bytes per token")
 
     @property
     def token_bytes(self) -> int:

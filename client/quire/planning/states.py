@@ -62,7 +62,8 @@ def divided(fields: Fields, what: str, count: int, tensor_parallel: int) -> int:
     """
     if count % tensor_parallel:
         raise ConfigError(
-            f"{count} {what} of model type {fields.model_type!r:.80} do not divide by {tensor_parallel} ranks"
+            f"{count} {what} of model type {fields.model_type!r:.80} cannot be divided evenly among "
+            f"{tensor_parallel} ranks"
         )
     return count // tensor_parallel
 

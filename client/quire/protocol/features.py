@@ -27,6 +27,6 @@ def check_served(asked: Iterable[str], served: Iterable[str]) -> None:
     missing = sorted(set(asked) - set(served))
     if missing:
         raise FailedPreconditionError(
-            f"the allocator does not know {', '.join(missing)}, which this owner relies on: update the allocator",
+            f"the allocator lacks {', '.join(missing)}, which this owner needs: update the allocator",
             Reason.VERSION,
         )

@@ -204,7 +204,7 @@ def _numbers(told: _Told, column: str) -> array[int]:
 def _swaps(swaps: packed.Swaps, commit_ids: Sequence[int]) -> list[Swap]:
     commits = unpack_uint32(swaps.commits)
     if commits and max(commits) >= len(commit_ids):
-        raise ValueError("a swap of a commit that the step does not have")
+        raise ValueError("the reply has a swap for a commit that is not in the step")
     sequences = [commit_ids[commit] for commit in commits]
     return list(map(Swap._make, _rows(sequences, swaps.groups, swaps.indices, swaps.blocks)))
 
@@ -225,7 +225,7 @@ def _rows(first: Sequence[int], *columns: bytes) -> Iterable[tuple[int, ...]]:
 def _dropped(step: packed.Step, told: _Told) -> Sequence[int]:
     counts = _numbers(told, "dropped_block_counts").tolist()
     if counts and len(counts) != len(step.drops):
-        raise ValueError(f"{len(counts)} numbers for {len(step.drops)} drops")
+        raise ValueError(f"the reply has {len(counts)} block counts for {len(step.drops)} drops")
     return counts or [0] * len(step.drops)
 
 
@@ -233,7 +233,7 @@ def _results(told: _Told, column: str, count: int) -> list[Result]:
     """Reads a column of results. An empty column means that every operation was OK."""
     values: Sequence[int] = told.get(column, ())
     if values and len(values) != count:
-        raise ValueError(f"{len(values)} results for {count} operations")
+        raise ValueError(f"the reply has {len(values)} results for {count} operations")
     return [Result(value) for value in values] if values else [Result.OK] * count
 
 
@@ -243,7 +243,7 @@ def _optional(data: bytes, count: int) -> Iterable[int]:
         return repeat(0, count)
     values = unpack_uint32(data)
     if len(values) != count:
-        raise ValueError(f"{len(values)} numbers for {count} grows")
+        raise ValueError(f"a column of the reply has {len(values)} numbers for {count} grows")
     return values
 
 
@@ -291,7 +291,7 @@ def _stops(stops: packed.Stops, count: int) -> list[tuple[int, ...]]:
     """Reads the stops of each grow."""
     counts, token_counts = unpack_uint32(stops.counts), unpack_uint32(stops.token_counts)
     if len(counts) != count or sum(counts) != len(token_counts):
-        raise ValueError(f"{len(counts)} counts of {len(token_counts)} stops for {count} grows")
+        raise ValueError(f"the reply has {len(counts)} counts and {len(token_counts)} stops for {count} grows")
     each = iter(token_counts)
     return [tuple(islice(each, number)) for number in counts]
 
@@ -301,9 +301,9 @@ def _tables(told: _Told, count: int, group_count: int) -> list[tuple[Sequence[in
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
     rows, sizes, blocks = (_numbers(told, column) for column in ("granted_grows", "block_counts", "blocks"))
     if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):
-        raise ValueError("the granted grows, their block counts and blocks do not fit together")
+        raise ValueError("the numbers of granted grows, block counts and blocks in the reply disagree")
     if rows and max(rows) >= count:
-        raise ValueError("a grant to a grow that the step does not have")
+        raise ValueError("the reply grants a grow that is not in the step")
     first, entry = 0, 0
     for row in rows:
         own = []

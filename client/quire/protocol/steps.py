@@ -154,9 +154,12 @@ class StepBuilder:
         for row, sequence_id in enumerate(self._grows):
             if row not in new:
                 if sequence_id > created and sequence_id not in children:
-                    raise ValueError(f"sequence {sequence_id} is not known to exist: an answer says so, or a fork here")
+                    raise ValueError(
+                        f"sequence {sequence_id} does not exist yet: wait for the answer that creates it, or "
+                        "fork it in this step"
+                    )
             elif sequence_id <= highest:
-                raise ValueError(f"a new sequence needs an id above {highest}, not {sequence_id}")
+                raise ValueError(f"the id of a new sequence must be above {highest}, not {sequence_id}")
             else:
                 highest = sequence_id
 
@@ -228,10 +231,13 @@ def cache_drop(
     """
     data = concatenated(digests)
     if data and namespace is None:
-        raise ValueError("digests are of one namespace")
+        raise ValueError("digests need the namespace that they belong to: give namespace, too")
     pack_uint32((kept_digest_count,), "kept_digest_count")
     if kept_digest_count > len(data) // DIGEST_BYTES:
-        raise ValueError(f"{kept_digest_count} of {len(data) // DIGEST_BYTES} digests cannot be kept")
+        raise ValueError(
+            f"kept_digest_count must be at most the number of digests, {len(data) // DIGEST_BYTES}, not "
+            f"{kept_digest_count}"
+        )
     return pb.CacheDrop(namespace=namespace, digests=data, kept_digest_count=kept_digest_count)
 
 
@@ -244,9 +250,9 @@ def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
     """
     if isinstance(digests, bytes):
         if len(digests) % DIGEST_BYTES:
-            raise ValueError(f"{len(digests)} bytes are no digests of {DIGEST_BYTES}")
+            raise ValueError(f"the length of digests must be a multiple of {DIGEST_BYTES} bytes, not {len(digests)}")
         return digests
     parts = list(digests)
     if any(len(digest) not in (DIGEST_BYTES, FOREIGN_DIGEST_BYTES) for digest in parts):
-        raise ValueError(f"a digest has {DIGEST_BYTES} bytes, or {FOREIGN_DIGEST_BYTES} where it is of a foreign hash")
+        raise ValueError(f"a digest must have {DIGEST_BYTES} bytes, or {FOREIGN_DIGEST_BYTES} if another hash made it")
     return b"".join([digest.ljust(DIGEST_BYTES, b"\0") for digest in parts])

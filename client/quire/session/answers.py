@@ -54,7 +54,9 @@ class Answers:
         if refusal is not None:
             raise refusal
         if self._missed or self.are_coming():
-            raise AnswersMissedError("the caller of a step was cancelled: its answer, in `missed`, comes first")
+            raise AnswersMissedError(
+                "the caller of a step was cancelled: process its answer, in `missed`, before the next step"
+            )
 
     def expect(self, number: int, operations: StepBuilder) -> Pending:
         """Notes that a step was submitted, and returns the future of its answer."""

@@ -162,7 +162,7 @@ class SessionCall:
 
 
 def _spoiled() -> UnavailableError:
-    return UnavailableError("what answers is no allocator, or its messages arrive spoiled")
+    return UnavailableError("the server is not an allocator, or its messages are corrupted on the way")
 
 
 async def _connection(call: Any) -> None:

@@ -64,4 +64,4 @@ def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as done:
         value: T = done.value
         return value
-    raise AssertionError("called before the call had a status")
+    raise AssertionError("the call has not ended, so it has no status")

@@ -106,7 +106,7 @@ class PoolOwner:
 
     def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
         if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= _WINDOW_FIELD_MAX:
-            raise ValueError(f"window must be 1 to 8 steps, not {window!r:.80}")
+            raise ValueError(f"window must be from 1 to 8 steps, not {window!r:.80}")
         self.pool = pool
         self.spec = spec
         self.incarnation = incarnation
@@ -228,7 +228,7 @@ class PoolOwner:
             ResourceExhaustedError: TOO_LARGE, the allocator accepts fewer operations or bytes. Nothing was submitted.
             ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was submitted.
         """
-        assert self.has_room, "the window is full"
+        assert self.has_room, "the window is full: wait for an answer before the next step"
         request = packed.SessionRequest()
         step, number = request.step, self.last_step + len(self._unanswered) + 1
         operations.fill(step)
@@ -258,7 +258,9 @@ class PoolOwner:
     def _check_size(what: str, count: int, most: int) -> None:
         """Refuses a count above `most`. 0 means that no allocator has sent a limit."""
         if 0 < most < count:
-            raise QuireError.of(Reason.TOO_LARGE, f"the step has {count} {what}, and at most {most} are taken")
+            raise QuireError.of(
+                Reason.TOO_LARGE, f"the step has {count} {what}, but the allocator accepts at most {most}"
+            )
 
     def heartbeat(self) -> None:
         """Keeps the lease. The acknowledgement in it lets watchers see the changes of the last steps."""
@@ -299,7 +301,9 @@ class PoolOwner:
             elif kind == "ready" and self.phase is Phase.REPORTING:
                 self._open(reply.ready)
             else:
-                raise InternalError(f"the allocator sent {kind or 'nothing'} while {self.phase.name.lower()}")
+                raise InternalError(
+                    f"the allocator sent {kind or 'an empty message'} in the phase {self.phase.name.lower()}"
+                )
         except LedgerLostError:
             self.disagreement_count += 1
             self.start_over()
@@ -313,7 +317,7 @@ class PoolOwner:
     def _resume(self, resumed: pb.Resumed) -> None:
         steps_applied = resumed.next_step - 1 - self.last_step
         if resumed.session_id != self.session_id or not 0 <= steps_applied <= len(self._unanswered):
-            raise InternalError("the allocator resumed another session than ours")
+            raise InternalError("the allocator resumed a session other than ours")
         self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
@@ -332,11 +336,11 @@ class PoolOwner:
 
     def _open(self, ready: pb.Ready) -> None:
         if ready.next_step != self.last_step + 1:
-            raise InternalError(f"the allocator expects step {ready.next_step} after our {self.last_step}")
+            raise InternalError(f"the allocator expects step {ready.next_step}, but our last step is {self.last_step}")
         if ready.state_digest and ready.state_digest != self.ledger.digest():
             self._misread_count += 1
             if self._misread_count >= _MISREADINGS_MAX:
-                raise InternalError("the allocator makes another state of our report, time and again")
+                raise InternalError("the allocator repeatedly built a state from our report that differs from ours")
             self.disagreement_count += 1
             self.disown()  # The next report opens a new session. Unanswered steps are sent under that one.
             return
@@ -363,21 +367,21 @@ class PoolOwner:
 
     def _take_answer(self, reply: packed.StepReply) -> Answer:
         if not self._unanswered:
-            raise InternalError(f"an answer to step {reply.number}, which was not asked")
+            raise InternalError(f"the allocator answered step {reply.number}, which is not waiting for an answer")
         step = self._unanswered[0].step
         number = step.number
         if reply.number != number or reply.session_id != self.session_id:
-            raise InternalError(f"the answer to step {number} is one to step {reply.number}")
+            raise InternalError(f"the answer to step {number} has the number of step {reply.number}")
         try:
             outcome = read_reply(step, reply, len(self.ledger.groups))
         except ValueError as error:
-            raise InternalError(f"the answer to step {number} does not fit it: {error}") from error
+            raise InternalError(f"the answer to step {number} does not match the step: {error}") from error
         self._unanswered.popleft()
         self.last_step = number
         try:
             self.ledger.apply(step, outcome)
         except (LookupError, ValueError, OverflowError) as error:
-            raise LedgerLostError(f"the answer to step {number} cannot be true: {error!r}") from error
+            raise LedgerLostError(f"the answer to step {number} contradicts our ledger: {error!r}") from error
         digest = reply.state_digest
         if digest and digest != self.ledger.digest_after(number):
             self.disagreement_count += 1

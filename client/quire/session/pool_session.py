@@ -149,7 +149,7 @@ class AsyncSession:
         if self._closing:
             raise self._closed()
         if self._tasks:
-            raise RuntimeError("a session is opened once")
+            raise RuntimeError("the session is already open or was closed: make a new session")
         self._tasks = [asyncio.create_task(self._guarded(each())) for each in (self._keep_up, self._beat)]
         try:
             while not self._connected:
@@ -331,13 +331,13 @@ class AsyncSession:
         verdict, numbers = self._owner.ended(error)
         self._drop()
         if verdict is Verdict.LOST:
-            log.error("the allocator refuses our report, the pool begins anew: %s", error)
+            log.error("the allocator refused our report, and the pool starts again empty: %s", error)
             self._answers.lose_pool()
         elif verdict is Verdict.STEP_REFUSED:
             self._answers.fail(numbers, why)
         elif verdict is Verdict.REFUSED:
             if why.reason is not self._refused_for:
-                log.warning("the allocator refuses this pool, which goes on as far as it was granted: %s", why)
+                log.warning("the allocator refuses this pool, and granted sequences continue without it: %s", why)
             self._refused_for = why.reason
         elif verdict is Verdict.FINAL:
             log.warning("the allocator refuses this pool: %s", why)

@@ -27,9 +27,13 @@ class Waits:
         if error.reason in self._told:
             return
         self._told.add(error.reason)
-        why = "nobody answers at its allocator's address" if error.is_grpcs_own else error
-        until = "it is closed, or silent for its lease" if error.reason in _LEASE_RUNS else "an allocator serves it"
-        log.warning("pool %s is not ours: %s; waiting until %s", self._pool, why, until)
+        why = "no server answers at the allocator's address" if error.is_grpcs_own else error
+        until = (
+            ("its owner closes it, or the lease of its silent owner ends")
+            if error.reason in _LEASE_RUNS
+            else "an allocator serves it"
+        )
+        log.warning("pool %s is not attached: %s; waiting until %s", self._pool, why, until)
 
     def attached(self) -> None:
         """Logs that the session is attached again, if its absence was logged."""

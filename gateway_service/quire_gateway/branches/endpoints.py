@@ -90,7 +90,7 @@ class _Calls:
         body, prompt = await work.read(request, PrefillBody, lambda body: (body, _prompt_of(body)))
         model = work.fleet.model(body.model)
         if model.adapter:
-            raise unsupported("model", "is an adapter: a branch is of the model as it is")
+            raise unsupported("model", "is an adapter, but branches work only with the model itself")
         own = "messages" if isinstance(prompt, Chat) else "prompt"
         names = {**_CHAT_NAMES, PROMPT: own, "text": own, "tokens": own}
 
@@ -189,7 +189,7 @@ class _Generated(Response):
         with self._branches.using(state.namespace, self._identity) as branch:
             model = branch.model
             if ask.model not in (None, model.name) and not work.fleet.is_called(model, ask.model):
-                raise invalid("model", f"model is {str(ask.model)[:128]!r}, and the branch of {model.name!r}")
+                raise invalid("model", f"model is {str(ask.model)[:128]!r}, but the branch belongs to {model.name!r}")
             state.entry.model = model.name
             call = Call(
                 bounded(with_defaults(ask, work.fleet.sampling_defaults(model)), ((),)),
@@ -228,7 +228,11 @@ def _prompt_of(body: PrefillBody) -> Prompt:
         ApiError: the body has neither a prompt nor messages, or both.
     """
     if (body.prompt is None) == (body.messages is None):
-        raise missing("prompt") if body.prompt is None else invalid("messages", "messages cannot be beside a prompt")
+        raise (
+            missing("prompt")
+            if body.prompt is None
+            else invalid("messages", "messages and prompt cannot be combined: give one of them")
+        )
     if body.prompt is not None:
         return body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
     chat = ChatBody(

@@ -39,7 +39,7 @@ Element: TypeAlias = "str | Slot | Maybe"
 Elements: TypeAlias = "tuple[Element, ...]"
 
 
-class Place(enum.Enum):
+class AnswerPart(enum.Enum):
     """A part of an answer in which a run or a mark can begin."""
 
     START = "start"  # before any content
@@ -47,10 +47,10 @@ class Place(enum.Enum):
     REASONING = "reasoning"
 
 
-ANYWHERE: Final = frozenset(Place)
-IN_CONTENT: Final = frozenset({Place.START, Place.CONTENT})
-AT_START: Final = frozenset({Place.START})
-IN_REASONING: Final = frozenset({Place.REASONING})
+ANYWHERE: Final = frozenset(AnswerPart)
+IN_CONTENT: Final = frozenset({AnswerPart.START, AnswerPart.CONTENT})
+AT_START: Final = frozenset({AnswerPart.START})
+IN_REASONING: Final = frozenset({AnswerPart.REASONING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Run:
     opening: Elements = ()
     separator: Elements | None = None
     closing: Elements = ()
-    places: frozenset[Place] = IN_CONTENT
+    places: frozenset[AnswerPart] = IN_CONTENT
     function: str = ""
 
 
@@ -87,8 +87,8 @@ class Mark:
     """
 
     elements: Elements
-    then: Place | None
-    places: frozenset[Place] = ANYWHERE
+    then: AnswerPart | None
+    places: frozenset[AnswerPart] = ANYWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _deepseek(head: Elements, tail: Elements = ()) -> Run:
 
 _JSON: Final = (Maybe(("<|constrain|>",)), Maybe(("json",)))
 _TO: Final = ("to=functions.", Slot.NAME, "<|channel|>", "commentary", *_JSON, "<|message|>")
-_FINAL: Final = Mark(("<|channel|>", "final", *_JSON, "<|message|>"), Place.CONTENT)
+_FINAL: Final = Mark(("<|channel|>", "final", *_JSON, "<|message|>"), AnswerPart.CONTENT)
 _CALLED: Final = (Maybe(("<|call|>",)),)  # usually the end of the answer, which has no text
 
 CALL_FORMATS: Final[Mapping[str, Format]] = {
@@ -193,10 +193,10 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
             Run(_TO, _CALLED, places=AT_START),
         ),
         (
-            Mark(("<|channel|>", "analysis", "<|message|>"), Place.REASONING),
+            Mark(("<|channel|>", "analysis", "<|message|>"), AnswerPart.REASONING),
             _FINAL,
-            Mark(("<|channel|>", "commentary", "<|message|>"), Place.CONTENT),
-            Mark(("<|end|>",), Place.CONTENT),
+            Mark(("<|channel|>", "commentary", "<|message|>"), AnswerPart.CONTENT),
+            Mark(("<|end|>",), AnswerPart.CONTENT),
             Mark(("<|start|>", "assistant"), None),
         ),
         answer=_FINAL,
@@ -207,8 +207,8 @@ REASONING_FORMATS: Final[Mapping[str, Format]] = {
     "think": Format(
         (),
         (
-            Mark(("<think>",), Place.REASONING, AT_START),
-            Mark(("</think>",), Place.START, IN_REASONING),
+            Mark(("<think>",), AnswerPart.REASONING, AT_START),
+            Mark(("</think>",), AnswerPart.START, IN_REASONING),
         ),
     ),
 }

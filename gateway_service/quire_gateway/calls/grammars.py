@@ -10,7 +10,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from quire_gateway.calls.formats import AT_START, IN_REASONING, Element, Elements, Format, Mark, Maybe, Place, Run, Slot
+from quire_gateway.calls.formats import (
+    AT_START,
+    IN_REASONING,
+    AnswerPart,
+    Element,
+    Elements,
+    Format,
+    Mark,
+    Maybe,
+    Run,
+    Slot,
+)
 
 _HEAD: Final = """TEXT: /(.|\\n)*/
 SPACE: /[ \\t\\r\\n]{1,16}/
@@ -86,7 +97,7 @@ class _Writer:
         form, held = self._form, self._held
         for number, function in enumerate(self._functions):
             self._rules.append(f"arguments_{number}: {self._json(function)}")
-        marks = [self._mark(mark, self._before) for mark in form.marks if Place.CONTENT in mark.places]
+        marks = [self._mark(mark, self._before) for mark in form.marks if AnswerPart.CONTENT in mark.places]
         content = "TEXT"
         if held.content is not None:
             answer = "" if form.answer is None else self._mark(form.answer, "TEXT")

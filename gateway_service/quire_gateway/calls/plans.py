@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from quire_gateway.calls.deltas import Delta
-from quire_gateway.calls.formats import REQUIRED, Format, Place, only_arguments
+from quire_gateway.calls.formats import REQUIRED, AnswerPart, Format, only_arguments
 from quire_gateway.calls.grammars import Held, grammar_of
 from quire_gateway.calls.reader import AnswerReader
 from quire_gateway.calls.tools import Choice, Tools
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
     @property
     def has_reasoning(self) -> bool:
         """Tells whether the reader separates reasoning from content."""
-        return any(mark.then is Place.REASONING for mark in self.form.marks)
+        return any(mark.then is AnswerPart.REASONING for mark in self.form.marks)
 
     def reader(self, new_id: Callable[[int], str]) -> AnswerReader:
         """Returns a reader for one answer."""
@@ -118,7 +118,7 @@ def _read(schema: Any) -> Any:
     try:
         return json.loads(schema)
     except (ValueError, RecursionError):
-        raise invalid("guided_json", "guided_json is a text that is no JSON") from None
+        raise invalid("guided_json", "guided_json is a string that is not JSON") from None
 
 
 def plan_of(
@@ -155,13 +155,16 @@ def plan_of(
     elif own is None:
         raise unsupported(
             "tools",
-            "need a tool_choice of 'none', 'required' or one function: how this model writes calls is unknown, unless"
-            " the server's operator names a format",
+            "need a tool_choice of 'none', 'required' or one function, because this model's format of calls is "
+            "unknown; the server's operator can name it",
         )
     else:
         form = replace(own, marks=(*marks, *own.marks))
     if content is not None and not is_called and any(not run.opening and run.head[0] == "{" for run in form.runs):
-        raise unsupported("response_format", "cannot be used beside tools with this model, whose calls are JSON alone")
+        raise unsupported(
+            "response_format",
+            "cannot be combined with tools for this model, because its calls are themselves plain JSON",
+        )
     is_compact = is_called and form.answer is None
     held = Held(is_reasoning, has_reasoned, is_called, tools.is_parallel, None if is_called else content, is_compact)
     names = tuple(function.name for function in tools.functions)

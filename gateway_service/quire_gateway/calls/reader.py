@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from quire_gateway.calls.deltas import CallDelta, Delta, merged
-from quire_gateway.calls.formats import Elements, Format, Mark, Maybe, Place, Run, Slot
+from quire_gateway.calls.formats import AnswerPart, Elements, Format, Mark, Maybe, Run, Slot
 from quire_gateway.calls.matching import Found, Status, after_space, find
 
 _OUTSIDE: Final = re.compile(r'[{}\[\]"]')  # the structural characters of JSON, outside of strings
@@ -89,12 +89,12 @@ class AnswerReader:
         self._calls: list[CallDelta] = []
         self.call_count = 0
         self.has_reasoned = False
-        self._enter(Place.REASONING if is_reasoning else Place.START)
+        self._enter(AnswerPart.REASONING if is_reasoning else AnswerPart.START)
 
     @property
     def is_reasoning(self) -> bool:
         """Tells whether the text so far ends within reasoning."""
-        return self._place is Place.REASONING
+        return self._place is AnswerPart.REASONING
 
     def push(self, text: str) -> Delta:
         """Takes the next piece of the text, and returns the parts that are certain."""
@@ -109,7 +109,7 @@ class AnswerReader:
 
     def _is_plain(self, text: str) -> bool:
         """Tells whether no text is waiting, and no run or mark can begin in this piece. Most pieces are so."""
-        if self._text or self._run is not None or self._place is Place.START:
+        if self._text or self._run is not None or self._place is AnswerPart.START:
             return False
         return self._first is None or self._first.search(text) is None
 
@@ -117,7 +117,7 @@ class AnswerReader:
         """Ends the text. A call that is incomplete now stays text."""
         while self._text and self._step(is_last=True):
             pass
-        if self._space and not self._is_behind and self._place is not Place.REASONING:
+        if self._space and not self._is_behind and self._place is not AnswerPart.REASONING:
             self._content.append(self._space)
         self._space = ""
         return self._taken()
@@ -140,7 +140,7 @@ class AnswerReader:
     def _read_text(self, *, is_last: bool) -> bool:
         """Hands text on up to the next run or mark, or to a text that may become one."""
         place = 0
-        if self._place is Place.START:
+        if self._place is AnswerPart.START:
             start = after_space(self._text, 0)
             if start == len(self._text) and not is_last:
                 return False
@@ -150,7 +150,7 @@ class AnswerReader:
             if start == len(self._text):
                 self._space, self._text = self._space + self._text, ""
                 return False
-            self._enter(Place.CONTENT)
+            self._enter(AnswerPart.CONTENT)
             place = start
         first = self._first
         while first is not None and (found := first.search(self._text, place)) is not None:
@@ -193,7 +193,7 @@ class AnswerReader:
         if mark.then is not None:
             self._space = ""
             self._enter(mark.then)
-            self._drops_space = mark.then is Place.REASONING or not self._has_content
+            self._drops_space = mark.then is AnswerPart.REASONING or not self._has_content
             self._is_behind = True
         return True
 
@@ -248,12 +248,12 @@ class AnswerReader:
 
     def _end_run(self) -> None:
         self._run = None
-        self._enter(Place.CONTENT)
+        self._enter(AnswerPart.CONTENT)
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: AnswerPart) -> None:
         self._place = place
         self._first = _first_characters(self._form, place)
-        self.has_reasoned |= place is Place.REASONING
+        self.has_reasoned |= place is AnswerPart.REASONING
 
     def _say(self, end: int, *, is_end: bool = False) -> None:
         """Hands on the text before a place. Whitespace at its end is kept until more text of the same kind follows.
@@ -268,17 +268,17 @@ class AnswerReader:
         if not said:
             return
         self._drops_space = self._is_behind = False
-        if self._place is Place.REASONING:
+        if self._place is AnswerPart.REASONING:
             self._reasoning.append(said)
         else:
             self._content.append(said)
             self._has_content = True
 
 
-def _first_characters(form: Format, place: Place) -> re.Pattern[str] | None:
+def _first_characters(form: Format, place: AnswerPart) -> re.Pattern[str] | None:
     """Returns a pattern of the characters with which runs and marks begin; None if nothing can begin here."""
-    lists = [(*run.opening, *run.head) for run in form.runs if place in run.places and run.places != {Place.START}]
-    lists += [mark.elements for mark in form.marks if place in mark.places and mark.places != {Place.START}]
+    lists = [(*run.opening, *run.head) for run in form.runs if place in run.places and run.places != {AnswerPart.START}]
+    lists += [mark.elements for mark in form.marks if place in mark.places and mark.places != {AnswerPart.START}]
     characters = {character for elements in lists for character in _begins_with(elements)}
     return re.compile("[" + re.escape("".join(sorted(characters))) + "]") if characters else None
 
@@ -287,5 +287,5 @@ def _begins_with(elements: Elements) -> set[str]:
     first, *rest = elements
     if isinstance(first, Maybe):
         return _begins_with(first.elements) | _begins_with(tuple(rest))
-    assert not isinstance(first, Slot), "a run begins with a text"
+    assert not isinstance(first, Slot), "a run must begin with a text"
     return {first[0]}

@@ -54,7 +54,7 @@ def tools_of(body: ChatBody) -> Tools | None:
     if not body.tools:
         neutral = (None, "none") if body.tools is None else (None, "none", "auto")
         if choice not in neutral:
-            raise invalid("tool_choice", "tool_choice is for tools, and there are none")
+            raise invalid("tool_choice", "tool_choice needs tools, but the request has none")
         return None
     if choice == "none":  # The chat template still gets the tools, so none of them is checked here.
         return None
@@ -70,7 +70,7 @@ def tools_of(body: ChatBody) -> Tools | None:
     if choice.get("type") == "allowed_tools":
         return _allowed(choice, functions, is_parallel=is_parallel)
     if choice.get("type", "function") != "function":
-        raise unsupported("tool_choice.type", f"is {choice['type']!r}: this server calls functions alone")
+        raise unsupported("tool_choice.type", f"is {choice['type']!r}: this server supports only functions")
     _check_keys(choice, _CHOICE_KEYS, "tool_choice")
     function = _named(choice.get("function"), functions, "tool_choice.function")
     _check_keys(choice["function"], _NAME_KEYS, "tool_choice.function")
@@ -94,7 +94,7 @@ def _allowed(choice: Mapping[str, Any], functions: Mapping[str, Function], *, is
     for number, tool in enumerate(allowed["tools"]):
         if isinstance(tool, dict) and tool.get("type", "function") != "function":
             raise unsupported(
-                f"{place}.tools[{number}].type", f"is {tool['type']!r}: this server calls functions alone"
+                f"{place}.tools[{number}].type", f"is {tool['type']!r}: this server supports only functions"
             )
     found = [
         _named(tool.get("function") if isinstance(tool, dict) else None, functions, f"{place}.tools[{number}].function")
@@ -108,7 +108,7 @@ def _named(given: Any, functions: Mapping[str, Function], place: str) -> Functio
     if name is None:
         raise missing(f"{place}.name")
     if name not in functions:
-        raise invalid(place, f"{place} is {str(name)[:64]!r}, which is none of the tools")
+        raise invalid(place, f"{place} is {str(name)[:64]!r}, which is not the name of a tool in the request")
     return functions[name]
 
 
@@ -119,7 +119,7 @@ def _function(tool: Mapping[str, Any], place: str) -> Function:
         ApiError: the tool is not a function.
     """
     if tool.get("type", "function") != "function":
-        raise unsupported(f"{place}.type", f"is {tool['type']!r}: this server calls functions alone")
+        raise unsupported(f"{place}.type", f"is {tool['type']!r}: this server supports only functions")
     given = tool.get("function")
     if not isinstance(given, dict):
         raise missing(f"{place}.function")
@@ -128,7 +128,7 @@ def _function(tool: Mapping[str, Any], place: str) -> Function:
     _check_keys(given, _FUNCTION_KEYS, place)
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid(f"{place}.name", f"{place}.name must be 1 to 64 letters, digits, '_', '-' or '.'")
+        raise invalid(f"{place}.name", f"{place}.name must have 1 to 64 letters, digits, '_', '-' or '.'")
     if given.get("strict") not in (None, True, False):
         raise invalid(f"{place}.strict", f"{place}.strict must be true or false")
     schema, is_strict = _schema(given.get("parameters"), f"{place}.parameters"), given.get("strict") is True
@@ -154,4 +154,4 @@ def _schema(given: Any, place: str) -> Mapping[str, Any]:
 
 def _check_keys(given: Mapping[str, Any], known: frozenset[str], place: str) -> None:
     for name in sorted(name for name, value in given.items() if value is not None and name not in known):
-        raise unsupported(f"{place}.{name}"[:128], f"is none of {', '.join(sorted(known))}")
+        raise unsupported(f"{place}.{name}"[:128], f"is not a known field: known are {', '.join(sorted(known))}")

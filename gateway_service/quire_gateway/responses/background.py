@@ -31,7 +31,7 @@ class Background:
         """
         if not self._places.take(namespace, 1):
             work.close()
-            what = f"as many responses are computed in the background as there is room for here (at most {COUNT_MAX})"
+            what = f"too many responses run in the background (at most {COUNT_MAX} at this gateway)"
             raise ApiError(429, f"{what}: try again", kind=RATE, code="queue_full")
         task = self._running[namespace, identity] = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._ended(namespace, identity))

@@ -23,13 +23,13 @@ from quire_gateway.responses.background import Background
 from quire_gateway.responses.bodies import InputTokensBody, ResponseBody
 from quire_gateway.responses.form import Ended, ResponseForm, failed
 from quire_gateway.responses.requests import Asked, of_response, renamed
-from quire_gateway.responses.store import Kept, Store
+from quire_gateway.responses.store import Store, StoredResponse
 from quire_gateway.serving import Served
 from quire_gateway.work import Work, json_response
 
 log = structlog.get_logger()
 LIMIT_DEFAULT, LIMIT_MAX = 20, 100  # items on a page, as in OpenAI's API
-_DEFECT: Final = "the gateway has a defect; its log has a line about it"
+_DEFECT: Final = "the gateway failed because of a bug; its log has a line about it"
 
 
 def serve_responses(app: FastAPI, work: Work, store: Store) -> None:
@@ -47,7 +47,7 @@ def serve_responses(app: FastAPI, work: Work, store: Store) -> None:
     @got(app, "/v1/responses/{identity}")
     async def get(request: Request, identity: str, *, stream: bool = False) -> Response:
         if stream:
-            raise unsupported("stream", "is for responses that are created: this one is told as a whole")
+            raise unsupported("stream", "is only for creating a response: a stored response is returned as a whole")
         return Response(responses.find(request, identity).response, media_type="application/json")
 
     @app.delete("/v1/responses/{identity}")
@@ -72,7 +72,7 @@ class _Responses:
         self._work, self._store = work, store
         self._background = Background(are_several=store.are_several)
 
-    def find(self, request: Request, identity: str, param: str | None = None) -> Kept:
+    def find(self, request: Request, identity: str, param: str | None = None) -> StoredResponse:
         """Returns a response of the caller's namespace.
 
         Raises:
@@ -90,14 +90,14 @@ class _Responses:
             ApiError: the request is refused.
         """
         state, work = request.state, self._work
-        earlier: Kept | None = None
+        earlier: StoredResponse | None = None
 
         def ask_of(body: InputTokensBody) -> Asked:
             nonlocal earlier
             if body.previous_response_id is not None:
                 earlier = self.find(request, body.previous_response_id, "previous_response_id")
                 if orjson.loads(earlier.response)["status"] not in ("completed", "incomplete"):
-                    what = "previous_response_id is of a response that has not ended well"
+                    what = "previous_response_id must name a response with status completed or incomplete"
                     raise invalid("previous_response_id", what)
             if not isinstance(body, ResponseBody):
                 body = ResponseBody.model_validate(dict(body))
@@ -160,7 +160,9 @@ class _Responses:
         if not asked.is_background:
             return served
         if not self._store.put(state.namespace, head, asked.items):
-            raise ApiError(429, "there is no room to keep a response here: delete some", code="response_too_large")
+            raise ApiError(
+                429, "there is no room to store the response: delete some stored responses", code="response_too_large"
+            )
         self._background.start(state.namespace, head["id"], self._unattended(served, state.namespace, asked))
         return json_response(head)
 
@@ -201,7 +203,9 @@ class _Responses:
         """
         kept = self.find(request, identity)
         if not orjson.loads(kept.response)["background"]:
-            raise ApiError(400, "only a response with background=true can be cancelled; end others by leaving them")
+            raise ApiError(
+                400, "only a response with background=true can be canceled; to end another one, close its connection"
+            )
         if await self._background.cancel(request.state.namespace, identity):
             response = {**orjson.loads(kept.response), "status": "cancelled"}
             self._store.put(request.state.namespace, response, kept.items)
@@ -235,7 +239,7 @@ def _page(items: tuple[bytes, ...], limit: str, order: str, after: str) -> Respo
     if after:
         place = next((index for index, item in enumerate(found) if _id_of(item) == after), None)
         if place is None:
-            raise invalid("after", f"after is {after!r}, which is the id of no item here")
+            raise invalid("after", f"after must be the id of an item in this list, not {after!r}")
         found = found[place + 1 :]
     page = found[: count or LIMIT_DEFAULT]
     return json_response(

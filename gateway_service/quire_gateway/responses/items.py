@@ -52,11 +52,11 @@ def items_of(
             continue
         identity = _reference(item, where)
         if identity in referred:  # Otherwise a short body could become an endless conversation.
-            raise invalid(f"{where}.id", f"{where}.id is {identity!r}, to which an earlier item refers")
+            raise invalid(f"{where}.id", f"{where}.id is {identity!r}, which an earlier item already refers to")
         referred.add(identity)
         found = find(identity)
         if found is None:
-            what = f"Item with id {identity!r} not found: it is of no response that is kept. Send the item itself."
+            what = f"Item with id {identity!r} not found: no stored response has it. Send the item itself."
             raise ApiError(404, what, param=f"{where}.id", code="item_not_found")
         items.append(orjson.loads(found))
     return items
@@ -71,7 +71,7 @@ def _reference(given: Mapping[str, Any], where: str) -> str:
     _check_keys(given, frozenset({"type", "id"}), where)
     identity = _text_at(given, "id", where)
     if not 0 < len(identity) <= ID_CHARACTERS_MAX:
-        raise invalid(f"{where}.id", f"{where}.id must be a text of 1 to {ID_CHARACTERS_MAX} characters")
+        raise invalid(f"{where}.id", f"{where}.id must be a string of 1 to {ID_CHARACTERS_MAX} characters")
     return identity
 
 
@@ -96,14 +96,14 @@ def _item(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         case "reasoning":
             content = given.get("content") or given.get("summary") or []
             if given.get("encrypted_content") and not content:
-                what = "was written by another server: give content or summary, or leave the item out"
+                what = "comes from another server and cannot be read: give content or summary, or leave the item out"
                 raise unsupported(f"{where}.encrypted_content", what)
             text = _joined(content, f"{where}.content", {"reasoning_text": "text", "summary_text": "text"})
             told = [{"type": "reasoning_text", "text": text}]
             return {**_head(given, "reasoning", where), "status": "completed", "summary": [], "content": told}
         case other:
             known = ", ".join((*_PREFIXES, _REFERENCE))
-            raise unsupported(f"{where}.type", f"is {str(other)[:64]!r}: this server takes {known}")
+            raise unsupported(f"{where}.type", f"is {str(other)[:64]!r}: this server accepts {known}")
 
 
 def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -127,14 +127,14 @@ def _head(given: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
     _check_keys(given, _KEYS[kind] | {"type", "id", "status"}, where)
     identity = given.get("id")
     if identity is not None and (not isinstance(identity, str) or not 0 < len(identity) <= ID_CHARACTERS_MAX):
-        raise invalid(f"{where}.id", f"{where}.id must be a text of 1 to {ID_CHARACTERS_MAX} characters")
+        raise invalid(f"{where}.id", f"{where}.id must be a string of 1 to {ID_CHARACTERS_MAX} characters")
     return {"id": identity or new_id(kind), "type": kind}
 
 
 def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     unknown = next((name for name, value in given.items() if value is not None and name not in known), None)
     if unknown is not None:
-        raise unsupported(f"{where}.{unknown}"[:128], f"is none of {', '.join(sorted(known))}")
+        raise unsupported(f"{where}.{unknown}"[:128], f"is not a known field: known are {', '.join(sorted(known))}")
 
 
 def _text_at(given: Mapping[str, Any], name: str, where: str) -> str:
@@ -142,7 +142,7 @@ def _text_at(given: Mapping[str, Any], name: str, where: str) -> str:
     if value is None:
         raise missing(f"{where}.{name}")
     if not isinstance(value, str):
-        raise invalid(f"{where}.{name}", f"{where}.{name} must be a text")
+        raise invalid(f"{where}.{name}", f"{where}.{name} must be a string")
     return value
 
 
@@ -155,12 +155,12 @@ def _joined(parts: Any, where: str, kinds: Mapping[str, str] = _TEXTS) -> str:
     if parts is None:
         raise missing(where)
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise invalid(where, f"{where} must be a text or an array of parts")
+        raise invalid(where, f"{where} must be a string or an array of parts")
     texts = []
     for index, part in enumerate(parts):
         place = f"{where}[{index}]"
         if part.get("type") not in kinds:
-            raise unsupported(place, f"is of type {str(part.get('type'))[:64]!r}: this server takes text alone")
+            raise unsupported(place, f"is of type {str(part.get('type'))[:64]!r}: this server accepts only text")
         texts.append(_text_at(part, kinds[part["type"]], place))
     return "\n".join(texts)
 

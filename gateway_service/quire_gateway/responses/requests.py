@@ -113,18 +113,20 @@ def _check(body: ResponseBody) -> None:
             other = "is called text.format here" if name == "response_format" else "is not supported by this server"
             raise unsupported(name, other)
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
-        raise invalid("top_logprobs", f"top_logprobs is for logprobs: it needs include=[{LOGPROBS!r}]")
+        raise invalid("top_logprobs", f"top_logprobs needs include=[{LOGPROBS!r}]")
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "tool_choice is for tools, and there are none")
+        raise invalid("tool_choice", "tool_choice needs tools, but the request has none")
     if body.stream_options is not None and (
         body.stream_options.include_usage or body.stream_options.continuous_usage_stats
     ):
-        raise unsupported("stream_options", "can have include_obfuscation alone: the last event has the usage")
+        raise unsupported("stream_options", "may only have include_obfuscation: the last event always has the usage")
     if body.background:
         if body.store is False:
-            raise invalid("background", "background=true needs store=true: nobody could ask for the response")
+            raise invalid(
+                "background", "background=true needs store=true, because only a stored response can be retrieved"
+            )
         if body.stream:
-            raise unsupported("stream", "cannot be used with background=true: ask for the response until it has ended")
+            raise unsupported("stream", "cannot be combined with background=true: poll the response until it has ended")
 
 
 def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -135,7 +137,7 @@ def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     kind = given.get("type")
     if kind != "function":
-        raise unsupported(f"{where}.type", f"is {str(kind)[:64]!r}: this server calls functions alone")
+        raise unsupported(f"{where}.type", f"is {str(kind)[:64]!r}: this server supports only functions")
     return {"type": "function", "function": {name: value for name, value in given.items() if name != "type"}}
 
 
@@ -145,7 +147,9 @@ def _choice(given: str | dict[str, Any] | None) -> Any:
     known = {"allowed_tools": {"type", "mode", "tools"}, "function": {"type", "name"}}.get(str(given.get("type")))
     unknown = next((name for name, value in given.items() if known and value is not None and name not in known), None)
     if unknown is not None:
-        raise unsupported(f"tool_choice.{unknown}"[:128], f"is none of {', '.join(sorted(known or ()))}")
+        raise unsupported(
+            f"tool_choice.{unknown}"[:128], f"is not a known field: known are {', '.join(sorted(known or ()))}"
+        )
     if given.get("type") == "allowed_tools":
         tools = given.get("tools")
         named = [{"type": "function", "function": tool} for tool in tools] if isinstance(tools, list) else tools
@@ -164,7 +168,9 @@ def _format(body: ResponseBody) -> Any:
         return given
     unknown = next((name for name, value in given.items() if value is not None and name not in _FORMAT_KEYS), None)
     if unknown is not None:
-        raise unsupported(f"text.format.{unknown}"[:128], f"is none of {', '.join(sorted(_FORMAT_KEYS))}")
+        raise unsupported(
+            f"text.format.{unknown}"[:128], f"is not a known field: known are {', '.join(sorted(_FORMAT_KEYS))}"
+        )
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 

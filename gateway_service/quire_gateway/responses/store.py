@@ -31,8 +31,8 @@ BYTES_OF_OUTPUT: Final = 512  # further bytes of an output item, which can be fo
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A response that is kept.
+class StoredResponse:
+    """A response that the store keeps, for retrieval and continuation.
 
     Attributes:
         head: the JSON of the response without its output.
@@ -94,11 +94,11 @@ class Store:
         self._bytes = Shares(bytes_max, is_for_several=are_several)
         self._places = Shares(COUNT_MAX, is_for_several=are_several)
         self._oldest_first: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._of: defaultdict[str, OrderedDict[str, Kept]] = defaultdict(OrderedDict)
+        self._of: defaultdict[str, OrderedDict[str, StoredResponse]] = defaultdict(OrderedDict)
         # response id and place in its output, by namespace and item id
         self._items: dict[tuple[str, str], tuple[str, int]] = {}
 
-    def find(self, namespace: str, identity: str) -> Kept | None:
+    def find(self, namespace: str, identity: str) -> StoredResponse | None:
         """Returns a response of a namespace; None if it has no such response."""
         own = self._of.get(namespace)  # `self._of[namespace]` would add an entry
         kept = None if own is None else own.get(identity)
@@ -125,7 +125,7 @@ class Store:
         if said is not None:
             said = said._replace(tokens=array("I", said.tokens), as_split=array("I", said.as_split))
         output = tuple(map(orjson.dumps, response["output"]))
-        kept = Kept(orjson.dumps({**response, "output": []}), output, items, said, now_s + self._lifetime_s)
+        kept = StoredResponse(orjson.dumps({**response, "output": []}), output, items, said, now_s + self._lifetime_s)
         while not self._take(namespace, kept.size_bytes):
             if namespace not in self._of:
                 return False

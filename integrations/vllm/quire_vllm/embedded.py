@@ -136,7 +136,7 @@ class EmbeddedPool:
     ) -> None:
         """Publishes the blocks that became full, then calls `on_stored`. The table does not change."""
         result = self.pool.commit(sequence_id, token_count, digests).result
-        assert result is Result.OK, f"a commit of {token_count} tokens answers {result.name}"
+        assert result is Result.OK, f"the pool answered a commit of {token_count} tokens with {result.name}"
         if on_stored is not None:
             on_stored()
 

@@ -196,7 +196,7 @@ class QuireCacheManager(KVCacheManager):
     ) -> KVCacheBlocks | None:
         """Makes room for an admitted request's tokens, without publishing blocks."""
         elsewhere = (num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, reserved_blocks)
-        assert not any(elsewhere), "connectors and encoders are refused at the start"
+        assert not any(elsewhere), "connectors and encoders are refused at start"
         held = self._held.get(request.request_id)
         if held is None:
             return None

@@ -49,16 +49,16 @@ def options_of(vllm_config: Any, environment: Mapping[str, str] = os.environ) ->
     config = vllm_config.additional_config
     given = config.get("quire", {}) if isinstance(config, dict) else {}
     if not isinstance(given, dict) or given.keys() - set(NAMES):
-        raise UnsupportedError(f"additional_config: quire takes {', '.join(NAMES)}")
+        raise UnsupportedError(f"additional_config: quire accepts only {', '.join(NAMES)}")
     values = {name: given.get(name, environment.get(f"QUIRE_VLLM_{name.upper()}", "")) for name in NAMES}
     try:
         timeout_s = float(values["open_timeout_s"] or OPEN_TIMEOUT_S)
     except (TypeError, ValueError):
         timeout_s = 0.0
     if not 0 < timeout_s <= OPEN_TIMEOUT_MAX_S:
-        raise UnsupportedError(f"open_timeout_s is more than 0 and at most {OPEN_TIMEOUT_MAX_S:g} seconds")
+        raise UnsupportedError(f"open_timeout_s must be above 0 and at most {OPEN_TIMEOUT_MAX_S:g} seconds")
     if not all(isinstance(values[name], str) for name in ("allocator", "pool", "namespace")):
-        raise UnsupportedError("allocator, pool and namespace are texts")
+        raise UnsupportedError("allocator, pool and namespace must be strings")
     pool = values["pool"] or f"vllm-{socket.gethostname()}"
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size > 1:

@@ -109,7 +109,8 @@ def check_release() -> None:
     release = __version__.partition("+")[0]
     if release not in TESTED and os.environ.get(ANY_RELEASE) != "1":
         raise UnsupportedError(
-            f"quire_vllm was tested with vLLM {', '.join(TESTED)}, this is {release}; {ANY_RELEASE}=1 tries it anyway"
+            f"quire_vllm was tested with vLLM {', '.join(TESTED)}, but this is {release}; set {ANY_RELEASE}=1 to "
+            "try it anyway"
         )
     moved = [*_moved(KVCacheManager, MANAGER_METHODS), *_moved(Scheduler, SCHEDULER_METHODS)]
     moved += _moved(BlockPool, BLOCK_POOL_METHODS)

@@ -99,8 +99,8 @@ class RemotePool:
         except TimeoutError:
             self._session.close()
             raise UnsupportedError(
-                f"no allocator at {self._options.allocator} gives pool {self._options.pool} to this engine "
-                f"within {self._options.open_timeout_s:g} s: it is down, or another engine has the pool"
+                f"the allocator at {self._options.allocator} did not grant pool {self._options.pool} within "
+                f"{self._options.open_timeout_s:g} s: it is down, or another engine owns the pool"
             ) from None
         self._tables: dict[int, Table] = {}
         # request -> the allocator's answer, None before it comes. A refusal is forgotten when the next turn begins.

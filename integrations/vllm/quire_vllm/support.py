@@ -27,12 +27,14 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, *, hash_block_size: int
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         f"KV cache groups of {', '.join(others)}": bool(others),
-        "windows that keep more than they read": any(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
-        "states of other sizes than a block": any(map(is_cached_state, states)) and len({*sizes, block_size}) > 1,
+        ("windows that keep more tokens than they read"): any(
+            getattr(spec, "extra_retained_tokens", 0) for spec in specs
+        ),
+        "states whose size differs from a block's": any(map(is_cached_state, states)) and len({*sizes, block_size}) > 1,
         "speculation with recurrent states": any(spec.num_speculative_blocks for spec in states),
-        "states that are replayed (use_replayssm)": bool(states) and vllm_config.cache_config.use_replayssm,
+        "replayed states (use_replayssm)": bool(states) and vllm_config.cache_config.use_replayssm,
         f"hashes of {hash_block_size} tokens for blocks of {smallest}": is_cached and hash_block_size != smallest,
-        "blocks that are no multiples of the smallest": any(size % smallest for size in sizes),
+        "blocks that are not multiples of the smallest": any(size % smallest for size in sizes),
     }
     refused = [name for name, is_on in reasons.items() if is_on]
     if refused:

@@ -72,7 +72,7 @@ def test_an_engine_without_an_allocator_does_not_start() -> None:
     )
     output, _ = engine.communicate(timeout=120)
     assert engine.returncode != 0
-    assert "no allocator at 127.0.0.1:1 gives pool" in output
+    assert "the allocator at 127.0.0.1:1 did not grant pool" in output
 
 
 def test_options_come_by_environment_and_by_additional_config() -> None:
@@ -94,5 +94,5 @@ told({}, QUIRE_VLLM_OPEN_TIMEOUT_S="soon")
     lines = [line for line in in_vllm("-c", code).splitlines() if line.startswith(("GIVEN", "REFUSED"))]
     assert "allocator='', pool='a'" in lines[0]
     assert "allocator='h:1', pool='b-dp1'" in lines[1]
-    assert lines[2] == "REFUSED additional_config: quire takes allocator, pool, namespace, open_timeout_s"
+    assert lines[2] == "REFUSED additional_config: quire accepts only allocator, pool, namespace, open_timeout_s"
     assert lines[3].startswith("REFUSED open_timeout_s")

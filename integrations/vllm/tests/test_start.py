@@ -122,10 +122,10 @@ def test_what_needs_vllms_own_manager_is_refused_by_name() -> None:
     taken, kinds, multiples, hashes, drafts, sizes, replayed, options = output.splitlines()[-8:]
     assert taken == "TAKEN"
     assert "KV cache groups of CrossAttentionSpec, MLAAttentionSpec" in kinds
-    assert "blocks that are no multiples of the smallest" in multiples
+    assert "blocks that are not multiples of the smallest" in multiples
     assert "hashes of 8 tokens for blocks of 16" in hashes
     assert "speculation with recurrent states" in drafts
-    assert "states of other sizes than a block" in sizes
-    assert "states that are replayed (use_replayssm)" in replayed
+    assert "states whose size differs from a block's" in sizes
+    assert "replayed states (use_replayssm)" in replayed
     for reason in ("KV connectors", "residency metrics", "EAGLE and MTP", "encoder-decoder", "context parallelism"):
         assert reason in options

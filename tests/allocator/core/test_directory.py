@@ -239,7 +239,7 @@ def test_pools_and_blocks_of_one_caller_leave_some_for_another() -> None:
 
     for number in range(3):
         open_pool(f"a{number}", "a", 8)
-    with pytest.raises(Refusal, match="one caller has at most 3 pools") as caught:
+    with pytest.raises(Refusal, match="one caller may have at most 3 pools") as caught:
         open_pool("a3", "a", 1)
     assert caught.value.reason == "LIMIT"
     with pytest.raises(Refusal, match="18 are left"):

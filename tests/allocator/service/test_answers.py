@@ -202,7 +202,7 @@ async def test_a_sequence_that_goes_while_it_is_read_harms_nobody(
 @pytest.mark.parametrize("token", ["no token", "bm8=", "MS4y", "LTEuMC4w", "MC4wLjAuMA=="])
 async def test_a_token_that_the_allocator_did_not_give_is_refused(allocator: RunningAllocator, token: str) -> None:
     await UnaryOwner.open(allocator)
-    with refused(Reason.MALFORMED, "page_token is none that this allocator gave") as caught:
+    with refused(Reason.MALFORMED, "page_token is not from this allocator") as caught:
         await allocator.stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool="a", page_token=token))
     assert from_rpc_error(caught.value).field == "page_token"
 

@@ -141,8 +141,8 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"retention": "sparse"}, "retention 'sparse' is not known: it is one of auto, dense"),
-        ({"chunk_token_count_max": 1 << 25}, "chunk_token_count_max must be 0 to 16,777,216, not 33,554,432"),
+        ({"retention": "sparse"}, "retention 'sparse' is not known: use one of auto, dense"),
+        ({"chunk_token_count_max": 1 << 25}, "chunk_token_count_max must be from 0 to 16,777,216, not 33,554,432"),
     ],
 )
 async def test_a_retention_or_a_largest_chunk_that_nobody_knows_is_refused(

@@ -57,7 +57,7 @@ async def test_opening_again_with_the_same_request_id_gives_the_same_session(all
     request = pb.OpenSessionRequest(version=3, request_id="r", pool="a", spec=spec())
     first, second = await allocator.stub.OpenSession(request), await allocator.stub.OpenSession(request)
     assert first == second
-    with refused(Reason.POOL_OWNED, "10000 ms longer"):
+    with refused(Reason.POOL_OWNED, "its lease ends in 10000 ms"):
         await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="other", pool="a", spec=spec()))
 
 
@@ -110,7 +110,7 @@ async def test_the_number_of_pools_is_limited() -> None:
     async with running_allocator(pools_max=2) as allocator:
         await UnaryOwner.open(allocator, "a")
         await UnaryOwner.open(allocator, "b")
-        with refused(Reason.LIMIT, "one caller has at most 2 pools"):
+        with refused(Reason.LIMIT, "one caller may have at most 2 pools"):
             await UnaryOwner.open(allocator, "c")
         assert [owner.name for owner in allocator.service.directory.open_pools()] == ["a", "b"]
 

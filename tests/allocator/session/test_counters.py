@@ -175,4 +175,4 @@ def test_metrics_name_few_namespaces_and_each_by_its_name(names: str, capsys: py
     with pytest.raises(SystemExit) as caught:
         parse_arguments([f"--metrics-namespaces={names}"])
     assert caught.value.code == 2
-    assert "allowed are 1 to 20, none of them empty" in capsys.readouterr().err
+    assert "must have 1 to 20 names, none of them empty" in capsys.readouterr().err

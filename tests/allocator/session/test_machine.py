@@ -129,7 +129,7 @@ def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_te
             machine = attached(sessions, side, float(time))
             assert side.report_count == 2 + time
     side.attach()
-    with pytest.raises(Refusal, match="refused for now") as refused:
+    with pytest.raises(Refusal, match="cannot be attached for now") as refused:
         SessionMachine(sessions).receive(side.outbox.popleft(), 3.0)
     assert refused.value.retry_after_s == limits.QUARANTINE_WINDOW_S - 3.0
     assert (sessions.refused_pool_count(3.0), sessions.refused_pool_count(limits.QUARANTINE_WINDOW_S)) == (1, 0)
@@ -222,7 +222,7 @@ def test_a_sequence_that_goes_on_in_another_chunk_with_other_counts_is_refused(s
         part = pb.ReportedSequence(sequence_id=1, token_count=tokens, tables=[pb.BlockTable(blocks=bytes(4))])
         chunk = pb.ReportChunk(number=number, namespaces=[""], sequences=[part])
         if number:
-            with pytest.raises(Refusal, match="goes on with other counts"):
+            with pytest.raises(Refusal, match="have different counts"):
                 machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0)
         else:
             machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0)

@@ -108,5 +108,5 @@ def test_a_report_that_frees_more_blocks_than_there_are_is_refused_before_its_en
     freed = pb.ReportChunk(freed_blocks=bytes(8), freed_steps=[1, 1], freed_operations=[0, 0], freed_positions=[0, 1])
     staged.add(freed)
     freed.number = 1
-    with pytest.raises(Refusal, match="blocks are freed, more than the pool's"):
+    with pytest.raises(Refusal, match="freed blocks, more than the pool's"):
         staged.add(freed)

@@ -82,7 +82,7 @@ async def test_a_wrong_attach_is_refused_and_takes_nothing(
 
 @pytest.mark.parametrize("first", [HEARTBEAT, EMPTY_REPORT, DETACH, pb.SessionRequest()], ids=range(4))
 async def test_the_first_message_must_be_attach(allocator: RunningAllocator, first: pb.SessionRequest) -> None:
-    with refused(Reason.MALFORMED, "expected is attach"):
+    with refused(Reason.MALFORMED, "expected attach"):
         await StreamOwner(allocator).exchange(first)
 
 

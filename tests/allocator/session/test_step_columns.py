@@ -83,5 +83,5 @@ def test_a_column_that_ends_inside_a_number_makes_the_step_malformed(phase: str,
 def test_drops_that_make_a_step_too_long_are_refused_by_its_length() -> None:
     digests = bytes(limits.STEP_BYTES_MAX // limits.DROPS_PER_STEP_MAX)
     step = packed.Step(drops=[pb.CacheDrop(digests=digests)] * limits.DROPS_PER_STEP_MAX)
-    with pytest.raises(Refusal, match=f"a step has at most {limits.STEP_BYTES_MAX:,} bytes"):
+    with pytest.raises(Refusal, match=f"a step may have at most {limits.STEP_BYTES_MAX:,} bytes"):
         check_step(make_pool(), step)

@@ -82,7 +82,7 @@ class NodeBuilder:
         nodes = self._trees.setdefault(prefix.namespace, {})
         width, parent = self._manager.width, prefix.parent_digest
         if bool(parent) != bool(prefix.first_position):
-            refuse("a prefix has a parent digest exactly where it does not begin at the root")
+            refuse("a prefix must have a parent digest unless it begins at position 0, and none if it does")
         digests, position = prefix.digests, prefix.first_position
         for start, block in zip(range(0, len(digests), DIGEST_BYTES), prefix.blocks, strict=True):
             digest = digests[start : start + DIGEST_BYTES]
@@ -92,9 +92,9 @@ class NodeBuilder:
                 blocks[column] = block
                 nodes[digest] = Node(digest, parent, position, blocks)
             elif node.position != position or node.parent_digest != parent:
-                refuse(f"the digest of block {block} stands at two places")
+                refuse(f"the digest of block {block} is at two places")
             elif node.blocks[column] != NULL_BLOCK:
-                refuse(f"blocks {node.blocks[column]} and {block} carry one digest")
+                refuse(f"blocks {node.blocks[column]} and {block} have the same digest")
             else:
                 node.blocks[column] = block
             parent = digest
@@ -112,7 +112,7 @@ class NodeBuilder:
         tables = [sequence.tables[group] for group in manager.groups]
         length, published = -(-sequence.token_count // size), committed // size
         if any(len(table) != length for table in tables):
-            refuse(f"the tables of sequence {sequence.sequence_id} do not hold its {sequence.token_count} tokens")
+            refuse(f"the tables of sequence {sequence.sequence_id} do not fit its {sequence.token_count} tokens")
         end = None
         if published:
             end = self._node_of(space, tables[0][published - 1], published - 1)
@@ -130,7 +130,7 @@ class NodeBuilder:
             owned = tail[manager.width :]
         elif shares and tail[0] in self._sharers:
             if self._sharers[tail[0]] != (space.name, end):
-                refuse(f"block {tail[0]} is shared by sequences of different prefixes")
+                refuse(f"block {tail[0]} is shared by sequences with different prefixes")
             borrowed, owned = None, tail[manager.width :]
         else:
             if shares:

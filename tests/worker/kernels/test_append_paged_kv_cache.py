@@ -83,11 +83,13 @@ def test_dtypes_between_which_nothing_converts_are_refused_with_what_would_do(
     case = make_case(device)
     cache = torch.zeros(PAGE_COUNT, 2, 4, 3, 64, dtype=torch.uint8, device=device).view(dtype)
     keys = case.key.to(source)
-    message = f"append_key is {source}, the cache {dtype}: .*cache float8_e4m3fn or float8_e5m2 and the keys float16"
+    message = (
+        f"append_key is {source}, but the cache is {dtype}: .*cache float8_e4m3fn or float8_e5m2 and the keys float16"
+    )
     with pytest.raises(ValueError, match=message):
         append(case, cache, append_key=keys, append_value=keys)
     if dtype != E5M2:
-        with pytest.raises(ValueError, match=f"append_key is torch.float32, the cache {dtype}"):
+        with pytest.raises(ValueError, match=f"append_key is torch.float32, but the cache is {dtype}"):
             append(case, cache)
 
 

@@ -56,7 +56,7 @@ def test_slots_outside_the_pool_are_refused_or_unchecked_skipped(device: torch.d
     case = make_case(device)
     cache = empty_cache(case, torch.float32)
     outside = torch.full_like(case.slot_mapping, 80)
-    with pytest.raises(ValueError, match="slot_mapping: slot 80 of 80"):
+    with pytest.raises(ValueError, match="slot_mapping must be below 80, the number of slots, not 80"):
         append_slots(case.key, case.value, outside, cache)
     append_slots(case.key, case.value, outside, cache, check=False)
     assert cache.isnan().all()

@@ -118,8 +118,8 @@ def test_a_graph_of_decode_sees_a_new_plan_where_the_old_one_was(device: torch.d
     ("message", "plan"),
     [
         ("^indices must be", {"indices": torch.tensor([-1], dtype=torch.int32)}),
-        ("^last_page_len must be in 1..16", {"last_page_len": torch.tensor([17], dtype=torch.int32)}),
-        ("^indptr must not fall", {"indptr": torch.tensor([0, -1], dtype=torch.int32)}),
+        ("^last_page_len of request . must be in 1..16", {"last_page_len": torch.tensor([17], dtype=torch.int32)}),
+        ("^indptr must not decrease", {"indptr": torch.tensor([0, -1], dtype=torch.int32)}),
         ("^num_qo_heads", {"num_qo_heads": 5}),
         ("^pos_encoding_mode", {"pos_encoding_mode": "ROPE_LLAMA"}),
         ("^alibi_slopes needs", {"alibi_slopes": torch.ones(4)}),
@@ -147,8 +147,8 @@ def test_a_run_must_fit_its_plan(device: torch.device) -> None:
         wrapper.run(scene.q, scene.cache)
     plan_decode(wrapper, scene)
     for message, q, cache in (
-        ("^q is", scene.q[:1], scene.cache),
-        ("^q is", scene.q.half(), scene.cache),
+        ("^q must be", scene.q[:1], scene.cache),
+        ("^q must be", scene.q.half(), scene.cache),
         ("^paged_kv_cache dtype", scene.q, scene.cache.half()),
         ("^paged_kv_cache page_size", scene.q, scene.cache[:, :, :8]),
         ("^paged_kv_cache page_size", scene.q, scene.cache.transpose(2, 3)),
@@ -181,7 +181,7 @@ def test_wrappers_refuse_what_they_cannot_work_with(device: torch.device) -> Non
             wrapper(workspace(device).float())
         with pytest.raises(ValueError, match=r"^use_cuda_graph needs"):
             wrapper(workspace(device), use_cuda_graph=True)
-    with pytest.raises(ValueError, match=r"^float_workspace_buffer has 64 bytes"):
+    with pytest.raises(ValueError, match=r"^float_workspace_buffer must have at least .* bytes, not 64"):
         plan_decode(BatchDecodeWithPagedKVCacheWrapper(workspace(device, 64)), scene)
 
 
@@ -225,10 +225,14 @@ def test_a_graph_of_prefill_sees_a_new_plan_where_the_old_one_was(device: torch.
         assert_close(wrapper.run(scene.q, scene.cache, return_lse=True), expected)
         assert buffers[0].tolist() == scene.qo_indptr.tolist()
     for message, scene, changes in (
-        ("^qo_indptr has 36 tokens", Scene([40, 5], query_lengths=[31, 5], device=device), {}),
+        (
+            "^qo_indptr must have at most .* tokens, like the CUDA graph, not 36",
+            Scene([40, 5], query_lengths=[31, 5], device=device),
+            {},
+        ),
         ("^use_cuda_graph: plan", first, {"causal": False}),
         ("^use_cuda_graph: plan", first, {"window_left": 3}),
-        ("requests, the graph of 2", Scene([40], query_lengths=[31], device=device), {}),
+        ("must have 2 requests, like the CUDA graph", Scene([40], query_lengths=[31], device=device), {}),
     ):
         with pytest.raises(ValueError, match=message):
             plan_prefill(wrapper, scene, **{"causal": True, **changes})
@@ -241,13 +245,13 @@ def test_a_graph_of_prefill_sees_a_new_plan_where_the_old_one_was(device: torch.
         ("^custom_mask must be a flat", {"custom_mask": torch.ones(69)}),
         ("^packed_custom_mask must have 9", {"packed_custom_mask": torch.ones(8, dtype=torch.uint8)}),
         (
-            "both given",
+            "custom_mask, not both",
             {"custom_mask": torch.ones(69, dtype=torch.bool), "packed_custom_mask": torch.ones(9, dtype=torch.uint8)},
         ),
         ("^chunk_size", {"chunk_size": -1}),
         ("^paged_kv_last_page_len", {"paged_kv_last_page_len": torch.tensor([9, 0], dtype=torch.int32)}),
         ("^qo_indptr must have 3", {"qo_indptr": torch.tensor([0, 7], dtype=torch.int32)}),
-        ("^qo_indptr must not fall", {"qo_indptr": torch.tensor([0, 7, 6], dtype=torch.int32)}),
+        ("^qo_indptr must not decrease", {"qo_indptr": torch.tensor([0, 7, 6], dtype=torch.int32)}),
     ],
 )
 def test_invalid_prefills_are_refused_by_name(message: str, plan: dict[str, Any], device: torch.device) -> None:
@@ -273,9 +277,9 @@ def test_ragged_prefill_is_the_softmax(layout: str, device: torch.device) -> Non
     options = AttentionOptions(192**-0.5)
     expected = prefill_ragged_reference(q, k, v, qo_indptr, kv_indptr, options, Masking(causal=True))
     assert_close(actual, expected)
-    with pytest.raises(ValueError, match=r"^k is"):
+    with pytest.raises(ValueError, match=r"^k must be"):
         wrapper.run(q, k[:19].expand(19, 2, 192), v)
-    with pytest.raises(ValueError, match=r"^v is"):
+    with pytest.raises(ValueError, match=r"^v must have the dtype of k"):
         wrapper.run(q, *given[:1], given[1].half())
 
 

@@ -139,11 +139,11 @@ def test_cascades_refuse_what_would_be_wrong(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"^num_levels"):
         MultiLevelCascadeAttentionWrapper(0, torch.empty(1, dtype=torch.uint8))
     tree.levels["last"].pop()
-    with pytest.raises(ValueError, match=r"^paged_kv_last_page_len has 1 levels"):
+    with pytest.raises(ValueError, match=r"^paged_kv_last_page_len must have 2 levels"):
         tree.plan()
     tree = Tree([[20], [3, 4, 5, 6]], [1, 3, 2, 2], device)
     tree.levels["qo"][0][-1] = 7
-    with pytest.raises(ValueError, match=r"^qo_indptr_arr ends at different"):
+    with pytest.raises(ValueError, match=r"^the arrays in qo_indptr_arr must all end"):
         tree.plan()
 
 
@@ -197,9 +197,17 @@ def test_a_graph_of_levels_that_refuses_a_plan_keeps_the_one_before(device: torc
     tree.plan(wrapper)
     kept = [buffer.clone() for array in buffers.values() for buffer in array]
     for message, other, changes in (
-        ("^qo_indptr has 12 tokens, the graph room for 9", Tree([[9], [3, 4, 5, 6]], [3, 3, 3, 3], device), {}),
-        ("buf: the plan is of 2 requests, the graph of 4", Tree([[9], [3, 4]], [1, 2], device), {}),
-        ("^paged_kv_indices_buf is torch.int32 with room for 20", Tree([[9], [90, 4, 5, 6]], [1, 1, 1, 1], device), {}),
+        (
+            "^qo_indptr must have at most 9 tokens, like the CUDA graph, not 12",
+            Tree([[9], [3, 4, 5, 6]], [3, 3, 3, 3], device),
+            {},
+        ),
+        ("buf: the plan must have 4 requests, like the CUDA graph, not 2", Tree([[9], [3, 4]], [1, 2], device), {}),
+        (
+            "^paged_kv_indices_buf must be torch.int32 with at least .* entries, not torch.int32 with 20",
+            Tree([[9], [90, 4, 5, 6]], [1, 1, 1, 1], device),
+            {},
+        ),
         ("^use_cuda_graph: plan", Tree([[9], [3, 4, 5, 6]], [1, 1, 1, 1], device), {"causal": False}),
     ):
         with pytest.raises(ValueError, match=message):

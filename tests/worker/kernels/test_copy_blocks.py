@@ -116,8 +116,8 @@ def test_the_table_of_buffers_can_be_made_once(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("sources", "destinations", "message"),
     [
-        ([0, 1], [2], "destinations: 1 for 2 sources"),
-        ([0, 1], [2, 2], "destinations: a block comes twice"),
+        ([0, 1], [2], "destinations must have 2 blocks, like sources, not 1"),
+        ([0, 1], [2, 2], "destinations: a block occurs twice"),
         ([8], [0], "sources: block 8"),
         ([0], [-1], "destinations: block -1"),
     ],

@@ -244,8 +244,8 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
 
     refused("^q must be", q=scene.q[..., :32])
     refused("^q must be float16", q=scene.q.double())
-    refused("^cache must be of q's", q=scene.q.half())
-    refused("^q has 3 heads", q=scene.q[:, :3])
+    refused("^the cache must have the dtype of q", q=scene.q.half())
+    refused("^the number of query heads must be", q=scene.q[:, :3])
     refused("^indptr must have", indptr=scene.indptr[:2])
     refused("^indptr must be int32", indptr=scene.indptr.long())
     refused("^indices must be", indices=scene.indices.long())
@@ -257,4 +257,4 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     refused("^out must be", out=scene.q.half())
     refused("^lse must be", lse=scene.numbers(4))
     refused("^out must be contiguous", out=torch.empty(4, 2, 64, device=device).transpose(0, 1))
-    refused("^cache must be of q's", cache=PagedCache(cache.k.half(), cache.v.half()))
+    refused("^the cache must have the dtype of q", cache=PagedCache(cache.k.half(), cache.v.half()))

@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     partial, lse = torch.zeros(3, 2, 64, device=device), torch.zeros(3, 2, device=device)
     out, work = torch.zeros(1, 2, 64, device=device), work_of([0, 3], device)
     for message, arguments in (
-        (r"^out has 2 requests", (partial, lse, work, out.expand(2, 2, 64), None)),
+        (r"^out must have 1 requests", (partial, lse, work, out.expand(2, 2, 64), None)),
         (r"^partial_out must be", (partial.half(), lse, work, out, None)),
         (r"^partial_lse must be", (partial, lse[:2], work, out, None)),
         (r"^lse must be", (partial, lse, work, out, lse)),

@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
 
     refused("^q_pe must be", q_pe=q_pe.half())
     refused("^kpe is", kpe_cache=kpe[:, :2])
-    refused("^ckv or kpe", ckv_cache=torch.zeros(1, 4, 32, device=device))
-    refused("^kpe: its last dim", kpe_cache=torch.zeros(1, 4, 24, device=device))
+    refused("^the last dims of ckv and kpe", ckv_cache=torch.zeros(1, 4, 32, device=device))
+    refused("^the last dim of kpe", kpe_cache=torch.zeros(1, 4, 24, device=device))
     refused("^kv_lengths must have", kv_lengths=index)
     refused("^division", division=divide_mla(index, index[1:], **{**sizes, "heads": 4}))

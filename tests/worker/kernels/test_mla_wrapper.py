@@ -57,7 +57,7 @@ def test_the_wrapper_gives_the_softmax(new: list[int], device: torch.device) -> 
     scene.plan(wrapper)
     assert_close(scene.run(wrapper, return_lse=True), scene.expected())
     q, ckv, kpe = scene.q, scene.pool[..., :CKV], scene.pool[..., CKV:]
-    with pytest.raises(ValueError, match=r"^q_pe is"):
+    with pytest.raises(ValueError, match=r"^q_pe must be"):
         wrapper.run(q[..., :CKV], q[..., :CKV], ckv, kpe)
     with pytest.raises(ValueError, match=r"^kv_indices must be in 0..0"):
         wrapper.run(q[..., :CKV], q[..., CKV:], ckv[:1], kpe[:1])
@@ -68,12 +68,12 @@ def test_lengths_that_do_not_fit_the_pages_are_refused_by_name(device: torch.dev
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8, device=device))
     scene.plan(wrapper)
     for message, lengths in (
-        ("kv_len_arr must be in 17..24, that of request 0 is 25", [25, 5, 0]),
-        ("kv_len_arr must be in 17..24, that of request 0 is 16", [16, 5, 0]),
-        ("kv_len_arr must be in 1..8, that of request 1 is 9", [19, 9, 0]),
-        ("kv_len_arr must be in 1..8, that of request 1 is -3", [24, -3, 0]),
-        ("kv_len_arr must be in 0..0, that of request 2 is 1", [17, 8, 1]),
-        ("kv_len_arr must be in 0..0, that of request 2 is -1", [17, 1, -1]),
+        ("kv_len_arr of request 0 must be in 17..24, not 25", [25, 5, 0]),
+        ("kv_len_arr of request 0 must be in 17..24, not 16", [16, 5, 0]),
+        ("kv_len_arr of request 1 must be in 1..8, not 9", [19, 9, 0]),
+        ("kv_len_arr of request 1 must be in 1..8, not -3", [24, -3, 0]),
+        ("kv_len_arr of request 2 must be in 0..0, not 1", [17, 8, 1]),
+        ("kv_len_arr of request 2 must be in 0..0, not -1", [17, 1, -1]),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             scene.plan(wrapper, kv_len_arr=torch.tensor(lengths, dtype=torch.int32))
@@ -110,9 +110,13 @@ def test_a_graph_refuses_another_batch_and_keeps_its_plan(new: list[int], device
     scene.plan(wrapper)
     kept = [buffer.clone() for buffer in buffers]
     for message, other, changes in (
-        ("^kv_len_arr is of 2 requests, the graph of 3", Scene([19, 5], new[:2], device), {}),
+        ("^kv_len_arr must have 3 requests, like the CUDA graph, not 2", Scene([19, 5], new[:2], device), {}),
         ("^use_cuda_graph: plan", scene, {"causal": False}),
-        ("^use_cuda_graph: plan|^qo_indptr has 30 tokens", Scene([19, 5, 40], [9, 5, 16], device), {}),
+        (
+            "^use_cuda_graph: plan|^qo_indptr must have at most .* tokens, like the CUDA graph, not 30",
+            Scene([19, 5, 40], [9, 5, 16], device),
+            {},
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             other.plan(wrapper, **changes)
@@ -123,7 +127,7 @@ def test_a_graph_refuses_another_batch_and_keeps_its_plan(new: list[int], device
 def test_a_graph_of_prefill_refuses_more_tokens_than_the_first_plan_had(device: torch.device) -> None:
     wrapper, _ = graph_wrapper(3, device)
     Scene([19, 5, 9], [9, 5, 4], device).plan(wrapper)
-    with pytest.raises(ValueError, match=r"^qo_indptr has 30 tokens, the graph has room for 18"):
+    with pytest.raises(ValueError, match=r"^qo_indptr must have at most 18 tokens, like the CUDA graph, not 30"):
         Scene([19, 5, 40], [9, 5, 16], device).plan(wrapper)
 
 
@@ -131,5 +135,5 @@ def test_buffers_of_another_batch_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"^qo_indptr must have 4"):
         graph_wrapper(3, device, indptr_length=5)
     wrapper, _ = graph_wrapper(3, device)
-    with pytest.raises(ValueError, match=r"^kv_len_arr is of 2 requests, the graph of 3"):
+    with pytest.raises(ValueError, match=r"^kv_len_arr must have 3 requests, like the CUDA graph, not 2"):
         Scene([19, 5], [9, 5], device).plan(wrapper)

@@ -152,7 +152,7 @@ def test_a_number_that_a_kernel_does_not_take_is_refused_by_its_name(call: str, 
     for value in values:
         with pytest.raises((TypeError, ValueError)) as raised:
             function(**{**given, name: value})
-        assert re.match(f"{name} (must be|is .*, planned) ", str(raised.value)), (value, raised.value)
+        assert re.match(f"{name} must be ", str(raised.value)), (value, raised.value)
 
 
 @pytest.mark.parametrize(

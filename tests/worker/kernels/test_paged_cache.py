@@ -55,18 +55,18 @@ def test_other_caches_are_refused(cache: PagedKVCache, layout: str, message: str
     ("changes", "message"),
     [
         ({"indptr": int32(1, 2, 3)}, "^kv_indptr must start at 0"),
-        ({"indptr": int32(0, 3, 2)}, "^kv_indptr must not fall"),
+        ({"indptr": int32(0, 3, 2)}, "^kv_indptr must not decrease"),
         ({"indptr": int32(0, 2, 4)}, "^kv_indices has 3 entries"),
         ({"indptr": int32()}, "^kv_indptr must have"),
         ({"indptr": torch.tensor([0, 2, 3])}, "^kv_indptr must be int32"),
         ({"indptr": int32(0, 9, 2, 9, 3)[::2]}, "^kv_indptr must be a contiguous"),
-        ({"indices": int32(0, 7, 1)}, r"^kv_indices must be in 0..6, found 7"),
-        ({"indices": int32(0, -1, 1)}, r"^kv_indices must be in 0..6, found -1"),
+        ({"indices": int32(0, 7, 1)}, r"^kv_indices must be in 0..6, not 7"),
+        ({"indices": int32(0, -1, 1)}, r"^kv_indices must be in 0..6, not -1"),
         ({"indices": torch.zeros(3)}, "^kv_indices must be int32"),
         ({"indices": int32(0, 1, 2).view(1, 3)}, "^kv_indices must be a contiguous"),
-        ({"last_page_len": int32(4, 0)}, r"^kv_last_page_len must be in 1..4, that of request 1 is 0"),
-        ({"last_page_len": int32(5, 1)}, r"^kv_last_page_len must be in 1..4, that of request 0 is 5"),
-        ({"last_page_len": int32(-1, 1)}, "^kv_last_page_len must be in"),
+        ({"last_page_len": int32(4, 0)}, r"^kv_last_page_len of request 1 must be in 1..4, not 0"),
+        ({"last_page_len": int32(5, 1)}, r"^kv_last_page_len of request 0 must be in 1..4, not 5"),
+        ({"last_page_len": int32(-1, 1)}, "^kv_last_page_len of request 0 must be in"),
         ({"last_page_len": int32(1)}, "^kv_last_page_len must have 2"),
         ({"page_size": 0}, "^page_size"),
     ],
@@ -80,7 +80,7 @@ def test_invalid_page_tables_are_refused_by_name(changes: dict[str, object], mes
 
 def test_a_negative_page_is_refused_while_the_pool_is_not_known() -> None:
     check_page_table(int32(0, 1), int32(99), int32(4), page_count=None, page_size=4)
-    with pytest.raises(ValueError, match=r"^indices must be at least 0, found -1"):
+    with pytest.raises(ValueError, match=r"^indices must be at least 0, not -1"):
         check_page_table(int32(0, 2), int32(99, -1), int32(4), page_count=None, page_size=4)
 
 

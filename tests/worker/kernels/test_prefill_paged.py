@@ -279,7 +279,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
             prefill_paged(**arguments)  # type: ignore[arg-type]
 
     refused("^q must be", q=scene.q[..., :32])
-    refused("^cache must be of q's", q=scene.q.half())
+    refused("^the cache must have the dtype of q", q=scene.q.half())
     refused("^qo_indptr must have", qo_indptr=scene.qo_indptr[:2])
     refused("^indptr must be int32", indptr=scene.indptr.long())
     refused("^last_page_len must have", last_page_len=scene.last_page_len[:1])

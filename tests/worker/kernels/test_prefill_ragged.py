@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
 
     refused("^q must be", q=q[..., :32])
     refused("^k and v must be", v=v[:3])
-    refused("^v is", v=v.half())
-    refused("^cache must be of q's", k=k.half(), v=v.half())
+    refused("^v must have the dtype of k", v=v.half())
+    refused("^the cache must have the dtype of q", k=k.half(), v=v.half())
     refused("^kv_indptr must have", kv_indptr=kv_indptr[:2])
     refused("^qo_indptr must be int32", qo_indptr=qo_indptr.long())

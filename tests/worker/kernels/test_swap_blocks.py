@@ -52,7 +52,7 @@ def test_a_gathered_block_may_come_twice_but_a_scattered_one_not(device: torch.d
     staging = make_staging(buffers, 2)
     gather_blocks(buffers, [3, 3], staging)
     assert torch.equal(staging[0], staging[1])
-    with pytest.raises(ValueError, match="blocks: a block comes twice"):
+    with pytest.raises(ValueError, match="blocks: a block occurs twice"):
         scatter_blocks(staging, buffers, [3, 3])
 
 

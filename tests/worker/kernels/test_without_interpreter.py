@@ -84,6 +84,8 @@ def test_tensors_on_the_cpu_are_refused_unless_kernels_are_interpreted(interpret
     )
     for name, answer in json.loads(done.stdout).items():
         argument = ARGUMENTS.get(name, "float_workspace_buffer")
-        refusal = f"ValueError: {argument} is on the CPU, where these kernels do not run: move it to a CUDA device, "
+        refusal = (
+            f"ValueError: {argument} is on the CPU, but these kernels run only on GPUs: move it to a CUDA device, "
+        )
         expected = "no error" if interpreted else f"{refusal}or start Python with TRITON_INTERPRET=1"
         assert (name, answer) == (name, expected)

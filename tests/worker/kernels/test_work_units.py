@@ -70,8 +70,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ("^first must be int32", one.long(), one, {}),
         ("at least 1", one, one, {"size_min": 0}),
         ("at least 1", one, one, {"unit_target": 0}),
-        ("^capacity is needed", one, one, {"unit_target": None}),
-        ("^out has", one, one, {"out": divide_work(two, two, unit_target=1, size_min=1)}),
+        ("^capacity is required", one, one, {"unit_target": None}),
+        ("^out must have", one, one, {"out": divide_work(two, two, unit_target=1, size_min=1)}),
     ):
         with pytest.raises(ValueError, match=message):
             divide_work(first, last, **{"unit_target": 1, "size_min": 1, **changes})

@@ -130,7 +130,9 @@ def test_a_graph_of_ragged_prefill_may_have_masks_of_other_sizes(device: torch.d
         batch.check(wrapper, Masking(custom_mask=mask, mask_indptr=indptr))
         assert addresses(wrapper)[4:] == [buffer.data_ptr() for buffer in masks.values()]
     large = Ragged([30, 5, 1], [120, 5, 7], device)
-    with pytest.raises(ValueError, match=r"^custom_mask_buf is torch.bool with room for 3000, needed torch.bool, 3632"):
+    with pytest.raises(
+        ValueError, match=r"^custom_mask_buf must be torch.bool with at least 3632 entries, not torch.bool with 3000"
+    ):
         large.plan(wrapper, custom_mask=torch.ones(3632, dtype=torch.bool, device=device))
 
 
@@ -140,9 +142,17 @@ def test_a_graph_of_ragged_prefill_refuses_what_it_has_no_room_for_and_keeps_its
     batch.plan(wrapper)
     kept = {name: buffer.clone() for name, buffer in buffers.items()}
     for message, other, changes in (
-        ("^qo_indptr has 36 tokens, the graph room for 35", Ragged([31, 5, 0], [90, 5, 7], device), {}),
-        ("buf: the plan is of 2 requests, the graph of 3", Ragged([3, 5], [90, 5], device), {}),
-        ("^qo_indptr_buf is torch.int32 with room for 4", Ragged([3, 5, 1, 1], [90, 5, 1, 1], device), {}),
+        (
+            "^qo_indptr must have at most 35 tokens, like the CUDA graph, not 36",
+            Ragged([31, 5, 0], [90, 5, 7], device),
+            {},
+        ),
+        ("buf: the plan must have 3 requests, like the CUDA graph, not 2", Ragged([3, 5], [90, 5], device), {}),
+        (
+            "^qo_indptr_buf must be torch.int32 with at least .* entries, not torch.int32 with 4",
+            Ragged([3, 5, 1, 1], [90, 5, 1, 1], device),
+            {},
+        ),
         ("^use_cuda_graph: plan", Ragged([3, 5, 1], [9, 5, 7], device), {"causal": False}),
         ("^use_cuda_graph: plan", Ragged([3, 5, 1], [9, 5, 7], device), {"window_left": 2}),
     ):
@@ -155,7 +165,7 @@ def test_a_graph_of_ragged_prefill_refuses_what_it_has_no_room_for_and_keeps_its
 @pytest.mark.parametrize(("sizes", "name"), [({"qo": 6}, "qo_indptr_buf"), ({"kv": 6}, "kv_indptr_buf")])
 def test_buffers_of_another_batch_are_refused(sizes: dict[str, int], name: str, device: torch.device) -> None:
     wrapper, _ = ragged_wrapper(device, **sizes)
-    with pytest.raises(ValueError, match=f"^{name}: the plan is of 3 requests, the graph of 5"):
+    with pytest.raises(ValueError, match=f"^{name}: the plan must have 5 requests, like the CUDA graph, not 3"):
         Ragged([30, 5, 0], [90, 5, 7], device).plan(wrapper)
 
 
@@ -167,8 +177,11 @@ def test_a_plan_of_decode_that_is_refused_writes_nothing(device: torch.device) -
     wrapper.plan(*scene.table, 4, 2, 64, 16, q_data_type="float32")
     before, kept = wrapper.run(scene.q, scene.cache), [buffer.clone() for buffer in buffers.values()]
     for message, other in (
-        ("^paged_kv_indices_buffer is torch.int32 with room for 4, needed torch.int32, 5", Scene([20, 40])),
-        ("^paged_kv_indptr_buffer: the plan is of 1 requests, the graph of 2", Scene([40])),
+        (
+            "^paged_kv_indices_buffer must be torch.int32 with at least 5 entries, not torch.int32 with 4",
+            Scene([20, 40]),
+        ),
+        ("^paged_kv_indptr_buffer: the plan must have 2 requests, like the CUDA graph, not 1", Scene([40])),
     ):
         with pytest.raises(ValueError, match=message):
             wrapper.plan(*other.table, 4, 2, 64, 16, q_data_type="float32")
@@ -189,14 +202,18 @@ def test_a_plan_of_paged_prefill_that_is_refused_writes_nothing(device: torch.de
     plan(scene)
     before, kept = wrapper.run(scene.q, scene.cache), [buffer.clone() for buffer in buffers.values()]
     for message, other, changes in (
-        ("^qo_indptr has 15 tokens", Scene([40, 20], query_lengths=[6, 9], device=device), {}),
+        (
+            "^qo_indptr must have at most .* tokens, like the CUDA graph, not 15",
+            Scene([40, 20], query_lengths=[6, 9], device=device),
+            {},
+        ),
         ("^use_cuda_graph: plan", Scene([40, 20], query_lengths=[5, 9], device=device), {"causal": False}),
         (
             "^custom_mask must have",
             Scene([40, 20], query_lengths=[5, 9], device=device),
             {"custom_mask": torch.ones(1) > 0},
         ),
-        ("^paged_kv_indices_buf is", Scene([320, 20], query_lengths=[5, 9], device=device), {}),
+        ("^paged_kv_indices_buf must be", Scene([320, 20], query_lengths=[5, 9], device=device), {}),
     ):
         with pytest.raises(ValueError, match=message):
             plan(other, **changes)

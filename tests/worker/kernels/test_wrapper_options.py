@@ -88,7 +88,7 @@ def test_a_window_may_differ_per_layer_of_prefill_and_not_of_decode(device: torc
     decode = Scene([30, 7], device=device)
     planned = decode_wrapper(decode, window_left=6)
     assert torch.equal(planned.run(decode.q, decode.cache, window_left=6), planned.run(decode.q, decode.cache))
-    with pytest.raises(ValueError, match=r"^window_left is 5, planned 6"):
+    with pytest.raises(ValueError, match=r"^window_left must be 6, as planned, not 5"):
         planned.run(decode.q, decode.cache, window_left=5)
 
 
@@ -123,7 +123,7 @@ def test_results_have_the_dtype_of_queries_and_no_other(device: torch.device) ->
             scene.index([0, 3]), scene.index([0, 5]), 4, 2, 64, o_data_type="float32"
         ),
     ):
-        with pytest.raises(ValueError, match=r"^o_data_type must be that of q"):
+        with pytest.raises(ValueError, match=r"^o_data_type must be q_data_type"):
             plan()
 
 

@@ -38,9 +38,9 @@ class KernelConfiguration:
         arguments = list(self.kernel.arg_names)
         given = [*self.signature, *self.constexprs]
         if sorted(arguments) != sorted(given):
-            raise ValueError(f"{self.kernel.__name__} takes {sorted(arguments)}, {self.name} gives {sorted(given)}")
+            raise ValueError(f"{self.kernel.__name__} takes {sorted(arguments)}, but {self.name} gives {sorted(given)}")
         if not self.aligned <= set(self.signature):
-            raise ValueError(f"aligned: {sorted(self.aligned - set(self.signature))} are no run-time arguments")
+            raise ValueError(f"aligned: {sorted(self.aligned - set(self.signature))} are not run-time arguments")
 
     @property
     def is_gluon(self) -> bool:

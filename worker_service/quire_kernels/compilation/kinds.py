@@ -70,7 +70,7 @@ class AttentionKind:
             raise ValueError(f"logits_soft_cap must be at least 0, not {self.logits_soft_cap}")
         for call in self.calls:
             if call not in CALLS:
-                raise ValueError(f"calls must be of {CALLS}, not {call!r}")
+                raise ValueError(f"calls must be some of {CALLS}, not {call!r}")
         if self.custom_mask not in MASKS:
             raise ValueError(f"custom_mask must be one of {MASKS}, not {self.custom_mask!r}")
 
@@ -145,7 +145,9 @@ def steps_of(kind: AttentionKind | LatentKind, workspace: torch.Tensor) -> Itera
         yield f"latent prefill, {title}", lambda: _latent(kind, workspace, 2)
         return
     if kind.num_kv_heads < 1 or kind.num_qo_heads < 1 or kind.num_qo_heads % kind.num_kv_heads:
-        raise ValueError(f"num_qo_heads must be a multiple of num_kv_heads: {kind.num_qo_heads}, {kind.num_kv_heads}")
+        raise ValueError(
+            f"num_qo_heads must be a multiple of num_kv_heads, {kind.num_kv_heads}, not {kind.num_qo_heads}"
+        )
     once = {"append": _append, "decode": _decode, "copy": _copy}
     per_block = {"prefill": _prefill, "ragged": _ragged, "cascade": _cascade}
     for call in kind.calls:

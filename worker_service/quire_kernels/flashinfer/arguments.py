@@ -24,15 +24,15 @@ class Rule(NamedTuple):
 
 
 HINT = Rule(None)
-NOT_HERE = Rule((None, False), "these kernels cannot do this")
-NOT_GENERATED = Rule((None, False), "kernels are not generated")
-NOT_QUANTISED = Rule((None, 1.0), "results are not quantised")
+NOT_HERE = Rule((None, False), "these kernels do not support it")
+NOT_GENERATED = Rule((None, False), "these kernels are not generated")
+NOT_QUANTISED = Rule((None, 1.0), "results are not quantized")
 ONE_QUERY = Rule((None, 1), "several queries per request are for BatchPrefillWithPagedKVCacheWrapper")
-NO_SKIPPING = Rule((None,), "every key that a query sees counts")
-NO_FP4 = Rule((None,), "caches of 4 bits are not read")
+NO_SKIPPING = Rule((None,), "these kernels skip no key")
+NO_FP4 = Rule((None,), "4-bit caches are not supported")
 
 MLA_CONSTRUCTOR = {
-    "backend": Rule(("auto", "fa2", "fa3"), "there is one implementation, and other backends take other page tables"),
+    "backend": Rule(("auto", "fa2", "fa3"), "there is one implementation, and other backends use other page tables"),
 }
 CONSTRUCTOR = {**MLA_CONSTRUCTOR, "jit_args": NOT_GENERATED}
 PREFILL_CONSTRUCTOR = {**CONSTRUCTOR, "jit_kwargs": NOT_GENERATED, "variant_owns_mask": NOT_GENERATED}
@@ -40,9 +40,11 @@ PREFILL_CONSTRUCTOR = {**CONSTRUCTOR, "jit_kwargs": NOT_GENERATED, "variant_owns
 DECODE_PLAN = {
     # The rope_* arguments describe a rotation that these kernels do not compute. The last two repeat the page table.
     **dict.fromkeys(("rope_scale", "rope_theta", "non_blocking", "seq_lens", "block_tables"), HINT),
-    "fixed_split_size": Rule((None,), "splits follow from the batch; disable_split_kv makes results independent of it"),
+    "fixed_split_size": Rule(
+        (None,), "the batch determines the splits; for results independent of the batch use disable_split_kv"
+    ),
     "q_len_per_req": ONE_QUERY,
-    "window_right": Rule((0,), "no query sees a later key"),
+    "window_right": Rule((0,), "a query never sees a later key"),
     "is_causal": Rule((None, False), "one query per request sees all its keys"),
 }
 _BOTH_PREFILL_PLANS = {
@@ -52,21 +54,21 @@ _BOTH_PREFILL_PLANS = {
     **dict.fromkeys(("fixed_split_size", "disable_split_kv"), HINT),
     **dict.fromkeys(
         ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
-        Rule((None, 0), "items are not scored apart; a custom_mask can say the same"),
+        Rule((None, 0), "items are not scored separately; use a custom_mask instead"),
     ),
 }
 PREFILL_PLAN = {**_BOTH_PREFILL_PLANS, "block_tables": HINT}
 RAGGED_PLAN = {
     **_BOTH_PREFILL_PLANS,
-    **dict.fromkeys(("v_indptr", "o_indptr"), Rule((None,), "values lie as keys do, results as queries")),
+    **dict.fromkeys(("v_indptr", "o_indptr"), Rule((None,), "values are laid out like keys, and results like queries")),
 }
 MLA_PLAN = {
     **dict.fromkeys(("query_layout", "kv_cache_layout", "lse_mode", "enable_pdl"), HINT),
     **dict.fromkeys(
         ("metadata", "cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len"),
-        Rule((None,), "the batch is given by qo_indptr, kv_indptr, kv_indices and kv_len_arr"),
+        Rule((None,), "qo_indptr, kv_indptr, kv_indices and kv_len_arr describe the batch"),
     ),
-    **dict.fromkeys(("output_scale", "scale_mode"), Rule(("none", "default"), "nothing is quantised")),
+    **dict.fromkeys(("output_scale", "scale_mode"), Rule(("none", "default"), "nothing is quantized")),
     **dict.fromkeys(("use_profiler", "skip_softmax", "use_sinks"), NOT_HERE),
 }
 
@@ -93,10 +95,10 @@ MLA_RUN = {
     "o_scale": NOT_QUANTISED,
     **dict.fromkeys(
         ("ckv_scale", "ckv_scale_arr", "kpe_scale", "bmm1_scale", "bmm2_scale"),
-        Rule((None,), "latents of 8 bits are not read"),
+        Rule((None,), "8-bit latents are not supported"),
     ),
     "skip_softmax_threshold_scale_factor": NO_SKIPPING,
-    **dict.fromkeys(("kv_len", "page_table"), Rule((None,), "plan has been told")),
+    **dict.fromkeys(("kv_len", "page_table"), Rule((None,), "give it to plan instead")),
     **dict.fromkeys(("profiler_buffer", "sinks"), NOT_HERE),
 }
 

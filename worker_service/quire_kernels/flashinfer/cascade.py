@@ -135,9 +135,11 @@ class MultiLevelCascadeAttentionWrapper:
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size
         )
         if require_integer("window_left", window_left, -1) != -1:
-            raise ValueError(f"window_left must be -1: a window would apply per level, not {window_left}")
+            raise ValueError(
+                f"window_left must be -1, not {window_left}: a window would apply to each level separately"
+            )
         if pos_encoding_mode != "NONE":
-            raise ValueError(f'pos_encoding_mode must be "NONE": a level has no positions, not {pos_encoding_mode!r}')
+            raise ValueError(f'pos_encoding_mode must be "NONE", not {pos_encoding_mode!r}: a level has no positions')
         arrays = {
             "qo_indptr_arr": qo_indptr_arr,
             "paged_kv_indptr_arr": paged_kv_indptr_arr,
@@ -146,10 +148,10 @@ class MultiLevelCascadeAttentionWrapper:
         }
         for name, array in arrays.items():
             if len(array) != len(self._levels):
-                raise ValueError(f"{name} has {len(array)} levels, the wrapper {len(self._levels)}")
+                raise ValueError(f"{name} must have {len(self._levels)} levels, like the wrapper, not {len(array)}")
         tokens = [int(qo_indptr[-1]) for qo_indptr in qo_indptr_arr]
         if len(set(tokens)) != 1:
-            raise ValueError(f"qo_indptr_arr ends at different tokens: {tokens}")
+            raise ValueError(f"the arrays in qo_indptr_arr must all end at the same token, not at {tokens}")
         dtypes = planned_dtypes(q_data_type, kv_data_type)
         shape = PrefillShape(num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, *dtypes)
         options = planned_options(

@@ -45,9 +45,9 @@ def planned_dtypes(
     if q_dtype not in QUERY_DTYPES:
         raise ValueError(f"q_data_type must be one of {QUERY_DTYPES}, not {q_dtype}")
     if kv_dtype != q_dtype and not is_fp8(kv_dtype):
-        raise ValueError(f"kv_data_type must be q_data_type's {q_dtype}, {FP8_NAMES}, not {kv_dtype}")
+        raise ValueError(f"kv_data_type must be q_data_type, {q_dtype}, or {FP8_NAMES}, not {kv_dtype}")
     if o_data_type is not None and as_dtype("o_data_type", o_data_type) != q_dtype:
-        raise ValueError(f"o_data_type must be that of q, {q_dtype}, not {o_data_type}")
+        raise ValueError(f"o_data_type must be q_data_type, {q_dtype}, not {o_data_type}")
     return q_dtype, kv_dtype
 
 
@@ -86,7 +86,7 @@ class FixedTensors:
         for name, tensor in given.items():
             if tensor is not None:
                 if tensor.device != device:
-                    raise ValueError(f"{name} is on {tensor.device}, the workspace on {device}")
+                    raise ValueError(f"{name} must be on the workspace's device, {device}, not {tensor.device}")
                 self._places[name] = tensor
 
     def check(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -103,10 +103,14 @@ class FixedTensors:
                 continue
             room, needed = place.shape[0], tensor.shape[0]
             if place.dtype != tensor.dtype or room < needed:
-                raise ValueError(f"{name} is {place.dtype} with room for {room}, needed {tensor.dtype}, {needed}")
+                raise ValueError(
+                    f"{name} must be {tensor.dtype} with at least {needed} entries, not {place.dtype} with {room}"
+                )
             if room > needed and name not in ROOMY_BUFFERS:
                 bounds = int("indptr" in name)
-                raise ValueError(f"{name}: the plan is of {needed - bounds} requests, the graph of {room - bounds}")
+                raise ValueError(
+                    f"{name}: the plan must have {room - bounds} requests, like the CUDA graph, not {needed - bounds}"
+                )
 
     def put(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies the tensors to the device, and returns the copies under the same names.
@@ -183,7 +187,7 @@ class PlannedTable:
             ValueError: a page index is outside the cache.
         """
         if self.page_index_max >= page_count:
-            raise ValueError(f"{name} must be in 0..{page_count - 1}, found {self.page_index_max}")
+            raise ValueError(f"{name} must be in 0..{page_count - 1}, not {self.page_index_max}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,7 +253,7 @@ def planned_options(
     if pos_encoding_mode not in POSITION_ENCODINGS:
         raise ValueError(f"pos_encoding_mode must be one of {POSITION_ENCODINGS}, not {pos_encoding_mode!r}")
     if min(query_heads, kv_heads, head_dim) < 1 or query_heads % kv_heads:
-        raise ValueError(f"num_qo_heads must be a multiple of num_kv_heads: {query_heads}, {kv_heads}")
+        raise ValueError(f"num_qo_heads must be a multiple of num_kv_heads, {kv_heads}, not {query_heads}")
     if pos_encoding_mode == "ALIBI" and alibi_slopes is None:
         alibi_slopes = standard_alibi_slopes(query_heads, device)
     elif pos_encoding_mode != "ALIBI" and alibi_slopes is not None:
@@ -317,4 +321,4 @@ def check_planned(name: str, actual: object, planned: object) -> None:
         ValueError: the argument differs; the message names it.
     """
     if actual != planned:
-        raise ValueError(f"{name} is {actual}, planned {planned}")
+        raise ValueError(f"{name} must be {planned}, as planned, not {actual}")

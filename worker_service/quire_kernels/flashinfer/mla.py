@@ -159,10 +159,14 @@ class BatchMLAPagedAttentionWrapper:
         if before is not None:
             check_planned("use_cuda_graph: plan", shape, before.shape)
         if self._batch is not None and kv_len_arr.shape[0] != self._batch:
-            raise ValueError(f"kv_len_arr is of {kv_len_arr.shape[0]} requests, the graph of {self._batch}")
+            raise ValueError(
+                f"kv_len_arr must have {self._batch} requests, like the CUDA graph, not {kv_len_arr.shape[0]}"
+            )
         tokens = int(qo_indptr[-1])
         if before is not None and tokens > before.division.token_count:
-            raise ValueError(f"qo_indptr has {tokens} tokens, the graph has room for {before.division.token_count}")
+            raise ValueError(
+                f"qo_indptr must have at most {before.division.token_count} tokens, like the CUDA graph, not {tokens}"
+            )
         used = kv_indices[: int(kv_indptr[-1])]
         placed = self._tensors.put(
             {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": used, "kv_len_arr": kv_len_arr}
@@ -250,10 +254,10 @@ def _both(
         if isinstance(together, torch.Tensor):
             return together[..., :ckv_dim], together[..., ckv_dim:]
         if len(together) != 2:
-            raise ValueError(f"{name} must be a tensor or two, not {len(together)}")
+            raise ValueError(f"{name} must be one tensor or two, not {len(together)}")
         return together[0], together[1]
     if apart[0] is None or apart[1] is None:
-        raise ValueError(f"{name} is missing, or one of its parts")
+        raise ValueError(f"give {name}, or both of its parts")
     return apart[0], apart[1]
 
 
@@ -266,4 +270,4 @@ def _check_lengths(lengths: list[int], page_counts: list[int], page_size: int) -
     for request, (length, pages) in enumerate(zip(lengths, page_counts, strict=True)):
         low, high = max(0, (pages - 1) * page_size + 1), pages * page_size
         if not low <= length <= high:
-            raise ValueError(f"kv_len_arr must be in {low}..{high}, that of request {request} is {length}")
+            raise ValueError(f"kv_len_arr of request {request} must be in {low}..{high}, not {length}")

@@ -138,7 +138,10 @@ def check_plan(
             (before.shape, was.causal, was.chunk_size > 0, was.kind, before.options.window_left >= 0),
         )
         if token_count > before.division.token_count:
-            raise ValueError(f"qo_indptr has {token_count} tokens, the graph room for {before.division.token_count}")
+            raise ValueError(
+                f"qo_indptr must have at most {before.division.token_count} tokens, like the CUDA graph, not "
+                f"{token_count}"
+            )
     tensors = {"qo_indptr_buf": qo_indptr}
     if masking.custom_mask is not None and masking.mask_indptr is not None:
         tensors |= {"custom_mask_buf": masking.custom_mask, "mask_indptr_buf": masking.mask_indptr}
@@ -154,7 +157,7 @@ def requested_masking(qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, request
     name, mask = "custom_mask", request.custom_mask
     if request.packed_custom_mask is not None:
         if mask is not None:
-            raise ValueError("packed_custom_mask and custom_mask are both given")
+            raise ValueError("give packed_custom_mask or custom_mask, not both")
         name, mask = "packed_custom_mask", request.packed_custom_mask
     if mask is None:
         return Masking(causal=request.causal, chunk_size=request.chunk_size)

@@ -140,7 +140,7 @@ def append_paged_kv_cache(
     for name, tensor in {**tokens, **table, "kv_last_page_len": kv_last_page_len}.items():
         check_index_tensor(name, tensor, length=append.token_count if name in tokens else None)
         if tensor.device != cache.device:
-            raise ValueError(f"{name} is on {tensor.device}, the cache on {cache.device}")
+            raise ValueError(f"{name} must be on the cache's device, {cache.device}, not {tensor.device}")
     if check:
         check_append(
             batch_indices,

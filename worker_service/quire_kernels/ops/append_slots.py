@@ -108,7 +108,9 @@ def append_slots(
     append = prepare(append_key, append_value, paged_kv_cache, kv_layout, k_scale, v_scale)
     cache = append.cache
     if slot_mapping.dtype != torch.int64 or slot_mapping.device != cache.device:
-        raise ValueError(f"slot_mapping must be int64 on {cache.device}: {slot_mapping.dtype}, {slot_mapping.device}")
+        raise ValueError(
+            f"slot_mapping must be int64 on {cache.device}, not {slot_mapping.dtype} on {slot_mapping.device}"
+        )
     if slot_mapping.shape != (append.token_count,) or not slot_mapping.is_contiguous():
         raise ValueError(f"slot_mapping must be contiguous, [{append.token_count}], not {tuple(slot_mapping.shape)}")
     slot_count = cache.page_count * cache.page_size
@@ -131,7 +133,7 @@ def check_slots(slot_mapping: torch.Tensor, *, slot_count: int) -> None:
     """
     slots = [slot for slot in slot_mapping.tolist() if slot >= 0]
     if slots and max(slots) >= slot_count:
-        raise ValueError(f"slot_mapping: slot {max(slots)} of {slot_count}")
+        raise ValueError(f"slot_mapping must be below {slot_count}, the number of slots, not {max(slots)}")
     if len(set(slots)) != len(slots):
         raise ValueError("slot_mapping: two tokens have the same slot")
 

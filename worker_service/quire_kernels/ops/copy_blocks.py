@@ -100,7 +100,7 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
     """
     table = describe_buffers(buffers)
     if len(sources) != len(destinations):
-        raise ValueError(f"destinations: {len(destinations)} for {len(sources)} sources")
+        raise ValueError(f"destinations must have {len(sources)} blocks, like sources, not {len(destinations)}")
     check_blocks("sources", sources, table.block_count, unique=False)
     check_blocks("destinations", destinations, table.block_count, unique=True)
     chains = plan_chains(sources, destinations)

@@ -76,7 +76,7 @@ def _activated(x: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -> t
     output = output_like("out", out, (*x.shape[:-1], size), x.dtype, x.device)
     rows = x.reshape(-1, 2 * size)
     if rows.stride(1) != 1:
-        raise ValueError(f"input must be dense in its last dimension, not of strides {x.stride()}")
+        raise ValueError(f"input must be dense in its last dimension, not have strides {x.stride()}")
     if rows.shape[0]:
         with device_of(gated_activation_kernel, input=x):
             gated_activation_kernel[(rows.shape[0], triton.cdiv(size, BLOCK))](

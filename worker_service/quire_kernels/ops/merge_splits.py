@@ -117,7 +117,7 @@ def merge_splits(
     """
     batch, heads, v_head_dim = out.shape
     if batch != work.batch:
-        raise ValueError(f"out has {batch} requests, the division {work.batch}")
+        raise ValueError(f"out must have {work.batch} requests, like the division, not {batch}")
     for name, tensor, shape in (
         ("partial_out", partial_out, (work.capacity, heads, v_head_dim)),
         ("partial_lse", partial_lse, (work.capacity, heads)),

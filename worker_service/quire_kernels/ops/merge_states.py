@@ -173,10 +173,10 @@ def merge_state_in_place(
     _check_alike("v_other", v_other, "v", v)
     for name, tensor in (("v", v), ("s", s)):
         if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous to be written in place, its strides are {tensor.stride()}")
+            raise ValueError(f"{name} must be contiguous to be written in place, not have strides {tensor.stride()}")
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape != v.shape[:1] or mask.device != v.device:
-            raise ValueError(f"mask must be bool [{v.shape[0]}] on {v.device}: {mask.dtype} {tuple(mask.shape)}")
+            raise ValueError(f"mask must be bool [{v.shape[0]}] on {v.device}, not {mask.dtype} {tuple(mask.shape)}")
         mask = mask.contiguous().view(torch.uint8)
     _launch_pair(v, s, v_other.contiguous(), s_other.contiguous(), v, s, mask)
 
@@ -246,15 +246,15 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, 
     if s.dtype != torch.float32 or s.shape != v.shape[:-1]:
         raise ValueError(f"{s_name} must be float32 {tuple(v.shape[:-1])}, not {s.dtype} {tuple(s.shape)}")
     if s.device != v.device:
-        raise ValueError(f"{s_name} is on {s.device}, {v_name} on {v.device}")
+        raise ValueError(f"{s_name} must be on {v.device}, like {v_name}, not {s.device}")
     check_runnable(merge_state_kernel, **{v_name: v})
 
 
 def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     if tensor.shape != other.shape or tensor.dtype != other.dtype or tensor.device != other.device:
         raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
-            f"{other_name} {other.dtype} {tuple(other.shape)} on {other.device}"
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, but {other_name} is {other.dtype} "
+            f"{tuple(other.shape)} on {other.device}: they must be equal"
         )
 
 

@@ -187,7 +187,7 @@ def mla_paged(
     indices = (qo_indptr, kv_indptr, kv_indices, kv_lengths)
     check_devices(q_nope.device, **parts, qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices)
     if division.heads != heads or division.token_count < tokens or (division.split_keys and tokens != batch):
-        raise ValueError("division does not fit: it was made for other heads, fewer tokens or one query per request")
+        raise ValueError("division belongs to other heads, fewer tokens or one query per request")
     out = output_like("out", out, (tokens, heads, ckv_dim), q_nope.dtype, q_nope.device)
     lse = output_like("lse", lse, (tokens, heads), torch.float32, q_nope.device)
     if tokens == 0:
@@ -228,11 +228,14 @@ def check_mla_tensors(parts: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} must be 3-D of {q_nope.dtype}, its last dim contiguous, not {tensor.dtype}")
         first, like = ("q_nope", q_nope) if name.startswith("q") else ("ckv", ckv)
         if tensor.shape[:2] != like.shape[:2]:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, {first} {tuple(like.shape)}")
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, but {first} is {tuple(like.shape)}")
         if tensor.shape[2] < 16 or tensor.shape[2] & (tensor.shape[2] - 1):
-            raise ValueError(f"{name}: its last dim must be a power of two from 16 on, not {tensor.shape[2]}")
+            raise ValueError(f"the last dim of {name} must be a power of two, at least 16, not {tensor.shape[2]}")
     if q_nope.shape[2] != ckv.shape[2] or parts["q_pe"].shape[2] != parts["kpe"].shape[2]:
-        raise ValueError(f"ckv or kpe has another last dim than the queries: {ckv.shape[2]}, {q_nope.shape[2]}")
+        raise ValueError(
+            f"the last dims of ckv and kpe must equal those of the queries: ckv has {ckv.shape[2]}, q_nope "
+            f"{q_nope.shape[2]}"
+        )
 
 
 def mla_paged_reference(

@@ -85,7 +85,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     if bounds[0] != 0 or any(after < before for before, after in pairwise(bounds)):
         raise ValueError("indptr must rise from 0")
     if bounds[-1] != x.numel():
-        raise ValueError(f"indptr must end at {x.numel()}, the elements of x, not {bounds[-1]}")
+        raise ValueError(f"indptr must end at {x.numel()}, the number of elements of x, not {bounds[-1]}")
     packed, output = _pack(x, bounds, bitorder)
     return packed, torch.tensor(output, dtype=indptr.dtype, device=indptr.device)
 

@@ -114,7 +114,7 @@ def prefill_ragged(
     if k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or 0 in k.shape[1:] or 0 in v.shape[1:]:
         raise ValueError(f"k and v must be [tokens, kv_heads, dim], not {tuple(k.shape)} and {tuple(v.shape)}")
     if v.dtype != k.dtype:
-        raise ValueError(f"v is {v.dtype}, k {k.dtype}")
+        raise ValueError(f"v must have the dtype of k, {k.dtype}, not {v.dtype}")
     interpreted = is_interpreted(prefill_ragged_kernel)
     check_index_tensor("kv_indptr", kv_indptr, length=division.work.batch + 1)
     check_devices(q.device, k=k, v=v, kv_indptr=kv_indptr)

@@ -92,7 +92,7 @@ def _normed(
     output = output_like("out", out, x.shape, x.dtype, x.device)
     rows = x.reshape(-1, size)
     if rows.stride(1) != 1:
-        raise ValueError(f"input must be dense in its last dimension, not of strides {x.stride()}")
+        raise ValueError(f"input must be dense in its last dimension, not have strides {x.stride()}")
     if rows.shape[0]:
         with device_of(rms_norm_kernel, input=x):
             rms_norm_kernel[(rows.shape[0],)](

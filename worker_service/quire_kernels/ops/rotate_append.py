@@ -157,7 +157,7 @@ def rotate_append(
     if cosine.shape != sine.shape or cosine.shape[0] != tokens or cosine.stride() != sine.stride():
         raise ValueError(f"cosine and sine must be [{tokens}, rotary_dim], not {tuple(cosine.shape)}")
     if rotary_dim > head_dim or rotary_dim % 2 or cosine.stride(1) != 1 or cosine.dtype != sine.dtype:
-        raise ValueError(f"cosine: {rotary_dim} dims of {cosine.dtype} do not turn heads of {head_dim}")
+        raise ValueError(f"cosine: {rotary_dim} dims of {cosine.dtype} cannot rotate heads of {head_dim}")
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (tokens,) or not slot_mapping.is_contiguous():
         raise ValueError(f"slot_mapping must be contiguous int64 [{tokens}], not {slot_mapping.dtype}")
     if norms is not None:

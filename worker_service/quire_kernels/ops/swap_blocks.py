@@ -110,9 +110,9 @@ def _swap(table: BlockBuffers, blocks: Sequence[int], staging: torch.Tensor, *, 
     if staging.dtype != torch.uint8 or staging.dim() != 2 or staging.shape[1] != row_bytes:
         raise ValueError(f"staging must be uint8 [blocks, {row_bytes}], not {staging.dtype} {tuple(staging.shape)}")
     if staging.shape[0] < len(blocks):
-        raise ValueError(f"staging has {staging.shape[0]} rows for {len(blocks)} blocks")
+        raise ValueError(f"staging must have at least {len(blocks)} rows, one per block, not {staging.shape[0]}")
     if not staging.is_contiguous():
-        raise ValueError(f"staging must be contiguous, its strides are {staging.stride()}")
+        raise ValueError(f"staging must be contiguous, not have strides {staging.stride()}")
     if staging.device != table.device and not staging.is_pinned():
         raise ValueError(f"staging must be on {table.device} or pinned, not pageable memory on {staging.device}")
     if not blocks:

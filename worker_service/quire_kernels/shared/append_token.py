@@ -164,13 +164,16 @@ def prepare(
     _check_source("append_value", append_value, cache, cache.v_head_dim)
     if append_key.shape[0] != append_value.shape[0] or append_key.dtype != append_value.dtype:
         raise ValueError(
-            f"append_value is {append_value.dtype} {tuple(append_value.shape)}, "
-            f"append_key {append_key.dtype} {tuple(append_key.shape)}"
+            f"append_value is {append_value.dtype} {tuple(append_value.shape)}, but append_key is "
+            f"{append_key.dtype} {tuple(append_key.shape)}"
         )
     quantise = is_fp8(cache.dtype) and append_key.dtype in QUANTISABLE
     for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
         if given is not None and not quantise:
-            raise ValueError(f"{name} needs an fp8 cache and keys that are not: {cache.dtype}, {append_key.dtype}")
+            raise ValueError(
+                f"{name} needs an fp8 cache and keys in another dtype, not a cache of {cache.dtype} and keys of "
+                f"{append_key.dtype}"
+            )
     sources = [append_key, append_value]
     scales: tuple[torch.Tensor | None, ...] = (None, None)
     scale_strides = {"K_SCALE_STRIDE": 0, "V_SCALE_STRIDE": 0}
@@ -236,11 +239,11 @@ def _check_source(name: str, source: torch.Tensor, cache: PagedCache, head_dim: 
         raise ValueError(f"{name} must be [tokens, {cache.num_kv_heads}, {head_dim}], not {tuple(source.shape)}")
     if source.dtype != cache.dtype and not (is_fp8(cache.dtype) and source.dtype in QUANTISABLE):
         raise ValueError(
-            f"{name} is {source.dtype}, the cache {cache.dtype}: both must be alike, or the cache {FP8_NAMES} "
-            "and the keys float16, bfloat16 or float32"
+            f"{name} is {source.dtype}, but the cache is {cache.dtype}: they must be equal, or the cache "
+            f"{FP8_NAMES} and the keys float16, bfloat16 or float32"
         )
     if source.device != cache.device:
-        raise ValueError(f"{name} is on {source.device}, the cache on {cache.device}")
+        raise ValueError(f"{name} must be on the cache's device, {cache.device}, not {source.device}")
 
 
 def _scale_tensor(name: str, scale: Scale, cache: PagedCache) -> torch.Tensor:

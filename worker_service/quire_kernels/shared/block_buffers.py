@@ -101,13 +101,15 @@ def describe_buffers(buffers: Buffers) -> BlockBuffers:
         if buffer.dim() < 2 or buffer.numel() == 0:
             raise ValueError(f"buffers[{number}] must be [blocks, ...] and not empty, not {tuple(buffer.shape)}")
         if not buffer[0].is_contiguous():
-            raise ValueError(f"buffers[{number}]: a block must be contiguous, its strides are {buffer.stride()[1:]}")
+            raise ValueError(f"buffers[{number}]: a block must be contiguous, not have strides {buffer.stride()[1:]}")
         if buffer.device != buffers[0].device:
-            raise ValueError(f"buffers[{number}] is on {buffer.device}, buffers[0] on {buffers[0].device}")
+            raise ValueError(f"buffers[{number}] must be on {buffers[0].device}, like buffers[0], not {buffer.device}")
         block_bytes = buffer[0].numel() * buffer.element_size()
         stride_bytes = buffer.stride(0) * buffer.element_size()
         if buffer.shape[0] > 1 and stride_bytes < block_bytes:
-            raise ValueError(f"buffers[{number}]: blocks of {block_bytes} bytes overlap, {stride_bytes} bytes apart")
+            raise ValueError(
+                f"buffers[{number}]: blocks of {block_bytes} bytes overlap, because they are {stride_bytes} bytes apart"
+            )
         fields += [buffer.data_ptr(), stride_bytes, block_bytes]
     return BlockBuffers(tuple(fields), min(buffer.shape[0] for buffer in buffers), buffers[0].device)
 
@@ -122,7 +124,7 @@ def check_blocks(name: str, blocks: Sequence[int], block_count: int, *, unique: 
         if not 0 <= block < block_count:
             raise ValueError(f"{name}: block {block} is outside the pool of {block_count} blocks")
     if unique and len(set(blocks)) != len(blocks):
-        raise ValueError(f"{name}: a block comes twice")
+        raise ValueError(f"{name}: a block occurs twice")
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

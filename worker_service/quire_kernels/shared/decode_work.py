@@ -131,7 +131,9 @@ def divide_decode(
     if workspace is None:
         workspace = torch.empty(4 * (out_size + lse_size), dtype=torch.uint8, device=indptr.device)
     if workspace.numel() < 4 * (out_size + lse_size):
-        raise ValueError(f"float_workspace_buffer has {workspace.numel()} bytes, needed {4 * (out_size + lse_size)}")
+        raise ValueError(
+            f"float_workspace_buffer must have at least {4 * (out_size + lse_size)} bytes, not {workspace.numel()}"
+        )
     floats = workspace[: 4 * (out_size + lse_size)].view(torch.float32)
     partial_out = floats[:out_size].view(capacity, query_heads, v_head_dim)
     partial_lse = floats[out_size:].view(capacity, query_heads)

@@ -75,8 +75,8 @@ def check_runnable(kernel: Any, **places: torch.Tensor | torch.device) -> None:
         device = place.device if isinstance(place, torch.Tensor) else place
         if device.type == "cpu" and not is_interpreted(kernel):
             raise ValueError(
-                f"{name} is on the CPU, where these kernels do not run: move it to a CUDA device, "
-                "or start Python with TRITON_INTERPRET=1"
+                f"{name} is on the CPU, but these kernels run only on GPUs: move it to a CUDA device, or start "
+                "Python with TRITON_INTERPRET=1"
             )
 
 
@@ -153,11 +153,11 @@ def check_queries(q: torch.Tensor, *, head_dim: int, kv_heads: int, kv_dtype: to
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q must be float16, bfloat16 or float32, not {q.dtype}")
     if kv_dtype != q.dtype and not is_fp8(kv_dtype):
-        raise ValueError(f"cache must be of q's {q.dtype}, {FP8_NAMES}, not {kv_dtype}")
+        raise ValueError(f"the cache must have the dtype of q, {q.dtype}, or {FP8_NAMES}, not {kv_dtype}")
     if q.shape[1] == 0 or q.shape[1] % kv_heads:
-        raise ValueError(f"q has {q.shape[1]} heads, no multiple of {kv_heads} KV heads")
+        raise ValueError(f"the number of query heads must be a multiple of {kv_heads} KV heads, not {q.shape[1]}")
     if head_dim < DOT_MIN:
-        raise ValueError(f"q: head dims start at {DOT_MIN}, not {head_dim}")
+        raise ValueError(f"the head dim of q must be at least {DOT_MIN}, not {head_dim}")
 
 
 def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
@@ -168,7 +168,7 @@ def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, the queries are on {device}")
+            raise ValueError(f"{name} must be on the queries' device, {device}, not {tensor.device}")
 
 
 def output_like(
@@ -187,7 +187,7 @@ def output_like(
             f"not {given.dtype} {tuple(given.shape)} on {given.device}"
         )
     if not given.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, not of strides {given.stride()}")
+        raise ValueError(f"{name} must be contiguous, not have strides {given.stride()}")
     return given
 
 

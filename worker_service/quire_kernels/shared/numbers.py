@@ -63,4 +63,4 @@ def _shown(value: object) -> str:
     try:
         return f"{value!r:.80}"
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"

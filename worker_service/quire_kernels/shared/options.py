@@ -76,7 +76,7 @@ class AttentionOptions:
             if tensor.shape[0] != length:
                 raise ValueError(f"{name} must have {length} entries, not {tensor.shape[0]}")
             if tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device}, the queries are on {device}")
+                raise ValueError(f"{name} must be on the queries' device, {device}, not {tensor.device}")
 
 
 def scale_per_head(name: str, scale: Scale | None, kv_heads: int, device: torch.device) -> torch.Tensor | None:

@@ -106,9 +106,9 @@ def unpack_paged_cache(cache: PagedKVCache, kv_layout: str = "NHD") -> PagedCach
             raise ValueError(f"cache must be a 5-D tensor or a pair of 4-D ones, not {[tuple(x.shape) for x in cache]}")
         k, v = cache
         if k.dtype != v.dtype or k.device != v.device:
-            raise ValueError(f"cache: keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}")
+            raise ValueError(f"cache: keys are {k.dtype} on {k.device}, but values are {v.dtype} on {v.device}")
         if k.shape[:3] != v.shape[:3]:
-            raise ValueError(f"cache: keys are {tuple(k.shape)}, values {tuple(v.shape)}")
+            raise ValueError(f"cache: keys are {tuple(k.shape)}, but values are {tuple(v.shape)}")
     if kv_layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     if 0 in k.shape[1:] or 0 in v.shape[1:]:
@@ -162,7 +162,7 @@ def check_indptr(name: str, indptr: torch.Tensor, *, batch: int | None = None, t
         raise ValueError(f"{name} must start at 0, not {values[0]}")
     for index in range(1, len(values)):
         if values[index] < values[index - 1]:
-            raise ValueError(f"{name} must not fall: entry {index} is {values[index]} after {values[index - 1]}")
+            raise ValueError(f"{name} must not decrease: entry {index} is {values[index]} after {values[index - 1]}")
     if total is not None and values[-1] != total:
         raise ValueError(f"{name} must end at {total}, not {values[-1]}")
 
@@ -199,15 +199,15 @@ def check_page_table(
     check_index_tensor(f"{prefix}last_page_len", last_page_len, length=batch)
     used = int(indptr[-1])
     if used > indices.shape[0]:
-        raise ValueError(f"{prefix}indices has {indices.shape[0]} entries, {prefix}indptr ends at {used}")
+        raise ValueError(f"{prefix}indices has {indices.shape[0]} entries, but {prefix}indptr ends at {used}")
     if used:
         low, high = (int(bound) for bound in torch.aminmax(indices[:used]))
         if low < 0 or (page_count is not None and high >= page_count):
             bounds = "at least 0" if page_count is None else f"in 0..{page_count - 1}"
-            raise ValueError(f"{prefix}indices must be {bounds}, found {low if low < 0 else high}")
+            raise ValueError(f"{prefix}indices must be {bounds}, not {low if low < 0 else high}")
     for request, (length, pages) in enumerate(zip(last_page_len.tolist(), indptr.diff().tolist(), strict=True)):
         if pages and not 1 <= length <= page_size:
-            raise ValueError(f"{prefix}last_page_len must be in 1..{page_size}, that of request {request} is {length}")
+            raise ValueError(f"{prefix}last_page_len of request {request} must be in 1..{page_size}, not {length}")
 
 
 def kv_lengths(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -147,18 +147,18 @@ def divide_work(
     check_index_tensor("first", first)
     check_index_tensor("last", last, length=batch)
     if first.device != last.device:
-        raise ValueError(f"last is on {last.device}, first on {first.device}")
+        raise ValueError(f"last must be on {first.device}, like first, not {last.device}")
     if size_min < 1 or alignment < 1 or units_min not in (0, 1) or (unit_target is not None and unit_target < 1):
         raise ValueError("size_min, alignment and unit_target must be at least 1, units_min 0 or 1")
     if capacity is None:
         if unit_target is None:
-            raise ValueError("capacity is needed without unit_target")
+            raise ValueError("capacity is required without unit_target")
         capacity = unit_target + batch
     if out is None:
         units = torch.empty(capacity, UNIT_COLUMNS, dtype=torch.int32, device=first.device)
         out = WorkUnits(units, torch.zeros(batch + 1, dtype=torch.int32, device=first.device))
     if out.capacity < capacity or out.batch != batch:
-        raise ValueError(f"out has {out.capacity} units for {out.batch} requests, needed {capacity} for {batch}")
+        raise ValueError(f"out must have {capacity} units for {batch} requests, not {out.capacity} for {out.batch}")
     if batch:
         with device_of(divide_work_kernel, first=first):
             divide_work_kernel[(batch,)](

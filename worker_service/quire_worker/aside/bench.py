@@ -97,7 +97,9 @@ class Bench:
             QuireError: QUEUE_FULL, too many jobs wait already.
         """
         if len(self._jobs) >= WAITING_MAX:
-            raise QuireError.of(Reason.QUEUE_FULL, f"{WAITING_MAX} {self._kind} are being computed; try again later")
+            raise QuireError.of(
+                Reason.QUEUE_FULL, f"the queue of {self._kind} is full ({WAITING_MAX} wait); try again later"
+            )
         task = asyncio.create_task(self._in_its_turn(json.dumps(job).encode(), key))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)

@@ -36,7 +36,10 @@ def _templates(configuration: Any) -> Job:
             return {"broken": str(error)}
         if len(text) > TEXT_CHARACTERS_MAX:
             return {
-                "refused": f"the chat template writes more than {TEXT_CHARACTERS_MAX:,} characters",
+                "refused": (
+                    f"the chat template would write more than {TEXT_CHARACTERS_MAX:,} characters: send a shorter "
+                    "conversation"
+                ),
                 "field": "messages",
             }
         return {"text": text}

@@ -39,7 +39,9 @@ class Threads:
             QuireError: QUEUE_FULL, too many calls wait already.
         """
         if self._open >= self._count + self._waiting_max:
-            raise QuireError.of(Reason.QUEUE_FULL, f"{self._waiting_max} calls wait to be {self._name}; try again")
+            raise QuireError.of(
+                Reason.QUEUE_FULL, f"too many calls wait to be {self._name} ({self._waiting_max}); try again later"
+            )
         loop = asyncio.get_running_loop()
         result: asyncio.Future[ResultT] = loop.create_future()
         self._open += 1

@@ -43,10 +43,12 @@ def backend_for(device: torch.device | str) -> PagedAttention:
         library = load()
         if isinstance(library, Library):
             return CpuPagedAttention(library)
-        log.warning("no CPU kernels: plain torch computes instead, at about half the speed", reason=library.reason)
+        log.warning(
+            ("there are no CPU kernels: plain torch computes instead, at about half the speed"), reason=library.reason
+        )
         return TorchPagedAttention()
     if kind not in ("cpu", "cuda"):
-        raise ValueError(f"no paged attention for device {kind!r}: available for cpu and cuda")
+        raise ValueError(f"device {kind!r} has no paged attention: use cpu or cuda")
     try:
         from quire_worker.attention.triton_path import TritonPagedAttention
     except ImportError as error:

@@ -57,9 +57,9 @@ class TorchPagedAttention(PagedAttention):
     def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
         block_count = buffers[0].shape[0]
         if len(sources) != len(destinations):
-            raise ValueError(f"destinations: {len(destinations)} for {len(sources)} sources")
+            raise ValueError(f"destinations must have {len(sources)} blocks, like sources, not {len(destinations)}")
         if len(set(destinations)) != len(destinations):
-            raise ValueError("destinations: a block comes twice")
+            raise ValueError("destinations: a block occurs twice")
         for block in (*sources, *destinations):
             if not 0 <= block < block_count:
                 raise ValueError(f"block {block} is outside the pool of {block_count} blocks")

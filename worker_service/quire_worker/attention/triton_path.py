@@ -193,7 +193,7 @@ class TritonAttentionPlan(AttentionPlan):
     ) -> torch.Tensor:
         """Computes multi-query attention, with the first part of each key as its value."""
         if kind.window_left >= 0 or kind.soft_cap or sinks is not None:
-            raise ValueError("the kernel of latent attention has no window, soft cap or sinks")
+            raise ValueError("the kernel of latent attention does not support windows, soft caps or sinks")
         wrapper = self.latent_wrappers.get(kind)
         if wrapper is None:
             wrapper = self.latent_wrappers[kind] = self._planned_latents(kind)

@@ -75,7 +75,9 @@ class BranchCalls:
         count = len(message.candidates)
         if not 1 <= count <= CANDIDATE_COUNT_MAX:
             raise QuireError.of(
-                Reason.BAD_PARAMETER, f"candidates must be 1 to {CANDIDATE_COUNT_MAX}, not {count}", field="candidates"
+                Reason.BAD_PARAMETER,
+                f"candidates must have 1 to {CANDIDATE_COUNT_MAX} entries, not {count}",
+                field="candidates",
             )
         branch = self._branches.find(message.branch_id, permissions)
         candidates = [await self._checks.continuation(each, request_id) for each in message.candidates]
@@ -83,7 +85,7 @@ class BranchCalls:
         if token_count > CANDIDATE_TOKENS_MAX:
             raise QuireError.of(
                 Reason.TOO_LARGE,
-                f"candidates must have at most {CANDIDATE_TOKENS_MAX:,} tokens in all, not {token_count:,}",
+                f"candidates must have at most {CANDIDATE_TOKENS_MAX:,} tokens in total, not {token_count:,}",
             )
         found = await self._branches.score(branch, candidates, request_id)
         assert not any(map(math.isnan, (value for logprobs in found.logprobs for value in logprobs)))
@@ -98,13 +100,13 @@ class BranchCalls:
     async def renew(self, message: pb.RenewBranchesRequest, permissions: Permissions) -> pb.RenewBranchesResponse:
         """Renews the lifetime of branches."""
         count = len(message.branch_ids)
-        require(count <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}, not {count}")
+        require(count <= IDS_MAX, f"branch_ids must have at most {IDS_MAX} entries, not {count}")
         return pb.RenewBranchesResponse(unknown_branch_ids=self._branches.renew(message.branch_ids, permissions))
 
     async def release(self, message: pb.ReleaseBranchesRequest, permissions: Permissions) -> pb.ReleaseBranchesResponse:
         """Releases branches that the caller may use."""
         count = len(message.branch_ids)
-        require(count <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}, not {count}")
+        require(count <= IDS_MAX, f"branch_ids must have at most {IDS_MAX} entries, not {count}")
         await self._branches.release(message.branch_ids, permissions)
         return pb.ReleaseBranchesResponse()
 
@@ -119,14 +121,18 @@ class BranchCalls:
         time_left_s: float | None,
     ) -> AsyncIterator[Request]:
         """Continues a branch. Yields the request, whose answer can be read inside the block."""
-        require(not message.namespace, "namespace is the branch's own: leave it out")
-        require(not message.adapter, "a branch is of the model as it is: leave adapter out")
+        require(not message.namespace, "namespace must be left out: a branch keeps its own")
+        require(not message.adapter, "adapter must be left out: branches work only with the model itself")
         for name in ("n", "best_of", "num_beams"):
             if (getattr(sampling, name) or 1) > 1:
-                raise QuireError.of(Reason.BAD_PARAMETER, f"{name} must be 1 on a branch: fork it", field=name)
+                raise QuireError.of(
+                    Reason.BAD_PARAMETER, f"{name} must be 1 on a branch: fork the branch instead", field=name
+                )
         for name in ("echo", "prompt_logprobs"):
             if getattr(sampling, name) is not getattr(_DEFAULTS, name):
-                raise QuireError.of(Reason.BAD_PARAMETER, f"{name} is for prompts, not for a branch", field=name)
+                raise QuireError.of(
+                    Reason.BAD_PARAMETER, f"{name} must be left out: a branch does not support it", field=name
+                )
         branch = self._branches.find(message.branch_id, permissions)
         matcher = await self._checks.matcher(sampling, branch.namespace)
         async with self._branches.generating(

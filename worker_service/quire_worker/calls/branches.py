@@ -115,7 +115,7 @@ class Branches:
         if branch is None or not permissions.may_use(branch.namespace):
             raise QuireError.of(
                 Reason.BRANCH_UNKNOWN,
-                "no such branch: it was released, its time has ended, or the worker was started anew",
+                "there is no such branch: it was released or expired, or the worker was restarted",
             )
         self._renew(branch)
         return branch
@@ -271,7 +271,7 @@ class Branches:
         """
         async with branch.lock:
             if branch.id not in self._branches:
-                raise QuireError.of(Reason.BRANCH_UNKNOWN, "the branch was released meanwhile")
+                raise QuireError.of(Reason.BRANCH_UNKNOWN, "the branch was released during the call")
             if branch.sample is not None:
                 await self._engine.settled(branch.sample)
             try:
@@ -352,7 +352,7 @@ class Branches:
         longest = self._engine.scheduler.sequence_tokens_max - 1  # there must be room for one more token
         if token_count > longest:
             raise QuireError.of(
-                Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens; model and pool hold {longest}"
+                Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens, but at most {longest} fit"
             )
 
     # -- branches and their expiry -------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class Branches:
         """
         if not self._places.take(namespace, count):
             held, most = self._places.held_by(namespace), self._places.count_max
-            message = f"a worker holds at most {most} branches, and of one namespace as many as are free; it has {held}"
+            message = f"a worker holds at most {most} branches, one namespace as many as are free; it has {held}"
             raise QuireError.of(Reason.LIMIT, f"{message}: release some")
 
     def _new(self, tokens: list[int], namespace: str, ttl_s: float) -> Branch:

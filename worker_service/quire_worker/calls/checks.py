@@ -52,8 +52,10 @@ def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: i
     top_count = sampling.prompt_logprobs
     count = 0 if top_count is None else prompt_token_count * (1 + top_count)
     if count > PROMPT_LOGPROB_VALUES_MAX:
-        what = f"prompt_logprobs would be {count:,} values, and an answer has at most {PROMPT_LOGPROB_VALUES_MAX:,}"
-        message = f"{what}: ask for fewer, or of a shorter prompt"
+        what = (
+            f"prompt_logprobs would have {count:,} values, but an answer may have at most {PROMPT_LOGPROB_VALUES_MAX:,}"
+        )
+        message = f"{what}: ask for fewer, or send a shorter prompt"
         raise QuireError.of(Reason.BAD_PARAMETER, message, field="prompt_logprobs")
     if sampling.logprobs is None or not sampling.is_best_of:
         return
@@ -61,9 +63,9 @@ def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: i
     length = min(sampling.max_tokens, longest - prompt_token_count)
     count = samples * length * each
     if count > HELD_LOGPROB_VALUES_MAX:
-        what = f"best_of {samples} samples of {length:,} tokens with {each} logprobs each is {count:,} values"
-        how = f"a request may hold {HELD_LOGPROB_VALUES_MAX:,}: ask for fewer samples, tokens or logprobs"
-        raise QuireError.of(Reason.BAD_PARAMETER, f"{what}, and {how}", field="best_of")
+        what = f"best_of: {samples} samples of {length:,} tokens with {each} logprobs each have {count:,} values"
+        how = f"a request may have at most {HELD_LOGPROB_VALUES_MAX:,}: ask for fewer samples, tokens or logprobs"
+        raise QuireError.of(Reason.BAD_PARAMETER, f"{what}, but {how}", field="best_of")
 
 
 def check_echo(sampling: SamplingParams, echo: str) -> None:
@@ -75,8 +77,8 @@ def check_echo(sampling: SamplingParams, echo: str) -> None:
     samples = sampling.sample_count
     count = samples * len(echo)
     if count > HELD_CHARACTERS_MAX:
-        what = f"echo of {len(echo):,} characters in {samples} samples is {count:,}, and a request may hold"
-        message = f"{what} {HELD_CHARACTERS_MAX:,}: ask for fewer samples, or for no echo"
+        what = f"echo of {len(echo):,} characters in {samples} samples makes {count:,}, but a request may have at most"
+        message = f"{what} {HELD_CHARACTERS_MAX:,}: ask for fewer samples, or leave echo out"
         raise QuireError.of(Reason.BAD_PARAMETER, message, field="echo")
 
 
@@ -127,7 +129,7 @@ class Checks:
         self.check_serving()
         require(
             len(request_id) <= REQUEST_ID_CHARACTERS_MAX,
-            f"request_id must be at most {REQUEST_ID_CHARACTERS_MAX} characters, not {len(request_id):,}",
+            f"request_id must have at most {REQUEST_ID_CHARACTERS_MAX} characters, not {len(request_id):,}",
         )
         return request_id or uuid.uuid4().hex
 
@@ -175,7 +177,7 @@ class Checks:
             tokens = await self._computed(request_id, self._texts.encoded(given.text, encode))
             self.check_serving()  # The worker may have begun to drain in the meantime.
         if not tokens:
-            raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token: at least one is needed")
+            raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token: give at least one")
         self._check_length(name, len(tokens))
         self._check_vocabulary(tokens)
         return tokens
@@ -183,7 +185,7 @@ class Checks:
     def _check_length(self, name: str, token_count: int) -> None:
         longest = self._engine.scheduler.sequence_tokens_max - 1  # there must be room for one more token
         if token_count > longest:
-            message = f"the {name} has {token_count} tokens; model and pool hold {longest}"
+            message = f"the {name} has {token_count} tokens, but model and pool allow at most {longest}"
             raise QuireError.of(Reason.PROMPT_TOO_LONG, message, field=name)
 
     async def tokenized(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
@@ -208,7 +210,7 @@ class Checks:
         """
         if len(request.token_ids) > SPELLED_MAX:
             raise QuireError.of(
-                Reason.LIMIT, f"at most {SPELLED_MAX:,} tokens at a time, not {len(request.token_ids):,}"
+                Reason.LIMIT, f"token_ids must have at most {SPELLED_MAX:,} entries, not {len(request.token_ids):,}"
             )
         return await self._computed("", self._texts.spelled(list(request.token_ids)))
 
@@ -251,7 +253,9 @@ class Checks:
         vocabulary = self._engine.model.vocab_size
         if max(tokens) >= vocabulary:
             unknown = next(token for token in tokens if token >= vocabulary)
-            raise QuireError.of(Reason.UNKNOWN_TOKEN, f"token id {unknown} is not below the vocabulary's {vocabulary}")
+            raise QuireError.of(
+                Reason.UNKNOWN_TOKEN, f"token id {unknown} must be below the vocabulary size, {vocabulary}"
+            )
 
 
 def check_namespace(namespace: str, permissions: Permissions) -> None:
@@ -261,7 +265,7 @@ def check_namespace(namespace: str, permissions: Permissions) -> None:
         QuireError: MALFORMED; NAMESPACE_FORBIDDEN.
     """
     byte_count = len(namespace.encode())
-    what = f"namespace must be at most {NAMESPACE_BYTES_MAX} bytes, not {byte_count:,}"
+    what = f"namespace must have at most {NAMESPACE_BYTES_MAX} bytes, not {byte_count:,}"
     require(byte_count <= NAMESPACE_BYTES_MAX, what)
     if not permissions.may_use(namespace):
         raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")

@@ -133,7 +133,7 @@ def _packed(tokens: Sequence[int]) -> Sequence[int]:
 def _early_stopping_of(message: pb.SamplingParams) -> EarlyStopping:
     found = _EARLY_STOPPINGS.get(message.early_stopping)
     if found is None:
-        raise ParameterError("early_stopping", f"must be one of this version's, not {message.early_stopping}")
+        raise ParameterError("early_stopping", f"must be a value that this version knows, not {message.early_stopping}")
     return found
 
 

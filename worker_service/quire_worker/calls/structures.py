@@ -63,14 +63,16 @@ class StructureCompiler:
         except GrammarError as error:
             raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=field) from None
         except GrammarsFullError:
-            message = "structures of other requests take all memory that there is for them; try again later"
+            message = "other requests' structures fill the memory for structures; try again later"
             raise QuireError.of(Reason.QUEUE_FULL, message) from None
         except TimeoutError:
-            message = f"{field} was not compiled within {COMPILE_S_MAX} s"
+            message = f"{field} took longer than {COMPILE_S_MAX} s to compile: use a simpler one"
             raise QuireError.of(Reason.TOO_LARGE, message, field=field) from None
         except OverLimitError:
-            limits = f"{LIMITS.cpu_s} s of a processor and {LIMITS.memory_bytes >> 20} MiB"
-            raise QuireError.of(Reason.TOO_LARGE, f"{field} takes more than {limits} to compile", field=field) from None
+            limits = f"{LIMITS.cpu_s} s of CPU time or {LIMITS.memory_bytes >> 20} MiB"
+            raise QuireError.of(
+                Reason.TOO_LARGE, f"{field} needs more than {limits} to compile: use a simpler one", field=field
+            ) from None
         except OSError as error:
             log.error("compiling failed", error=type(error).__name__)
         raise QuireError.of(TOKENIZER.reason, TOKENIZER.message)

@@ -73,7 +73,7 @@ class Texts:
         size = len(text.encode())
         if size > TEXT_BYTES_MAX:
             raise QuireError.of(
-                Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX:,} bytes, not {size:,}", field="text"
+                Reason.TOO_LARGE, f"text must have at most {TEXT_BYTES_MAX:,} bytes, not {size:,}", field="text"
             )
         return await self._threads(size).run(encode, text)
 
@@ -113,7 +113,7 @@ class Texts:
         if given.HasField("split_special_tokens"):
             is_split = given.split_special_tokens
         if size > TEXT_BYTES_MAX:
-            message = f"a conversation must be at most {TEXT_BYTES_MAX:,} bytes, not {size:,}"
+            message = f"a conversation must have at most {TEXT_BYTES_MAX:,} bytes, not {size:,}"
             raise QuireError.of(Reason.TOO_LARGE, message, field="messages")
         threads = self._threads(size)
         try:
@@ -142,10 +142,10 @@ class Texts:
             with_generation_prompt=not given.without_generation_prompt,
         )
         if given.chat_template and not self._trusts_templates:
-            what = "is refused: this server runs no templates of callers, unless its operator allows that"
+            what = "is not allowed: this server's operator does not permit templates of callers"
             raise ConversationError(f"chat_template {what}", "chat_template")
         if given.continue_final_message and conversation.with_generation_prompt:
-            what = "cannot be used with a generation prompt: the answer goes on with the last message"
+            what = "cannot be combined with a generation prompt, because the answer continues the last message"
             raise ConversationError(f"continue_final_message {what}", "continue_final_message")
         return conversation._replace(continues_final=given.continue_final_message, template=given.chat_template)
 
@@ -154,8 +154,8 @@ class Texts:
         try:
             found = await self._bench.run(conversation._asdict(), key=key, timeout_s=TEMPLATE_S_MAX)
         except (TimeoutError, OverLimitError):
-            limits = f"{LIMITS.cpu_s} s of a processor, or {LIMITS.memory_bytes >> 20} MiB"
-            message = f"the chat template takes more than {limits}, for this conversation"
+            limits = f"{LIMITS.cpu_s} s of CPU time or {LIMITS.memory_bytes >> 20} MiB"
+            message = f"the chat template needs more than {limits} for this conversation: send a shorter one"
             raise QuireError.of(Reason.TOO_LARGE, message, field="messages") from None
         except OSError as error:
             raise TokenizerError(f"the process for chat templates failed: {type(error).__name__}") from None

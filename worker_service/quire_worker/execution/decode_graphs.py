@@ -103,7 +103,7 @@ class _Graph:
 
     def logits_of(self, batch: ForwardBatch, to_come: TokensToCome | None) -> torch.Tensor:
         """Computes a batch; see `DecodeGraphs.logits_of`."""
-        assert self._replay is not None, "it was not captured"
+        assert self._replay is not None, "the graph was not captured"
         count = batch.input_ids.shape[1]
         for place, given in (
             (self._inputs.input_ids[0], batch.input_ids[0]),
@@ -198,13 +198,13 @@ def decode_graphs_of(
         return None
     reason = None
     if model.rank_count > 1:
-        reason = "its ranks wait for each other"
+        reason = "the model's ranks wait for each other"
     elif any(group.kind is GroupKind.STATE for group in cache.spec.groups):
-        reason = "its recurrent states are moved by the host"
+        reason = "the host moves the model's recurrent states"
     if reason is None:
         try:
             return DecodeGraphs(model, cache, ladder(size_max), capture=Capture(), progress=progress)
         except (RuntimeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-    log.warning("decode is not captured: each pass is launched by the host", reason=reason)
+    log.warning("decode runs without CUDA graphs, so the host launches each kernel", reason=reason)
     return None

@@ -34,15 +34,15 @@ class DeviceLostError(Exception):
 
 
 NOT_FINITE = Failure(
-    FailureKind.NOT_FINITE, Reason.MODEL_FAILED, "the model's logits for this request hold NaN or infinity"
+    FailureKind.NOT_FINITE, Reason.MODEL_FAILED, "the model's logits for this request contain NaN or infinity"
 )
 NO_TOKEN_LEFT = Failure(
     FailureKind.NO_TOKEN_LEFT,
     Reason.BAD_PARAMETER,
-    "no token is left to choose from: allowed_token_ids, banned_token_ids, min_tokens and the structure exclude all",
+    "no token can be sampled: allowed_token_ids, banned_token_ids, min_tokens and the structure together exclude all",
 )
 GRAMMAR = Failure(
-    FailureKind.GRAMMAR, Reason.BAD_PARAMETER, "the structure that was asked for is too complex to be followed further"
+    FailureKind.GRAMMAR, Reason.BAD_PARAMETER, "the structure became too complex to follow: use a simpler one"
 )
 TOKENIZER = Failure(FailureKind.TOKENIZER, Reason.TOKENIZER_FAILED, "the tokenizer failed on this request")
 
@@ -64,7 +64,7 @@ def failure_of(error: Exception) -> Failure:
     The message names the exception's type and not its text, because that could hold anything.
     """
     if is_out_of_memory(error):
-        message = "the worker has no memory left to compute this request, not even by itself"
+        message = "the worker has too little memory for this request, even alone"
         return Failure(FailureKind.OUT_OF_MEMORY, Reason.OUT_OF_MEMORY, message)
     message = f"forward pass failed: {type(error).__name__}"
     return Failure(FailureKind.EXCEPTION, Reason.MODEL_FAILED, message)

@@ -248,7 +248,7 @@ class Run:
         self, sample: Sample, move: Callable[[HostPages, list[int], list[int]], None], source: list[int], to: list[int]
     ) -> None:
         """Moves pages of a sample between device and host. If that fails, the request fails."""
-        assert self._host_pages is not None, "nothing is swapped without host memory"
+        assert self._host_pages is not None, "swapping needs host memory"
         started = time.perf_counter()
         try:
             move(self._host_pages, source, to)

@@ -199,7 +199,7 @@ class Runner:
             tokens = self._likeliest(prepared.layout, to_come)
         except Exception:  # `compute` runs the batch the slow way, and finds the request that causes the error
             return None
-        assert tokens is not None, "it was asked whether there is such a kernel"
+        assert tokens is not None, "the caller must check that there is such a kernel"
         behind = before if isinstance(before, Launched) and prepared.is_behind else None
         launched = self._before = Launched(prepared.parts, tokens, behind)
         return Later(partial(self._finish, prepared, launched, started_s))

@@ -33,8 +33,8 @@ _STATE_SHARE = 0.4  # share of free memory for one copy of the states of a profi
 SMALL_BYTES = 256 << 20  # a pool on a CPU may have this much even if its samples need less
 CPU_SHARE = Fraction(1, 2)  # default share of the available memory for a pool on a CPU
 _MORE_ROOM = {  # the advice for a pool that is too small, by the option that set its size
-    "--blocks": "more --blocks help",
-    "--kv-memory": "more --kv-memory, a smaller --block-size, --kv-cache-dtype fp8_e4m3 or --dtype bfloat16 help",
+    "--blocks": "raise --blocks",
+    "--kv-memory": "raise --kv-memory, lower --block-size, or use --kv-cache-dtype fp8_e4m3 or --dtype bfloat16",
 }
 
 log = structlog.get_logger()
@@ -120,22 +120,22 @@ def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str, *, dr
         UsageError: the pool is too small or too large; the message says by how much and which option changes it.
     """
     if pool.budget_bytes > total:
-        raise UsageError(f"{option}: {size(pool.budget_bytes)} are more than the {size(total)} that there are")
+        raise UsageError(f"{option}: {size(pool.budget_bytes)} is more than the available {size(total)}")
     groups = len(spec.groups)
     if pool.block_count >= groups:
         return
     block_bytes = spec.bytes_per_block + draft_block_bytes
     needed = groups * block_bytes
-    takes = f"it takes {groups} blocks of {block_bytes:,} bytes, one for each group of layers"
+    takes = f"the pool needs at least {groups} blocks of {block_bytes:,} bytes, one for each group of layers"
     if pool.device is None:
         missing = f"{size(needed - pool.budget_bytes)} are missing: {_MORE_ROOM[option]}"
-        raise UsageError(f"{option}: {pool.block_count} blocks hold no token; {takes}; {missing}")
+        raise UsageError(f"{option}: {pool.block_count} blocks cannot hold any token; {takes}; {missing}")
     found = pool.device
     raise UsageError(
-        f"no room for pages: {size(found.total)} x {found.utilization} - {size(found.used)} used - {size(found.peak)}"
-        f" at the peak + {size(found.current)} allocated leaves {size(found.free)}; {takes};"
-        f" {size(needed - found.free)} are missing: more --gpu-memory-utilization, fewer --max-batch-tokens,"
-        " --kv-cache-dtype fp8_e4m3 or --dtype bfloat16 help"
+        f"no room for pages: {size(found.total)} x {found.utilization} - {size(found.used)} used - "
+        f"{size(found.peak)} at the peak + {size(found.current)} allocated leaves {size(found.free)}; {takes}; "
+        f"{size(needed - found.free)} are missing: raise --gpu-memory-utilization, lower --max-batch-tokens, or use "
+        "--kv-cache-dtype fp8_e4m3 or --dtype bfloat16"
     )
 
 
@@ -155,15 +155,15 @@ def longest_sequence(model: PagedModel, cache: KVCache, options: argparse.Namesp
     more = f"--kv-memory {-(-needed // (1 << 20))}MiB"
     if options.max_model_len is not None:
         raise UsageError(
-            f"--max-model-len {options.max_model_len}: the pool of {size(cache.pool_bytes)} holds a sequence of at most"
-            f" {held} tokens: give it {more}, or --max-model-len {held}"
+            f"--max-model-len {options.max_model_len}: the pool of {size(cache.pool_bytes)} holds a sequence of at "
+            f"most {held} tokens: use {more}, or --max-model-len {held}"
         )
     log.warning(
-        "the pool holds less than the model's context",
+        "the pool cannot hold a sequence as long as the model's context",
         sequence_tokens_max=held,
         context_tokens=model.max_position,
         pool=size(cache.pool_bytes),
-        help=f"{more} holds one whole sequence",
+        help=f"{more} would hold one",
     )
     return held
 

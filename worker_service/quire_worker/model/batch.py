@@ -187,7 +187,7 @@ def _state_blocks(states: list[list[int]], chunk_count: int) -> np.ndarray:
     """
     blocks = np.array(states, dtype=np.int64).reshape(len(states), chunk_count)
     if len(np.unique(blocks)) != blocks.size:
-        raise ValueError("two sequences of a forward pass would write to one running block")
+        raise ValueError("two sequences of a forward pass would write to the same running block")
     return blocks
 
 
@@ -233,7 +233,10 @@ def _segments(chunks: Sequence[Chunk], query_lengths: np.ndarray, device: torch.
 
 def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:
     if len(chunk.tokens) == 0 or chunk.start < 0:
-        raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens from position {chunk.start}")
+        raise ValueError(
+            f"chunk {number} must have tokens and a position of at least 0, not {len(chunk.tokens)} tokens from "
+            f"position {chunk.start}"
+        )
     _check_tables(number, chunk.start + len(chunk.tokens), chunk.block_tables, groups)
 
 
@@ -278,13 +281,13 @@ def _attention_batch(tables: Sequence[Table], size: int, spans: _Spans, position
     for row, (chunk, first, end) in zip(block_tables, parts, strict=True):
         row[: end - first] = tables[chunk][first:end]
     if (block_tables == NULL_BLOCK).any():
-        raise ValueError("a block that fell out of a window would be read")
+        raise ValueError("a block that has left its window would be read")
     query_lengths = spans.stop - spans.start
     span_of_token = np.repeat(np.arange(len(counts)), query_lengths)
     pages = block_tables[span_of_token, positions // size - first_blocks[span_of_token]]
     slots = pages * size + positions % size
     if len(np.unique(slots)) != len(slots):
-        raise ValueError("two tokens of a forward pass would be written to one slot")
+        raise ValueError("two tokens of a forward pass would be written to the same slot")
     kv_lengths = spans.stop - spans.first
 
     def on_host(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -44,20 +44,20 @@ def check_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         is_id = len(folder.parts) == _ID_PARTS and not folder.is_absolute()
-        get = f"; if it is a model id of Hugging Face, get it first: hf download {folder} --local-dir FOLDER"
+        get = f"; if it is a model id of Hugging Face, download it first: hf download {folder} --local-dir FOLDER"
         raise CheckpointError(f"there is no folder {folder}{get if is_id else ''}")
     if not (folder / _CONFIG).is_file():
-        raise CheckpointError(f"no {_CONFIG} in {folder}")
+        raise CheckpointError(f"there is no {_CONFIG} in {folder}")
     try:
         is_object = isinstance(json.loads((folder / _CONFIG).read_bytes()), dict)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / _CONFIG} is no JSON: {error}") from None
+        raise CheckpointError(f"{folder / _CONFIG} is not JSON: {error}") from None
     if not is_object:
-        raise CheckpointError(f"{folder / _CONFIG} is no JSON object")
+        raise CheckpointError(f"{folder / _CONFIG} is not a JSON object")
     if has_tokenizer(folder) and not any(any(folder.glob(name)) for name in _VOCABULARIES):
         raise CheckpointError(
-            f"no usable tokenizer in {folder}: it has {_TOKENIZERS[-1]}, but no {_TOKENIZERS[0]}; add that, or remove"
-            f" {_TOKENIZERS[-1]} to serve token ids alone"
+            f"no usable tokenizer in {folder}: it has {_TOKENIZERS[-1]}, but no {_TOKENIZERS[0]}; add that, or "
+            f"remove {_TOKENIZERS[-1]} to serve only token ids"
         )
     weight_files(folder)
 
@@ -88,18 +88,18 @@ def weight_files(folder: Path) -> list[Path]:
             cannot be read, or the folder also holds an adapter.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"no folder {folder}")
+        raise CheckpointError(f"there is no folder {folder}")
     if not (folder / _CONFIG).is_file():
-        raise CheckpointError(f"no {_CONFIG} in {folder}")
+        raise CheckpointError(f"there is no {_CONFIG} in {folder}")
     if (folder / _ADAPTER).exists():
         raise CheckpointError(
-            f"{_ADAPTER} is in {folder}: transformers would load the adapter, or another model that it names; move it"
-            " to a folder of its own, and serve it with --adapter"
+            f"{folder} has an {_ADAPTER}, so transformers would load the adapter or the model that it names; move "
+            "the adapter to its own folder, and serve it with --adapter"
         )
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if not (folder / _WEIGHTS_INDEX).is_file():
-        raise CheckpointError(f"neither {_WEIGHTS} nor {_WEIGHTS_INDEX} in {folder}: only safetensors are read")
+        raise CheckpointError(f"neither {_WEIGHTS} nor {_WEIGHTS_INDEX} in {folder}: only safetensors are supported")
     places, there = places_of_weights(folder), {path.name for path in folder.iterdir() if path.is_file()}
     for tensor, name in places.items():
         if name not in there:
@@ -120,9 +120,9 @@ def places_of_weights(folder: Path) -> dict[str, str]:
     try:
         places = json.loads((folder / _WEIGHTS_INDEX).read_bytes())["weight_map"]
         if not places or not all(isinstance(name, str) for name in places.values()):
-            raise TypeError("its weight_map does not lead from tensors to files")
+            raise TypeError("its weight_map must map tensors to files")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} is no index of weights: {error!r:.200}") from error
+        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} is not an index of weights: {error!r:.200}") from error
     return dict(places)
 
 

@@ -49,11 +49,10 @@ def check_configuration(
     context_tokens = longest_of(config.get_text_config())
     if sequence_tokens_max is not None and context_tokens is not None and sequence_tokens_max > context_tokens:
         raise UnsupportedModelError(
-            f"--max-model-len {sequence_tokens_max}: the context of {folder} has {context_tokens} tokens: give at most"
-            " that many, or leave the option out"
+            f"--max-model-len must be at most {context_tokens}, the context of {folder}, not {sequence_tokens_max}"
         )
     if rank_count > 1 and getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"quantised weights cannot be split over {rank_count} ranks (--tensor-parallel)")
+        raise UnsupportedModelError(f"quantized weights cannot be split among {rank_count} ranks (--tensor-parallel)")
 
 
 def configuration_of(folder: Path) -> Any:
@@ -90,7 +89,7 @@ def _check_layer_count(folder: Path) -> None:
             count = part.get(name)
             if isinstance(count, int | float) and count > LAYERS_MAX:
                 raise CheckpointError(
-                    f"config.json in {folder} has {name} = {count!r:.40}; at most {LAYERS_MAX:,} are served"
+                    f"config.json in {folder} has {name} = {count!r:.40}; at most {LAYERS_MAX:,} are supported"
                 )
 
 

@@ -78,7 +78,7 @@ def read_conversation(
         raise ConversationError("variables must be an object", "variables")
     taken = sorted((RESERVED | TOKENIZER_OPTIONS) & variables.keys())
     if taken:
-        raise ConversationError(f"variables has {taken[0]!r}, which is no variable of a template", "variables")
+        raise ConversationError(f"variables has {taken[0]!r}, which a request may not set", "variables")
     return Conversation(
         messages, _objects(tools_json or "[]", "tools", TOOL_COUNT_MAX), variables, with_generation_prompt
     )
@@ -89,7 +89,7 @@ def _objects(text: str, name: str, count_max: int) -> list[dict[str, Any]]:
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise ConversationError(f"{name} must be an array of objects", name)
     if len(values) > count_max:
-        raise ConversationError(f"{name} must be at most {count_max:,}, not {len(values):,}", name)
+        raise ConversationError(f"{name} must have at most {count_max:,} entries, not {len(values):,}", name)
     return values
 
 
@@ -97,7 +97,7 @@ def _parsed(text: str, name: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise ConversationError(f"{name} is no JSON, or nested too deeply", name) from None
+        raise ConversationError(f"{name} is not JSON, or is nested too deeply", name) from None
     level = [value]
     for _ in range(DEPTH_MAX + 1):
         level = [part for each in level if isinstance(each, list | dict) for part in _parts(each)]
@@ -189,7 +189,7 @@ class ChatTemplate:
                 raise ConversationError(f"chat_template {what}", "chat_template") from None
             raise TemplateError(f"the chat template {what}") from None
         except jinja2.TemplateError as error:
-            raise ConversationError(f"the chat template refuses this conversation: {error}") from None
+            raise ConversationError(f"the chat template rejects this conversation: {error}") from None
         except MemoryError:
             raise
         except Exception as error:  # a template's operators raise the exceptions of Python's operators
@@ -296,7 +296,7 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTe
         except FileNotFoundError:
             continue
         except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no JSON with templates that are texts"
+            why = error.strerror if isinstance(error, OSError) else "it is not JSON with templates as strings"
             unreadable.append(f"{name}: {why}")
     if len(sources) == 1:
         sources = {"default": next(iter(sources.values()))}

@@ -52,11 +52,11 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
     for path in weight_files(folder):
         for name, entry in read_header(path).items():
             if name in found:
-                raise CheckpointError(f"tensor {name:.200} is in {found[name].file} and once more in {path.name}")
+                raise CheckpointError(f"tensor {name:.200} is in two files, {found[name].file} and {path.name}")
             found[name] = entry
     for name, file in places_of_weights(folder).items():
         if name not in found or found[name].file != file:
-            raise CheckpointError(f"{file} lacks tensor {name:.200}, which the index of {folder} says it has")
+            raise CheckpointError(f"{file} lacks tensor {name:.200}, which the index of {folder} lists there")
     return found
 
 
@@ -79,14 +79,14 @@ def header_of(name: str, file: BinaryIO, size: int) -> dict[str, TensorEntry]:
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES or not 2 <= length <= min(_HEADER_BYTES_MAX, size - _LENGTH_BYTES):
         raise CheckpointError(
-            f"{name} cannot be loaded: it has {size:,} bytes and should begin with a header of {length:,}"
+            f"{name} cannot be loaded: it has {size:,} bytes but begins with the length {length:,} for its header"
         )
     header = file.read(length)
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{name} cannot be loaded: its header is no JSON object") from None
+        raise CheckpointError(f"{name} cannot be loaded: its header is not a JSON object") from None
     return _checked(name, entries, size - _LENGTH_BYTES - length)
 
 
@@ -99,7 +99,7 @@ def _checked(file: str, entries: dict[str, Any], data_bytes: int) -> dict[str, T
             begin, end, bits = _natural(begin), _natural(end), _DTYPE_BITS[dtype]
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
-                f"{file} cannot be loaded: its header does not say what tensor {name:.200} is"
+                f"{file} cannot be loaded: its header has no valid entry for tensor {name:.200}"
             ) from None
         if (end - begin) * 8 != math.prod(shape) * bits:
             raise CheckpointError(
@@ -116,8 +116,7 @@ def _checked(file: str, entries: dict[str, Any], data_bytes: int) -> dict[str, T
             )
         if end > data_bytes:
             raise CheckpointError(
-                f"{file} cannot be loaded: it was cut off inside tensor {name:.200}, which ends at byte {end:,} of"
-                f" {data_bytes:,}"
+                f"{file} cannot be loaded: it is truncated: tensor {name:.200} ends at byte {end:,} of {data_bytes:,}"
             )
         reached = end
     if reached != data_bytes:

@@ -50,5 +50,5 @@ def _number(name: str, value: object) -> float:
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, float) or not 0 < value < math.inf:
-        raise CheckpointError(f"{name} is no scale of keys and values: one number above 0 is needed, not {value}")
+        raise CheckpointError(f"{name} must be one number above 0 to scale keys or values, not {value}")
     return value

@@ -91,7 +91,7 @@ def load_model(
         raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
     if kv_cache_dtype not in KV_CACHE_DTYPES or kv_layout not in KV_LAYOUTS:
         known = ", ".join([*KV_CACHE_DTYPES, *KV_LAYOUTS])
-        raise ValueError(f"format of pages {kv_cache_dtype!r}, {kv_layout!r}: known are {known}")
+        raise ValueError(f"the format of pages {kv_cache_dtype!r}, {kv_layout!r} is not known: known are {known}")
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
     config = configuration_of(folder)
@@ -104,7 +104,7 @@ def load_model(
     wrap_mixers(module, with_states, attention.library if isinstance(attention, CpuPagedAttention) else None)
     max_position = longest_of(config.get_text_config())
     if max_position is None:
-        raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
+        raise UnsupportedModelError(f"model type {config.model_type!r} does not give its maximum sequence length")
     rank_count = 1 if crew is None else crew.size
     own = None if crew is None else _split(module, max_position, crew)
     module.to(device)
@@ -179,10 +179,10 @@ def _prove(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew
     room = available_bytes() if model.device.type == "cpu" else torch.cuda.mem_get_info(model.device)[0]
     if takes > room:
         raise UnsupportedModelError(
-            f"rounding alone moves this model's logits by {own.rounding:.2g} of their norm, so that it must be"
-            f" checked in float32, which takes {size(takes)}, and {size(room)} are there"
+            f"rounding alone changes this model's logits by {own.rounding:.2g} of their norm, so it must be checked "
+            f"in float32; that needs {size(takes)}, but only {size(room)} is available"
         )
-    _log.info("rounding alone changes the logits: the check is repeated in float32", by=round(own.rounding, 3))
+    _log.info("rounding alone changes the logits, so the check is repeated in float32", by=round(own.rounding, 3))
     load_model(
         folder, block_size=model.cache_spec.block_size, dtype="float32", device=model.device, kv_layout=kv_layout,
         crew=crew,
@@ -198,9 +198,7 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: Own
     """
     spec = model.cache_spec
     if spec.latent_dim is not None and model.device.type != "cpu":
-        raise UnsupportedModelError(
-            "latent attention has no kernel for pages of fp8; serve it with kv-cache-dtype auto"
-        )
+        raise UnsupportedModelError("latent attention has no kernel for fp8 pages; use kv-cache-dtype auto")
     scales = read_scales(folder)
     layers = tuple(
         layer if layer.kind is GroupKind.STATE else replace(layer, element_bytes=stored_as.itemsize)
@@ -245,7 +243,9 @@ def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
     except Exception as error:  # each unsupported architecture fails in its own way
         raise UnsupportedModelError(f"model type {model_type!r} does not run on a flat batch: {error}") from error
     if logits.shape[0] != 1:
-        raise UnsupportedModelError(f"model type {model_type!r} cannot be served: it computes logits of every token")
+        raise UnsupportedModelError(
+            f"model type {model_type!r} cannot be served: it always computes the logits of every token"
+        )
     return step, logits.shape[1]
 
 
@@ -274,5 +274,5 @@ def _eos_token_ids(module: Any) -> frozenset[int]:
         return frozenset()
     listed = declared if isinstance(declared, list) else [declared]
     if not all(isinstance(token, int) for token in listed):
-        raise CheckpointError(f"eos_token_id is {declared!r:.200}; it has to be a token id, or a list of them")
+        raise CheckpointError(f"eos_token_id must be a token id or a list of token ids, not {declared!r:.200}")
     return frozenset(listed)

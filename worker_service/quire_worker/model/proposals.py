@@ -37,10 +37,16 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     except FileNotFoundError:
         return NO_DEFAULTS
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("no sampling defaults are read", file=FILE, error=type(error).__name__)
+        log.warning(
+            ("the checkpoint's sampling defaults cannot be read and are ignored"), file=FILE, error=type(error).__name__
+        )
         return NO_DEFAULTS
     if not isinstance(given, dict):
-        log.warning("no sampling defaults are read", file=FILE, error="it is no object")
+        log.warning(
+            "the checkpoint's sampling defaults cannot be read and are ignored",
+            file=FILE,
+            error="it is not an object",
+        )
         return NO_DEFAULTS
     found: dict[str, int | float] = {}
     for name, (own, kind, low, high) in _FIELDS.items():
@@ -51,7 +57,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         if is_number and (kind is float or isinstance(value, int)) and low <= value <= high:
             found[own] = value
         else:
-            log.warning("a sampling default is not used", file=FILE, name=name, value=str(value)[:64])
+            log.warning("an invalid sampling default is ignored", file=FILE, name=name, value=str(value)[:64])
     if found:
-        log.info("sampling defaults of the checkpoint, which a gateway applies", **found)
+        log.info("the checkpoint has sampling defaults, which a gateway applies", **found)
     return found

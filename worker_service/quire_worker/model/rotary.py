@@ -87,8 +87,8 @@ def rotation_of(config: Any) -> Rotation | None:
     kinds = {_kind(entry) for entry in parameters.values() if isinstance(entry, Mapping)}
     if kinds & {"dynamic", "longrope"}:
         raise UnsupportedModelError(
-            f"model type {config.model_type!r} cannot be served: rotary embedding of type {' and '.join(sorted(kinds))}"
-            " by kind of layer"
+            f"model type {config.model_type!r} cannot be served: its rotary embedding of type "
+            f"{' and '.join(sorted(kinds))} differs by kind of layer"
         )
     if _kind(parameters) == "dynamic":
         return Rotation(config.max_position_embeddings, differs_by_length=True, begins_again=False)
@@ -123,7 +123,7 @@ def rotate_by_length(model: torch.nn.Module, rotation: Rotation) -> TokenLengths
         part.forward = _ByLength(part, own, rotation, lengths)
         _compare(part, own, rotation.original_tokens, lengths)
     if not found:
-        raise UnsupportedModelError("the model has no rotary embedding whose frequencies follow the length")
+        raise UnsupportedModelError("the model has no rotary embedding whose frequencies depend on the length")
     return lengths
 
 
@@ -198,4 +198,6 @@ def _compare(part: Any, own: Callable[..., Tables], original: int, lengths: Toke
         finally:
             lengths.of_pass = None
         if not is_close:
-            raise UnsupportedModelError(f"{type(part).__name__} cannot be rotated by request: it does otherwise")
+            raise UnsupportedModelError(
+                f"{type(part).__name__} cannot be rotated by request: its results differ from transformers'"
+            )

@@ -32,8 +32,8 @@ _STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_k
 
 # Model types that cannot be served for a reason that their configuration does not show.
 _UNLIKE_OTHERS = {
-    "zamba": "its attention layers share one block of weights, under one layer index",
-    "zamba2": "its attention layers share one block of weights, under one layer index",
+    "zamba": "its attention layers share one block of weights and one layer index",
+    "zamba2": "its attention layers share one block of weights and one layer index",
 }
 
 
@@ -69,22 +69,22 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {reason}")
     if all(layer.kind is GroupKind.STATE for layer in layers):
         raise UnsupportedModelError(
-            f"model type {config.model_type!r} cannot be served: all of its layers keep recurrent states, and none"
-            " attends"
+            f"model type {config.model_type!r} cannot be served: all of its layers keep recurrent states, and none "
+            "has attention"
         )
     for layer in layers:
         if layer.kind is not GroupKind.CHUNKED_LOCAL:
             continue
         if text_config.model_type not in _CHUNKED_TYPES:
             raise UnsupportedModelError(
-                f"model type {config.model_type!r} cannot be served: chunked attention (attention_chunk_size ="
-                f" {layer.window}) is known of {', '.join(_CHUNKED_TYPES)} only"
+                f"model type {config.model_type!r} cannot be served: chunked attention (attention_chunk_size = "
+                f"{layer.window}) is supported only for {', '.join(_CHUNKED_TYPES)}"
             )
         if layer.window % block_size:
             raise UnsupportedModelError(
-                f"model type {config.model_type!r} cannot be served with blocks of {block_size} tokens: its"
-                f" attention_chunk_size of {layer.window} is no multiple of them; --block-size"
-                f" {math.gcd(layer.window, block_size)} divides it"
+                f"model type {config.model_type!r} cannot be served with blocks of {block_size} tokens: its "
+                f"attention_chunk_size of {layer.window} is not a multiple of that; use --block-size "
+                f"{math.gcd(layer.window, block_size)}"
             )
     return layers
 
@@ -99,8 +99,8 @@ def check_ranks(config: Any, rank_count: int) -> None:
     if isinstance(head_count, int) and head_count % rank_count:
         counts = ", ".join(str(count) for count in range(2, head_count + 1) if head_count % count == 0)
         raise UnsupportedModelError(
-            f"model type {config.model_type!r} cannot be served by {rank_count} ranks: its {head_count} attention heads"
-            f" do not divide by them; --tensor-parallel may be {counts or 1}"
+            f"model type {config.model_type!r} cannot be served by {rank_count} ranks: its {head_count} attention "
+            f"heads cannot be divided evenly; --tensor-parallel may be {counts or 1}"
         )
 
 
@@ -120,19 +120,20 @@ def layers_as_they_arrive(
     unlike = sorted({layer.layer for layer in attention} ^ arrivals.keys())
     if unlike:
         raise UnsupportedModelError(
-            f"model type {model_type!r} cannot be served: layers {unlike} do not go through transformers' attention"
-            " interface"
+            f"model type {model_type!r} cannot be served: layers {unlike} do not use transformers' attention interface"
         )
     dtypes = {arrival.key.dtype for arrival in arrivals.values()}
     if len(dtypes) > 1:
-        raise UnsupportedModelError(f"model type {model_type!r} cannot be served: the layers' keys differ: {dtypes}")
+        raise UnsupportedModelError(
+            f"model type {model_type!r} cannot be served: its layers' keys have different dtypes: {dtypes}"
+        )
     layers = tuple(_without_idle_window(layer, arrivals, longest) for layer in layers)
     for layer in (layer for layer in layers if layer.kind is not GroupKind.STATE):
         key, latent_dim, found = arrivals[layer.layer]
         if (latent_dim is None) == (layer.value_head_dim == 0):
             raise UnsupportedModelError(
-                f"model type {model_type!r} cannot be served: by its configuration layer {layer.layer} has latent"
-                " attention (kv_lora_rank), but its keys and values arrive expanded, or the other way round"
+                f"model type {model_type!r} cannot be served: by its configuration layer {layer.layer} has latent "
+                "attention (kv_lora_rank), but its keys and values arrive expanded, or the reverse"
             )
         expected = layer.window if layer.kind is GroupKind.SLIDING_WINDOW else None
         if found != expected:
@@ -168,8 +169,8 @@ def states_as_they_arrive(
     unlike = sorted({layer.layer for layer in layers if layer.kind is GroupKind.STATE} ^ arrivals.keys())
     if unlike:
         raise UnsupportedModelError(
-            f"model type {model_type!r} cannot be served: layers {unlike} keep other states than its configuration"
-            " tells"
+            f"model type {model_type!r} cannot be served: layers {unlike} keep states that differ from its "
+            "configuration"
         )
     states = tuple((layer, in_order(tensors)) for layer, tensors in sorted(arrivals.items()))
     sizes = {layer: sum(tensor.byte_count for tensor in tensors) for layer, tensors in states}

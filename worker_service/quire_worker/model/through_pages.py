@@ -72,6 +72,6 @@ def check_through_pages(model: PagedModel, own: OwnLogits, prove: Callable[[], N
         prove()
         return
     raise UnsupportedModelError(
-        f"model type {module.config.model_type!r} cannot be served: through pages its logits differ from its own"
-        f" by {difference:.2g} of their norm"
+        f"model type {module.config.model_type!r} cannot be served: with paged attention its logits differ by "
+        f"{difference:.2g} of their norm"
     )

@@ -83,7 +83,8 @@ class PagedStep:
         layer = self.layers[layer_index]
         if scoring.sliding_window != layer.window:
             raise UnsupportedModelError(
-                f"layer {layer_index} has another sliding window than in its first pass: {scoring.sliding_window}"
+                f"layer {layer_index} has the sliding window {scoring.sliding_window}, which differs from its "
+                "first pass"
             )
         plan = self.plans[layer.kind]
         if layer.is_written:
@@ -111,12 +112,12 @@ class ProbeStep:
     ) -> torch.Tensor:
         """Records and checks the shapes that arrive. The result is zeros of the right shape."""
         if layer_index in self.arrivals:
-            raise UnsupportedModelError(f"layer {layer_index} attends twice")
+            raise UnsupportedModelError(f"layer {layer_index} calls attention twice")
         is_latent = key.data_ptr() == value.data_ptr()
         fits = is_latent or key.shape == value.shape
         if not fits or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
             shapes = " and ".join(str(list(tensor.shape[1:])) for tensor in (query, key, value))
-            raise UnsupportedModelError(f"queries, keys and values of {shapes} heads and dims do not fit one page")
+            raise UnsupportedModelError(f"queries, keys and values of {shapes} heads and dims do not fit into one page")
         latent_dim = value.shape[-1] if is_latent else None
         self.arrivals[layer_index] = Arrival(key, latent_dim, scoring.sliding_window)
         return query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -188,7 +189,7 @@ def paged_attention_forward(
         UnsupportedModelError: an option is not supported, or the model did not pass on `quire_step`.
     """
     if quire_step is None:
-        raise UnsupportedModelError(f"{type(module).__name__} does not hand keyword arguments to its attention")
+        raise UnsupportedModelError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
     refuse_unsupported_options(
         type(module).__name__,
         options

@@ -57,9 +57,9 @@ def check_unused(folder: Path, module: Any, names: Collection[str], entries: Map
     refused = [name for name in unused if text.holds(name) and not _is_harmless(folder, name, text, entries)]
     if refused:
         raise CheckpointError(
-            f"weights in {folder} have {some(refused)}, which a {type(module).__name__} does not compute with: its"
-            " texts would be others than those of the model that was saved. Convert the checkpoint for this"
-            " architecture, or correct config.json"
+            f"weights in {folder} have {some(refused)}, which a {type(module).__name__} does not use, so its texts "
+            "would differ from the saved model's. Convert the checkpoint to this architecture, or correct "
+            "config.json"
         )
     if unused:
         structlog.get_logger(__name__).warning("unused_weights", folder=folder.name, weights=some(unused))

@@ -78,7 +78,7 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
         quantised_by = _quantised_by(folder)
         if quantised_by is not None:
             raise UnsupportedModelError(
-                f"weights in {folder} are quantised by {quantised_by}, and cannot be loaded here: {_one_line(error)}"
+                f"weights in {folder} are quantized by {quantised_by}, and cannot be loaded here: {_one_line(error)}"
             ) from error
         raise CheckpointError(f"weights in {folder} cannot be loaded: {_one_line(error)}") from error
     module, report = loaded  # a pair, because of `output_loading_info`
@@ -99,8 +99,8 @@ def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapp
     """Refuses weights that do not fit the configuration, and unused weights that belong to the computation of text."""
     for name, found, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0])):
         raise CheckpointError(
-            f"weights in {_file_of(folder, entries, name)} do not fit {folder / 'config.json'}: tensor {name:.200} is"
-            f" {list(found)}, and the configuration asks for {list(expected)}"
+            f"weights in {_file_of(folder, entries, name)} do not fit {folder / 'config.json'}: tensor {name:.200} "
+            f"is {list(found)}, but the configuration needs {list(expected)}"
         )
     if report["missing_keys"]:
         files = sorted({entry.file for entry in entries.values()})
@@ -111,8 +111,8 @@ def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapp
         if entry is None or is_quantised or not parameter.is_floating_point() or entry.dtype in _FLOATS:
             continue
         raise CheckpointError(
-            f"weights in {entry.file} cannot be served: tensor {name:.200} is {entry.dtype}, and config.json names no"
-            f" quantization_config; without one it has to be one of {', '.join(sorted(_FLOATS))}"
+            f"weights in {entry.file} cannot be served: tensor {name:.200} is {entry.dtype}, but config.json has no "
+            f"quantization_config; without one it must be one of {', '.join(sorted(_FLOATS))}"
         )
     check_unused(folder, module, report["unexpected_keys"], entries)
 

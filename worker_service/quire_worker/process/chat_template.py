@@ -19,7 +19,7 @@ def read_chat_template(file: Path, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         template = ChatTemplate({"default": file.read_text(encoding="utf-8-sig")}, tokenizer.chat_template.variables)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--chat-template {file}: {getattr(error, 'strerror', None) or 'it is no UTF-8'}") from None
+        raise UsageError(f"--chat-template {file}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
     for fault in template.faults():
         raise UsageError(f"--chat-template {file}: {fault}")
     return template

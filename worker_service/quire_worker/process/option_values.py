@@ -15,8 +15,8 @@ def model_name(text: str) -> str:
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r:.140} is no name of a model: write 1 to 128 letters, digits, '.', '_', '-', ':' and '/', a letter"
-            " or a digit first"
+            f"{text!r:.140} is not a valid name of a model: use 1 to 128 letters, digits, '.', '_', '-', ':' and "
+            "'/', and begin with a letter or digit"
         )
     return text
 
@@ -42,14 +42,14 @@ def memory_bytes(text: str) -> int | Fraction:
     share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if share is not None:
         if not 0 < Fraction(share[1]) <= 100:
-            raise argparse.ArgumentTypeError(f"{text!r} is no share: write more than 0% and at most 100%")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a valid share: write more than 0% and at most 100%")
         return Fraction(share[1]) / 100
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*(|[kmgt]i?b|b)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 256MiB, 2GiB or 80%")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write for example 256MiB, 2GiB or 80%")
     unit = match[2].lower()
     base = 1024 if "i" in unit else 1000
     size = int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all; write 256MiB, 2GiB or 80%")
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0: write for example 256MiB, 2GiB or 80%")
     return size

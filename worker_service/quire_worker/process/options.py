@@ -75,7 +75,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def make_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = Parser(prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages.")
+    parser = Parser(
+        prog="quire-worker", description="Generate text with one model, in blocks that an allocator grants."
+    )
     _add_model(parser)
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
     parser.add_argument(
@@ -90,7 +92,7 @@ def make_parser() -> Parser:
     add_policy(parser)
     for option, text in (
         ("--max-batch-tokens", "tokens per forward pass"),
-        ("--max-running", "samples computed at a time"),
+        ("--max-running", "samples that run at the same time"),
     ):
         name = option[2:].replace("-", "_")
         default = " and ".join(f"{sizes[name]} on a {place}" for place, sizes in (("CPU", ON_CPU), ("GPU", ON_GPU)))
@@ -99,21 +101,21 @@ def make_parser() -> Parser:
         "--max-waiting",
         type=int,
         default=1024,
-        help="queued requests of one namespace before more are refused; twice as many of all (default: %(default)s)",
+        help="most waiting requests of one namespace; twice as many of all namespaces (default: %(default)s)",
     )
     parser.add_argument(
         "--grant-ahead-tokens",
         type=int,
         default=AHEAD_TOKENS,
-        help="tokens that each sample has room for beyond its next one, where blocks are free: so many it decodes while"
-        " the allocator is away; 0: none (default: %(default)s)",
+        help="tokens that each sample has room for beyond the next one, if blocks are free; it can decode this many "
+        "while the allocator is away; 0: none (default: %(default)s)",
     )
     parser.add_argument(
         "--stream-interval-ms",
         type=float,
         default=STREAM_INTERVAL_S * 1e3,
-        help="between two messages of a stream, at least, but for the first and the last: tokens that come faster share"
-        " one; 0: every token is a message (default: %(default)g)",
+        help="minimum time between two messages of a stream, except the first and the last; faster tokens share a "
+        "message; 0: every token is a message (default: %(default)g)",
     )
     _add_conversations(parser)
     _add_formats(parser)
@@ -121,11 +123,11 @@ def make_parser() -> Parser:
         "--cuda-graph-batch-max",
         type=int,
         default=CUDA_GRAPH_BATCH_MAX,
-        help="on a GPU, largest batch of decoding samples that is captured as a CUDA graph at start, beside smaller"
-        " ones; 0: none (default: %(default)s)",
+        help="on a GPU, the largest batch of decoding samples for which a CUDA graph is captured at start, besides "
+        "smaller ones; 0: no graphs (default: %(default)s)",
     )
     parser.add_argument(
-        "--threads", type=int, default=1, help="threads of the model, of each rank (default: %(default)s)"
+        "--threads", type=int, default=1, help="CPU threads of the model, per rank (default: %(default)s)"
     )
     _add_speculation(parser)
     _add_adapters(parser)
@@ -147,15 +149,15 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=model_name,
         metavar="NAME",
-        help=f"names that requests may call the model, up to {MODEL_NAMES_MAX}; answers have the first (default: the"
-        " folder's name)",
+        help=f"names that requests may use for the model, up to {MODEL_NAMES_MAX}; answers have the first one "
+        "(default: the folder's name)",
     )
     parser.add_argument(
         "--max-model-len",
         type=int,
         metavar="TOKENS",
-        help="longest prompt and answer together, at most the model's context; the pool has to hold one (default: the"
-        " model's context, or what the pool holds)",
+        help="most tokens of a prompt and its answer together, at most the model's context; the pool must hold one "
+        "such sequence (default: the model's context, or what the pool holds)",
     )
 
 
@@ -165,19 +167,19 @@ def _add_conversations(parser: argparse.ArgumentParser) -> None:
         "--special-tokens-in-chats",
         choices=("text", "tokens"),
         default="text",
-        help="what a special token is that a message spells, as <|im_end|>: ordinary text, or the token, with which its"
-        " writer may pose as another (default: %(default)s; those that the chat template writes are tokens)",
+        help="how to read a special token in a message, such as <|im_end|>: as ordinary text, or as the token, which "
+        "lets its writer forge messages (default: %(default)s; in the chat template they are always tokens)",
     )
     parser.add_argument(
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="Jinja template of conversations (default: the checkpoint's, which has to be one that can be read)",
+        help="Jinja template of conversations (default: the checkpoint's)",
     )
     parser.add_argument(
         "--trust-request-chat-template",
         action="store_true",
-        help="let a request bring a chat template of its own, which runs in the same sandbox as the checkpoint's",
+        help="let a request bring its own chat template, which runs in the same sandbox as the checkpoint's",
     )
 
 
@@ -186,23 +188,23 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size",
         type=int,
-        help=f"tokens per block (default: {BLOCK_SIZE}, or as many of them as divide the model's attention chunks)",
+        help=f"tokens per block (default: {BLOCK_SIZE}, or a part of it that divides the model's attention chunks)",
     )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
         "--kv-memory",
         type=memory_bytes,
-        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: on a CPU half of"
-        " what is available once the model is there, at most what --max-running sequences of its whole context take, or"
-        " 256MiB;"
-        " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
+        help="memory for the pool, such as 2GiB, or a share of the machine's or the GPU's memory, such as 80%% "
+        "(default on a CPU: half of the memory that is available once the model is loaded, at most the need of "
+        "--max-running whole contexts, or 256MiB; default on a GPU: what --gpu-memory-utilization leaves beside "
+        "model and passes, which is measured)",
     )
     memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
     parser.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=UTILIZATION,
-        help="share of a GPU's memory that may be in use once the pool is there (default: %(default)s)",
+        help="share of a GPU's memory that may be in use, pool included (default: %(default)s)",
     )
 
 
@@ -226,23 +228,23 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             f" {options.max_batch_tokens:,}"
         )
     if isinstance(options.adapter_memory, Fraction):
-        parser.error("--adapter-memory is a size, as 2GiB, and no share")
+        parser.error("--adapter-memory must be a size, such as 2GiB, not a share")
     if not options.rank_timeout >= 1:
         parser.error(f"--rank-timeout must be at least 1 second, not {options.rank_timeout:g}")
     if isinstance(options.swap_memory, Fraction):
-        parser.error("--swap-memory is a size, as 2GiB, and no share")
+        parser.error("--swap-memory must be a size, such as 2GiB, not a share")
 
 
 def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuses invalid names of the model, and sequences without room for an answer."""
     names = options.served_model_name or ()
     if len(names) > MODEL_NAMES_MAX or len(set(names)) < len(names):
-        parser.error(f"--served-model-name must be at most {MODEL_NAMES_MAX} different names, not {len(names)}")
+        parser.error(f"--served-model-name must have at most {MODEL_NAMES_MAX} different names, not {len(names)}")
     for name, _ in options.adapter:
         if name in names:
-            parser.error(f"--adapter {name}: --served-model-name gives that name to the model itself")
+            parser.error(f"--adapter {name}: the model itself has that name (--served-model-name)")
     if options.max_model_len is not None and options.max_model_len < 2:
-        parser.error(f"--max-model-len must be at least 2, a prompt and an answer, not {options.max_model_len}")
+        parser.error(f"--max-model-len must be at least 2, for a prompt and an answer, not {options.max_model_len}")
 
 
 def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -251,9 +253,9 @@ def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namesp
         given = options.speculative_tokens
         parser.error(f"--speculative-tokens must be from 0 to {SPECULATIVE_TOKENS_MAX}, not {given}")
     if options.draft_model is not None and not options.speculative_tokens:
-        parser.error("--draft-model drafts nothing without --speculative-tokens, as 4")
+        parser.error("--draft-model needs --speculative-tokens, for example 4")
     if options.draft_model is not None and (options.tensor_parallel or 1) > 1:
-        parser.error("--draft-model: a model that several ranks compute has none")
+        parser.error("--draft-model cannot be combined with several ranks")
     if not 1 <= options.prompt_lookup_min <= options.prompt_lookup_max <= PROMPT_LOOKUP_MAX:
         given = f"{options.prompt_lookup_min} and {options.prompt_lookup_max}"
         what = f"must rise, from 1 to {PROMPT_LOOKUP_MAX}, not be {given}"
@@ -261,10 +263,10 @@ def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namesp
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:
-    to_allocator = parser.add_argument_group("TLS towards the allocator, as PEM files")
+    to_allocator = parser.add_argument_group("TLS for the connection to the allocator, as PEM files")
     for name, text in (
-        ("ca", "authorities of the allocator; encrypts the connection"),
-        ("cert", "certificate to show it"),
+        ("ca", "certificate authorities of the allocator; turns TLS on for this connection"),
+        ("cert", "certificate that the worker shows to it"),
         ("key", "private key of that certificate"),
     ):
         variable = f"QUIRE_TLS_{name.upper()}"
@@ -283,15 +285,15 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         type=lambda name: DTYPE_NICKNAMES.get(name, name),
         choices=["auto", *DTYPE_NICKNAMES.values()],
         default="auto",
-        help="dtype of the weights, also as fp32, bf16 or fp16; auto: float32 on a CPU, and on a GPU that of the"
-        " checkpoint (default: %(default)s)",
+        help="dtype of the weights, also written fp32, bf16 or fp16; auto: float32 on a CPU, and the checkpoint's on "
+        "a GPU (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=list(KV_CACHE_DTYPES),
         default="auto",
-        help="dtype of keys and values in pages: auto is that of the weights; fp8 divides by the checkpoint's"
-        " k_scale and v_scale, or by 1 (default: %(default)s)",
+        help="dtype of keys and values in pages: auto is the dtype of the weights; fp8 divides by the checkpoint's "
+        "k_scale and v_scale, or by 1 (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-layout",
@@ -303,37 +305,37 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="device of the model and its pages: cuda runs Triton kernels, cpu kernels in C++, or plain torch where"
-        " there is no compiler for them (default: %(default)s)",
+        help="device of the model and its pages: cuda runs Triton kernels; cpu runs C++ kernels, or plain torch if "
+        "there is no compiler (default: %(default)s)",
     )
     parser.add_argument(
         "--swap-memory",
         type=memory_bytes,
         default=0,
-        help="host memory, as 2GiB, for pages of preempted samples; who comes back is restored from it where that is"
-        " estimated cheaper than computing again (default: none)",
+        help="host memory, such as 2GiB, for pages of preempted samples; a sample that resumes is restored from it "
+        "if that is estimated to be cheaper than recomputing (default: none)",
     )
 
 
 def _add_speculation(parser: argparse.ArgumentParser) -> None:
     """Adds the options for drafted tokens."""
     speculation = parser.add_argument_group(
-        "speculative decoding, by prompt lookup for texts that repeat themselves or their prompt, or by a second model;"
-        " it changes no text"
+        "speculative decoding, by prompt lookup (for texts that repeat themselves or their prompt) or by a draft "
+        "model; it does not change texts"
     )
     speculation.add_argument(
         "--speculative-tokens",
         type=int,
         default=0,
         metavar="COUNT",
-        help="tokens drafted behind each sample's last one in a pass, from what followed its last tokens before, or by"
-        " --draft-model; 0: none (default: %(default)s)",
+        help="tokens drafted for each sample in a pass, by --draft-model, or from what followed the same last tokens "
+        "earlier; 0: none (default: %(default)s)",
     )
     speculation.add_argument(
         "--draft-model",
         metavar="FOLDER",
-        help="smaller checkpoint of the same vocabulary, with full attention alone, which drafts instead of a lookup;"
-        " its pages are taken from the pool's memory",
+        help="smaller checkpoint with the same vocabulary and only full attention, which drafts instead of the "
+        "lookup; its pages take part of the pool's memory",
     )
     for name, text in (("min", "fewest"), ("max", "most")):
         speculation.add_argument(
@@ -341,25 +343,25 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
             type=int,
             default=5,
             metavar="COUNT",
-            help=f"{text} last tokens that must have occurred earlier in the text (default: %(default)s)",
+            help=f"{text} last tokens of a text that the lookup searches for (default: %(default)s)",
         )
 
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
     """Adds the options for LoRA adapters."""
-    adapters = parser.add_argument_group("LoRA adapters, as PEFT saves them, of which each request may choose one")
+    adapters = parser.add_argument_group("LoRA adapters, as PEFT saves them; each request may choose one")
     adapters.add_argument(
         "--adapter",
         action="append",
         type=named_folder,
         default=[],
         metavar="NAME=FOLDER",
-        help="load this one at the start; may be given several times",
+        help="load this adapter at start; may be repeated",
     )
     adapters.add_argument(
         "--adapter-folder",
         metavar="FOLDER",
-        help="folder below which `quire adapter load` may load others (default: none may be)",
+        help="folder from which `quire adapter load` may load further adapters (default: none)",
     )
     adapters.add_argument("--max-adapters", type=int, default=16, help="most adapters at a time (default: %(default)s)")
     adapters.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank (default: %(default)s)")
@@ -370,23 +372,23 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     """Adds the options for a model that several processes compute."""
-    ranks = parser.add_argument_group("tensor parallel; torchrun may start the ranks, too, also on several machines")
+    ranks = parser.add_argument_group("tensor parallelism; torchrun can start the ranks, too, even on several machines")
     ranks.add_argument(
         "--tensor-parallel",
         type=int,
         metavar="N",
-        help="processes (ranks) on this machine that compute the model together, each its attention heads and its part"
-        " of every MLP; --kv-memory is of each (default: 1, or as many as torchrun has started)",
+        help="processes (ranks) on this machine that compute the model together, each with its attention heads and "
+        "its part of every MLP; --kv-memory counts per rank (default: 1, or as many as torchrun has started)",
     )
     ranks.add_argument(
         "--rank-timeout",
         type=float,
         metavar="SECONDS",
         default=60.0,
-        help="silence of a rank after which all of them end (default: %(default)s)",
+        help="if a rank is silent this long, all ranks end (default: %(default)s)",
     )
     ranks.add_argument(
         "--trusted-rank-network",
         action="store_true",
-        help="let ranks of several machines talk, which they do neither encrypted nor authenticated",
+        help="allow ranks on several machines, whose messages are neither encrypted nor authenticated",
     )

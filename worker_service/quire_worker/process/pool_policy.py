@@ -20,16 +20,21 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         type=quota,
         default=[],
         metavar="NAMESPACE:held=N,cached=N",
-        help="blocks that a namespace may hold, or leave in the cache, or both; * is every namespace without one of its"
-        " own; may be given several times",
+        help="blocks that a namespace may hold, or have cached, or both; * is every namespace without its own quota; "
+        "may be repeated",
     )
-    policy.add_argument("--eviction-policy", default="", metavar="NAME", help="as lru (default: the allocator's)")
+    policy.add_argument(
+        "--eviction-policy",
+        default="",
+        metavar="NAME",
+        help=("eviction policy, such as lru (default: the allocator's)"),
+    )
     policy.add_argument(
         "--watermark-blocks",
         type=_count,
         default=0,
         metavar="N",
-        help="free blocks that a new sequence must leave for those that run (default: %(default)s)",
+        help="free blocks that a new sequence must leave for running sequences (default: %(default)s)",
     )
 
 
@@ -43,11 +48,13 @@ def quota(text: str) -> Quota:
     given = dict(limit.partition("=")[::2] for limit in limits.split(","))
     is_known = bool(colon) and given.keys() <= _LIMITS.keys() and len(given) == limits.count(",") + 1
     if not is_known or not all(count.isascii() and count.isdigit() for count in given.values()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no quota; write NAMESPACE:held=N,cached=N, or one of both")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a quota: write NAMESPACE:held=N,cached=N, or only one of the two limits"
+        )
     return Quota(namespace, **{_LIMITS[name]: int(count) for name, count in given.items()})
 
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of blocks")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of blocks")
     return int(text)

@@ -61,7 +61,7 @@ def check_temporary_folder() -> None:
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
-        raise UsageError(f"{error.strerror}: name one that can be written to in TMPDIR") from None
+        raise UsageError(f"{error.strerror}: set TMPDIR to a folder that can be written") from None
 
 
 def check_model(folder: str | Path) -> None:
@@ -92,4 +92,4 @@ def check_budget(asked: int | Fraction | None, total: int, option: str) -> None:
         UsageError: there are fewer bytes.
     """
     if isinstance(asked, int) and asked > total:
-        raise UsageError(f"{option}: {size(asked)} are more than the {size(total)} that there are")
+        raise UsageError(f"{option}: {size(asked)} is more than the available {size(total)}")

@@ -96,11 +96,11 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         tokenizer.chat_template = read_chat_template(options.chat_template, tokenizer)
     for fault in tokenizer.chat_template.faults():
         raise CheckpointError(
-            f"a chat template of {options.model} cannot be used: {fault}; mend it, or name another one"
-            " with --chat-template FILE"
+            f"a chat template of {options.model} cannot be used: {fault}; correct it, or give another one with "
+            "--chat-template FILE"
         )
     if isinstance(tokenizer, NoTokenizer):
-        log.warning("no tokenizer: prompts must be token ids, and tokens have no text", folder=str(options.model))
+        log.warning("no tokenizer: prompts must be token ids, and answers have no text", folder=str(options.model))
     if ranks is None or ranks.identity.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:
@@ -149,7 +149,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         if draft is not None:
             drafter = Drafter(draft, cache.block_count, cache.spec.groups, options.speculative_tokens)
     except OSError as error:  # On a CPU, the system may refuse to reserve so much memory.
-        raise UsageError(f"--kv-memory: no {size(memory.budget_bytes)} are to be had: {error.strerror}") from None
+        raise UsageError(f"--kv-memory: {size(memory.budget_bytes)} cannot be allocated: {error.strerror}") from None
     log.info(
         "model loaded",
         architecture=model.architecture,
@@ -171,7 +171,7 @@ def check_device(device: str) -> None:
     if device == "cpu":
         return
     if not torch.cuda.is_available():
-        raise UsageError(f"--device {device}: torch finds no GPU here")
+        raise UsageError(f"--device {device}: torch finds no GPU on this machine")
     if importlib.util.find_spec("triton") is None:
         raise UsageError(f"--device {device}: Triton is not installed: {how_to_install('worker,gpu')}")
 
@@ -202,7 +202,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: AsyncSess
     """Builds the engine from its parts. Nothing is connected yet."""
     model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
     if options.swap_memory and loaded.leader is not None:
-        raise UsageError("--swap-memory: pages of several ranks are not swapped")
+        raise UsageError("--swap-memory cannot be combined with several ranks")
     scheduler = Scheduler(
         groups=cache.spec.groups,
         sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
@@ -325,7 +325,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         drained = asyncio.create_task(engine.drained())
         await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
-        engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker is gone"))
+        engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker has ended"))
     engine.stop()
     if not session.connected or lost.done():
         running.cancel()  # It may be waiting for an allocator that is down, or for a rank.
@@ -358,7 +358,7 @@ async def _run(engine: Engine, server: Server) -> None:
         if connected:
             log.warning("the session with the allocator is back")
         else:
-            log.warning("the allocator is away; what has room goes on, and nobody new is let in")
+            log.warning("the allocator is away; samples with room continue, and no new request is admitted")
         task = asyncio.create_task(server.set_serving(connected))
         changes.add(task)
         task.add_done_callback(changes.discard)

@@ -102,7 +102,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
         part = load_part(options, device, crew)
         follow(crew, part.model, part.cache)
     except RankLostError as error:
-        log.error("the crew is lost", error=str(error))
+        log.error("a rank is lost", error=str(error))
         sys.stderr.flush()
         os._exit(1)  # Threads of torch may be waiting for the rank that is gone.
     crew.close()
@@ -136,7 +136,9 @@ def _join(options: argparse.Namespace, identity: RankIdentity) -> tuple[Crew, st
     if device == "cuda":
         if identity.local_rank >= torch.cuda.device_count():
             count = torch.cuda.device_count()
-            raise UsageError(f"--tensor-parallel: torch finds {count} GPUs here, and each rank needs one of its own")
+            raise UsageError(
+                f"--tensor-parallel: torch finds {count} GPUs on this machine, but each rank needs its own"
+            )
         device = f"cuda:{identity.local_rank}"
         torch.cuda.set_device(device)
     return Crew(identity, device=torch.device(device), timeout_s=options.rank_timeout), device

@@ -76,13 +76,13 @@ class WorkerCollector(Collector):
             requests.add_metric([outcome], numbers.outcomes[outcome])
         yield requests
         failures = CounterMetricFamily(
-            "quire_worker_failures", "Requests that the worker itself could not finish.", labels=["kind"]
+            "quire_worker_failures", "Requests that failed because of the worker.", labels=["kind"]
         )
         for kind in FailureKind:
             failures.add_metric([kind.value], numbers.failures[kind])
         yield failures
         tokens = CounterMetricFamily(
-            "quire_worker_tokens", "Tokens of prompts, of these found in the cache, and generated.", labels=["kind"]
+            "quire_worker_tokens", "Tokens of prompts, cached tokens among them, and generated tokens.", labels=["kind"]
         )
         tokens.add_metric(["prompt"], numbers.prompt_token_count)
         tokens.add_metric(["cached"], numbers.cached_token_count)
@@ -98,7 +98,7 @@ class WorkerCollector(Collector):
         yield speculation
         roster = self._engine.scheduler.roster
         preemptions = CounterMetricFamily(
-            "quire_worker_preemptions", "Samples whose blocks were taken back, by how they come back.", labels=["kind"]
+            "quire_worker_preemptions", "Preempted samples, by how they resume.", labels=["kind"]
         )
         preemptions.add_metric(["recompute"], roster.preemption_count - roster.swap.swap_count)
         preemptions.add_metric(["swap"], roster.swap.swap_count)
@@ -111,13 +111,17 @@ class WorkerCollector(Collector):
         swapped.add_metric(["in"], roster.swap.in_count * block_bytes)
         yield swapped
         for name, text, value in (
-            ("backfilled", "Samples that passed one that did not fit.", self._engine.scheduler.roster.backfilled_count),
-            ("recomputed_tokens", "Tokens computed again after a preemption.", roster.recomputed_token_count),
+            (
+                "backfilled",
+                "Samples that were admitted before an earlier one that did not fit.",
+                self._engine.scheduler.roster.backfilled_count,
+            ),
+            ("recomputed_tokens", "Tokens recomputed after a preemption.", roster.recomputed_token_count),
             ("retries", "Passes that failed and were computed in parts.", numbers.retry_count),
             ("block_reports", "Reports that an allocator asked for.", self._engine.session.report_count),
             (
                 "state_disagreements",
-                "Times that the allocator's state was another than the worker's.",
+                "Times that the allocator's state differed from the worker's.",
                 self._engine.session.disagreement_count,
             ),
             ("allocator_wait_seconds", "Time spent waiting for the allocator.", numbers.allocator_wait_s),
@@ -129,15 +133,23 @@ class WorkerCollector(Collector):
         numbers = self._engine.telemetry
         for name, text, histogram in (
             ("step_seconds", "Time of a step that ran the model.", numbers.step_seconds),
-            ("queue_seconds", "From a request to the first blocks that it was granted.", numbers.queue_seconds),
-            ("time_to_first_token_seconds", "From a request to its first token.", numbers.first_token_seconds),
+            ("queue_seconds", "Time from a request's arrival to its first granted blocks.", numbers.queue_seconds),
+            (
+                "time_to_first_token_seconds",
+                "Time from a request's arrival to its first token.",
+                numbers.first_token_seconds,
+            ),
             (
                 "inter_token_seconds",
-                "From a token of a sample to its next one; beams have none.",
+                "Time between two tokens of a sample; not counted for beams.",
                 numbers.inter_token_seconds,
             ),
-            ("request_seconds", "From a request to its end, however it ends.", numbers.request_seconds),
-            ("batch_samples", "Samples of a pass of the model.", numbers.batch_samples),
+            (
+                "request_seconds",
+                "Time from a request's arrival to its end, whatever the outcome.",
+                numbers.request_seconds,
+            ),
+            ("batch_samples", "Samples in a forward pass.", numbers.batch_samples),
         ):
             yield HistogramMetricFamily(
                 f"quire_worker_{name}", text, buckets=histogram.buckets(), sum_value=histogram.sum

@@ -246,4 +246,4 @@ def _losing() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLostError(f"a rank is gone or silent: {str(error).splitlines()[0]}") from error
+        raise RankLostError(f"a rank has ended or is silent: {str(error).splitlines()[0]}") from error

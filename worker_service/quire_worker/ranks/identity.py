@@ -77,12 +77,12 @@ def identity_of(environment: Mapping[str, str], *, size: int | None, may_leave_m
         return RankIdentity(size=size or 1, local_size=size or 1)
     found, address = int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"]
     if size is not None and size != found:
-        raise UsageError(f"--tensor-parallel {size}: torchrun has started {found} ranks; leave the option away")
+        raise UsageError(f"--tensor-parallel {size}: torchrun has started {found} ranks; leave the option out")
     is_on_loopback = is_local(f"[{address}]:1" if ":" in address else f"{address}:1")
     if not is_on_loopback and not may_leave_machine:
         raise UsageError(
-            f"the ranks would meet at {address}, and what they say to each other is neither encrypted nor"
-            " authenticated: give --trusted-rank-network if nobody else can reach that network"
+            f"the ranks would connect through {address}, but their messages are neither encrypted nor "
+            "authenticated: give --trusted-rank-network if nobody else can reach that network"
         )
     rank = int(environment["RANK"])
     local_rank = int(environment.get("LOCAL_RANK", rank))

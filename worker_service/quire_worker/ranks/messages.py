@@ -85,7 +85,7 @@ def _described(value: object, tensors: list[np.ndarray]) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         described = {field.name: _described(getattr(value, field.name), tensors) for field in fields(value)}
         return {"type": type(value).__name__, "fields": described}
-    raise TypeError(f"a {type(value).__name__} cannot be told to another rank")
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another rank")
 
 
 def _padded(size: int) -> int:

@@ -71,7 +71,7 @@ class Adapters:
             QuireError: ADAPTER_UNKNOWN, no adapter has the name.
         """
         if name not in self._by_name:
-            raise QuireError.of(Reason.ADAPTER_UNKNOWN, f"no adapter {name[:64]!r} is loaded")
+            raise QuireError.of(Reason.ADAPTER_UNKNOWN, f"no adapter named {name[:64]!r} is loaded")
         return self._by_name[name]
 
     def read(self, name: str, folder: Path) -> Adapter:
@@ -105,7 +105,7 @@ class Adapters:
             if held is not None and held.digest != adapter.digest:
                 raise QuireError.of(
                     Reason.ADAPTER_EXISTS,
-                    f"an adapter with other contents already has the name {name!r}; drop it first",
+                    f"another adapter is already loaded as {name!r}; unload it first",
                 )
             if held is None:
                 self._keep(adapter)
@@ -123,7 +123,9 @@ class Adapters:
         """
         self.named(name)
         if request_count:
-            raise QuireError.of(Reason.ADAPTER_IN_USE, f"{request_count} requests are computed with adapter {name!r}")
+            raise QuireError.of(
+                Reason.ADAPTER_IN_USE, f"{request_count} requests use adapter {name!r}: wait until they have ended"
+            )
         del self._by_name[name]
         log.info("adapter dropped", adapter=name)
 
@@ -137,12 +139,12 @@ class Adapters:
 
     def _read(self, name: str, folder: Path, below: Path | None) -> Adapter:
         if not _NAME.fullmatch(name):
-            raise AdapterError("the name of an adapter is 1 to 64 letters, digits, '.', '_' and '-'")
+            raise AdapterError("the name of an adapter must have 1 to 64 letters, digits, '.', '_' and '-'")
         if self._model.sites is None:
-            raise AdapterError(f"a model that {self._model.rank_count} ranks compute serves no adapters")
+            raise AdapterError(f"adapters are not supported with {self._model.rank_count} ranks")
         others = [adapter for adapter in self._by_name.values() if adapter.name != name]
         if len(others) >= self.limits.count_max:
-            raise AdapterError(f"{len(others)} adapters are loaded, and this worker takes no more")
+            raise AdapterError(f"{len(others)} adapters are loaded, the most at this worker: unload one")
         left = self.limits.byte_count_max - sum(adapter.byte_count for adapter in others)
         limits = AdapterLimits(self.limits.count_max, self.limits.rank_max, left)
         return read_adapter(name, folder, self._model.sites.by_name, limits, self._model.device, below=below)
@@ -151,11 +153,11 @@ class Adapters:
         if self._root is None:
             raise QuireError.of(
                 Reason.NOT_SUPPORTED,
-                "this worker loads no adapters by a call: its operator has named no folder of them",
+                "this worker does not load adapters by a call: its operator has set no folder for them",
             )
         path = (self._root / folder).resolve()
         if not path.is_relative_to(self._root) or not path.is_dir():
             raise QuireError.of(
-                Reason.ADAPTER_UNUSABLE, f"{folder[:256]!r} is no folder below the worker's folder of adapters"
+                Reason.ADAPTER_UNUSABLE, f"{folder[:256]!r} is not a folder inside the worker's folder of adapters"
             )
         return path

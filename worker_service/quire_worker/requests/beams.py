@@ -73,7 +73,7 @@ class BeamTurns:
 
     def _advance(self, request: Request) -> None:
         beams = request.beams
-        assert beams is not None, "it has no beams"
+        assert beams is not None, "the request has no beams"
         if beams.search is None:
             longest = self._scheduler.sequence_tokens_max - len(request.prompt)
             rule = replace(beams.rule, token_count_max=min(beams.rule.token_count_max, longest))
@@ -132,7 +132,7 @@ class BeamTurns:
 
 
 def _beam_of(sample: Sample) -> Beam:
-    assert sample.beam is not None, f"{sample.age} is no beam"
+    assert sample.beam is not None, f"{sample.age} is not a beam"
     return sample.beam
 
 

@@ -94,7 +94,7 @@ class Reception:
         if self.is_closed:
             raise self.draining()
         if not self._session.connected:
-            raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
+            raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at the moment")
         self._check_room(namespace, len(prompt) + _listed_token_count(sampling))
         self._count += 1
         root = root_of(self._model, self._layout, namespace, adapter, cache_salt)
@@ -155,12 +155,12 @@ class Reception:
         own = waiting.of_namespace(namespace)
         message = None
         if len(own) + len(waiting) >= 2 * self._waiting_max:
-            message = f"{len(own)} requests of this namespace are waiting already"
+            message = f"{len(own)} requests of this namespace are already waiting: try again later"
         elif own:
             held = sum(map(_held_token_count, own))
             of_all = sum(map(_held_token_count, waiting.in_any_order()))
             if held + of_all + token_count > 2 * QUEUED_TOKENS_MAX:
-                message = f"requests with {held:,} tokens of this namespace are waiting already"
+                message = f"requests of this namespace with {held:,} tokens are already waiting: try again later"
         if message is not None:
             raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
 
@@ -180,8 +180,8 @@ class Reception:
 def _hopeless(request: Request) -> QuireError:
     given_s = request.deadline_s - request.arrived_s
     within = f"{given_s:.1f}" if given_s >= 1 else f"{given_s:.3f}"
-    message = f"the request cannot be done before its deadline, within {within} s of its arrival"
-    return QuireError.of(Reason.DEADLINE, f"{message}: raise its timeout, or send it later")
+    message = f"the request cannot be finished before its deadline, {within} s after its arrival"
+    return QuireError.of(Reason.DEADLINE, f"{message}: raise its timeout, or send it again later")
 
 
 def _least_token_count(sampling: SamplingParams) -> int:

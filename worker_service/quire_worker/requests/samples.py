@@ -144,7 +144,7 @@ class TokenIntake:
         for request, position, told in computed.prompt_logprobs:
             self._outbox.note_prompt(request, position - 1, told)
         for sample, position, logprobs in computed.candidate_logprobs:
-            assert sample.scored is not None, f"{sample.age} is no candidate"
+            assert sample.scored is not None, f"{sample.age} is not a candidate"
             sample.scored.note(position, logprobs)
         self._telemetry.drafted_token_count += sum(len(item.draft) for item in computed.work)
         self._beams.take(computed.continuations)
@@ -199,7 +199,7 @@ class TokenIntake:
     def _take_text(self, sample: Sample, token: int) -> bool:
         """Ends a sample if its text has reached a stop text. Returns whether the token could be decoded."""
         text = sample.detokenizer
-        assert isinstance(text, SampleText), "its request has no stop text"
+        assert isinstance(text, SampleText), "the request has no stop text"
         try:
             if text.take(token) and not sample.has_ended:
                 sample.stop_reason = text.found

@@ -67,8 +67,11 @@ class Unread:
         """Returns the error of a request that has too many unread bytes."""
         held = self._bytes.held_by(namespace)
         limit = self._bytes.count_max // 2
-        message = f"answers of this namespace have {held:,} unread bytes, and at most {limit:,}, or as many as are left"
-        return QuireError.of(Reason.LIMIT, f"{message}: read streams as they come, or ask for fewer logprobs")
+        message = (
+            f"answers of this namespace have {held:,} unread bytes; allowed are {limit:,}, or as many as other "
+            "namespaces leave free"
+        )
+        return QuireError.of(Reason.LIMIT, f"{message}: read streams faster, or ask for fewer logprobs")
 
 
 def bytes_of(delivery: Delivery, *, with_values: bool = True) -> int:

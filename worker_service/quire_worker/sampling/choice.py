@@ -59,7 +59,10 @@ def sample(
         ValueError: `logits`, `params` and `generators` differ in length.
     """
     if not logits.shape[0] == len(params) == len(generators):
-        raise ValueError(f"{logits.shape[0]} rows of logits, {len(params)} params and {len(generators)} generators")
+        raise ValueError(
+            f"there must be as many rows of logits ({logits.shape[0]}) as params ({len(params)}) and generators "
+            f"({len(generators)})"
+        )
     if logits.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64)
 

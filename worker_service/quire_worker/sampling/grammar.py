@@ -229,7 +229,7 @@ class Grammars:
         words = np.empty(word_count(self._vocabulary), dtype=np.int32)
         ready.fill(words)  # The first mask may take long, and llguidance caches it. No pass should wait for it.
         if not words.any():
-            raise GrammarError(f"{name} cannot be used: no text fits it, or it is too complex to tell")
+            raise GrammarError(f"{name} cannot be used: it allows no text, or is too complex to check")
         if structure.kind is not StructureKind.GRAMMAR:
             return ready
         try:
@@ -270,7 +270,7 @@ def _grammar_of(structure: Structure) -> str:
         if text.strip() == "true":
             text = "{}"  # means the same; llguidance takes only objects
         if not text.lstrip().startswith("{"):
-            raise GrammarError("json_schema must be a JSON object; or true, which anything fits")
+            raise GrammarError("json_schema must be a JSON object, or true, which allows any value")
         try:
             return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:

@@ -87,7 +87,7 @@ def openings_in(grammar: str) -> list[str]:
         return []  # llguidance will refuse this grammar
     found = options.get(KEY, []) if isinstance(options, dict) else []
     if not isinstance(found, list) or len(found) > COUNT_MAX:
-        raise ValueError(f"{KEY} must be a list of at most {COUNT_MAX} texts")
+        raise ValueError(f"{KEY} must be an array of at most {COUNT_MAX} strings")
     if not all(isinstance(text, str) and 0 < len(text) <= CHARACTERS_MAX for text in found):
-        raise ValueError(f"{KEY} must have texts of 1 to {CHARACTERS_MAX} characters")
+        raise ValueError(f"{KEY} must have strings of 1 to {CHARACTERS_MAX} characters")
     return found

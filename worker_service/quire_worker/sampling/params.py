@@ -172,9 +172,9 @@ class SamplingParams:
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
             largest = max(getattr(self, name), default=0)
             if largest >= size:
-                raise ParameterError(name, f"has token id {largest}, which is not below the vocabulary's {size}")
+                raise ParameterError(name, f"has token id {largest}, which must be below the vocabulary size, {size}")
         if self.has_beams and self.num_beams * (2 + len(self.stop_token_ids)) > size:
-            raise ParameterError("num_beams", f"of {self.num_beams} needs more tokens than the vocabulary's {size}")
+            raise ParameterError("num_beams", f"of {self.num_beams} needs more tokens than the vocabulary has, {size}")
 
     def _check_tokens(self) -> None:
         check_count("stop_token_ids", self.stop_token_ids, STOP_TOKEN_COUNT_MAX)
@@ -199,7 +199,7 @@ class SamplingParams:
         check_count("bad_words", self.bad_words, BAD_WORD_COUNT_MAX)
         for text in self.bad_words:
             if not isinstance(text, str) or not text.strip() or len(text) > STOP_CHARACTER_COUNT_MAX:
-                what = f"must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters, and not of spaces alone"
+                what = f"must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters, and not only of spaces"
                 raise ParameterError("bad_words", what)
 
     def _check_beams(self) -> None:
@@ -208,14 +208,14 @@ class SamplingParams:
         if not self.has_beams:
             for name in ("length_penalty", "early_stopping"):
                 if getattr(self, name) != getattr(_DEFAULTS, name):
-                    raise ParameterError(name, "is for beams: it needs num_beams above 1")
+                    raise ParameterError(name, "needs num_beams above 1")
             return
         if self.n > self.num_beams:
-            raise ParameterError("n", f"must be at most num_beams, {self.num_beams}, not {self.n}")
+            raise ParameterError("n", f"must be at most num_beams={self.num_beams}, not {self.n}")
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != getattr(_DEFAULTS, name):
                 own = self.structure.kind.value if name == "structure" and self.structure is not None else name
-                what = "cannot be used with num_beams: beams are chosen by the model's own logprobs"
+                what = "cannot be combined with num_beams, because beams are chosen by the model's own logprobs"
                 raise ParameterError(own, what)
 
 
@@ -236,7 +236,7 @@ def _check_structure(structure: Structure) -> None:
         raise ParameterError(name, "must not be empty")
     byte_count = sum(len(text.encode()) for text in structure.texts)
     if byte_count > STRUCTURE_BYTES_MAX:
-        raise ParameterError(name, f"must be at most {STRUCTURE_BYTES_MAX:,} bytes, not {byte_count:,}")
+        raise ParameterError(name, f"must have at most {STRUCTURE_BYTES_MAX:,} bytes, not {byte_count:,}")
 
 
 def _is_number(value: object) -> bool:
@@ -266,4 +266,4 @@ def check_count(name: str, values: Sequence[object] | Mapping[int, float], most:
         ParameterError: the list has more than `most` entries.
     """
     if len(values) > most:
-        raise ParameterError(name, f"must be at most {most}, not {len(values)}")
+        raise ParameterError(name, f"must have at most {most} entries, not {len(values)}")

@@ -222,7 +222,7 @@ class Applicants:
         self.chosen.victims = list(passed[-count:])
         self._running, self._left, self.chosen.victim_block_count = self._without(self.chosen.victims)
         let_in = self._let_in(head, digests, self._running)
-        assert let_in, "the head fits no more"
+        assert let_in, "the head no longer fits"
 
     def _reserve_for(self, head: Sample, digests: list[bytes]) -> bool:
         """Makes a sample the head. Returns False if no sample could pass it."""

@@ -45,7 +45,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
     if grown.result is Result.PASS_TOO_LONG:
         sample.pass_token_count_max = max(1, (token_count - sample.computed) // 2)
         return False
-    assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
+    assert grown.result is Result.OK, f"the allocator answered a grow with {grown.result.name}"
     if entering is not None:
         sample.sequence_id = grown.sequence_id
         sample.request.trace.note_sequence(grown.sequence_id)
@@ -95,9 +95,7 @@ def refusal_of(result: Result) -> QuireError:
     if result is Result.FORBIDDEN:
         return QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the worker's own certificate does not permit this namespace")
     if result is Result.QUOTA:
-        message = (
-            "the namespace holds as many blocks as its quota allows: ask again when other requests of it have ended"
-        )
+        message = "the namespace holds as many blocks as its quota allows: try again when its other requests have ended"
         return QuireError.of(Reason.LIMIT, message)
     message = f"the allocator answered {result.name}, which this worker does not know: update the worker"
     return QuireError.of(Reason.VERSION, message)

@@ -384,10 +384,12 @@ class Sample:
         if self.fork_of is None:
             assert self.computed <= self.granted, f"{self.age} wrote past its blocks"
             length = -(-self.granted // block_size)
-            assert all(len(table) == length for table in self.tables), f"{self.age} has other tables than was granted"
+            assert all(len(table) == length for table in self.tables), (
+                f"{self.age} has tables that differ from what was granted"
+            )
             assert self.tables or not length, f"{self.age} has no table"
             for table, fallen in zip(self.tables, self.fallen, strict=True):
                 is_held = [block != NULL_BLOCK for block in table]
                 assert is_held == [position >= fallen for position in range(length)], (
-                    f"{self.age} has other null entries"
+                    f"{self.age} has wrong null entries"
                 )

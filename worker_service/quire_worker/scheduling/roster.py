@@ -54,7 +54,7 @@ class Roster:
         attention = tuple(group for group in groups if group.kind is not GroupKind.STATE)
         sizes = {group.block_size for group in attention}
         if len(sizes) != 1:
-            raise ValueError(f"blocks of one size are scheduled, not of {sorted(sizes)} tokens")
+            raise ValueError(f"all blocks must have the same number of tokens, not {sorted(sizes)}")
         self.groups = attention
         self.has_states = len(attention) < len(groups)
         self.block_size = sizes.pop()
@@ -382,14 +382,16 @@ class Roster:
         Raises:
             AssertionError: a check fails; the message says which.
         """
-        assert self.running == sorted(self.running, key=rank_of), "running is out of order"
+        assert self.running == sorted(self.running, key=rank_of), "the running samples are out of order"
         for sample in self.running:
-            assert sample.passed is None or sample.passed in self.waiting, f"{sample.age} has passed nobody who waits"
+            assert sample.passed is None or sample.passed in self.waiting, (
+                f"{sample.age} counts as backfilled but passed no waiting sample"
+            )
         assert not set(self.waiting) & set(self.running), "a sample waits and runs"
         for sample in (*self.running, *self.resting):
             sample.check_invariants(self.block_size)
-        assert not set(self.resting) & {*self.waiting, *self.running, *self.leaving}, "a sample rests and does not"
-        assert set(self.resting.settling) <= set(self.resting), "a sample settles that does not rest"
+        assert not set(self.resting) & {*self.waiting, *self.running, *self.leaving}, "a sample is both resting and not"
+        assert set(self.resting.settling) <= set(self.resting), "a sample settles but does not rest"
         for sample in self.waiting:
-            assert not sample.sequence_id, f"{sample.age} waits with blocks"
-            assert not sample.tables, f"{sample.age} waits with blocks"
+            assert not sample.sequence_id, f"{sample.age} waits but has blocks"
+            assert not sample.tables, f"{sample.age} waits but has blocks"

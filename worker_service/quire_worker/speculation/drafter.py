@@ -111,7 +111,7 @@ class Drafter:
             self._read = {}
             if not self._has_failed:  # It may fail again with every pass, so it is logged once.
                 self._has_failed = True
-                log.warning("the draft model failed; passes go on without drafts", error=repr(error))
+                log.warning("the draft model failed; passes continue without drafts", error=repr(error))
             return {}
 
     def _copy(self, copies: Sequence[Copy]) -> None:

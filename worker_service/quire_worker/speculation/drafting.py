@@ -33,7 +33,9 @@ def drafting_of(options: argparse.Namespace, groups: Sequence[GroupSpec]) -> Dra
     if not options.speculative_tokens:
         return None
     if any(group.kind is GroupKind.STATE for group in groups):
-        raise UsageError("--speculative-tokens: a model with recurrent states cannot step back by a token")
+        raise UsageError(
+            "--speculative-tokens does not support models with recurrent states, which cannot undo a token"
+        )
     if options.draft_model is not None:
         return Proposals(options.speculative_tokens)
     return PromptLookup(options.speculative_tokens, options.prompt_lookup_min, options.prompt_lookup_max)
@@ -49,9 +51,11 @@ def load_draft_model(options: argparse.Namespace, target: PagedModel, device: st
     if options.draft_model is None:
         return None
     if not any(group.kind is GroupKind.FULL_ATTENTION for group in target.cache_spec.groups):
-        raise UsageError("--draft-model: the served model has no layer of full attention, whose blocks a draft's are")
+        raise UsageError(
+            "--draft-model needs a served model with a layer of full attention, whose blocks the draft shares"
+        )
     if target.rank_count > 1:
-        raise UsageError("--draft-model: a model that several ranks compute has none")
+        raise UsageError("--draft-model cannot be combined with several ranks")
     drafting_of(options, target.cache_spec.groups)
     block_size = target.cache_spec.block_size
     model = load_model(options.draft_model, block_size=block_size, dtype=options.dtype, device=device)
@@ -72,22 +76,24 @@ def _check(options: argparse.Namespace, model: PagedModel, target: PagedModel) -
     """
     if model.vocab_size != target.vocab_size:
         raise UsageError(
-            f"--draft-model: {options.draft_model} has a vocabulary of {model.vocab_size} tokens, and the served model"
-            f" one of {target.vocab_size}: a draft has to be made of the same tokens"
+            f"--draft-model: {options.draft_model} has a vocabulary of {model.vocab_size} tokens, but the served "
+            f"model has {target.vocab_size}: both must have the same tokens"
         )
     groups = model.cache_spec.groups
     if len(groups) != 1 or groups[0].kind is not GroupKind.FULL_ATTENTION:
         kinds = ", ".join(sorted({group.kind.name.lower() for group in groups}))
         raise UnsupportedModelError(
-            f"--draft-model: {options.draft_model} has layers of {kinds}; a draft model has full attention alone, in"
-            " pages of one shape"
+            f"--draft-model: {options.draft_model} has layers of {kinds}; a draft model must have only full "
+            "attention, in pages of one shape"
         )
     if groups[0].block_size != target.cache_spec.block_size:
         wanted = target.cache_spec.block_size
-        raise UnsupportedModelError(f"--draft-model: blocks of {groups[0].block_size} tokens, not {wanted}")
+        raise UnsupportedModelError(f"--draft-model: its blocks must have {wanted} tokens, not {groups[0].block_size}")
     both = options.draft_model, options.model
     if not all(has_tokenizer(Path(folder)) for folder in both):
         return
     drafted, served = (Tokenizer(folder).vocabulary() for folder in both)
     if drafted != served:
-        raise UsageError(f"--draft-model: the tokenizer of {options.draft_model} has other tokens than the served one")
+        raise UsageError(
+            f"--draft-model: the tokenizer of {options.draft_model} must have the same tokens as the served model's"
+        )

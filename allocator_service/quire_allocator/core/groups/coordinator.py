@@ -55,7 +55,7 @@ class Coordinator:
         self.in_place = any(manager.in_place for manager in self.managers)
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
-        assert not (spec.append_only and self.in_place), "append-only pools keep no states: those are copied"
+        assert not (spec.append_only and self.in_place), "an append-only pool cannot have groups of states"
         self._full_count = len(self.managers) - len(self._settling)  # managers of full attention, which come first
         self.history = PromptHistory() if not self._full_count else None
         self._edge_tokens = spec.edge_tokens

@@ -318,7 +318,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         """Returns the run with the published block of a sequence that ends after `token_count` tokens."""
         run, position = part.run, token_count // self.block_size - 1
         while run.first_position > position:
-            assert run.parent is not None, "it is not published"
+            assert run.parent is not None, "the run is not published"
             run = run.parent
         return run
 

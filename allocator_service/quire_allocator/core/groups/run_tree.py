@@ -122,7 +122,7 @@ class RunTree:
 
     def _halve(self, run: Run, positions: int) -> Run:
         parent, size, count = run.parent, positions * DIGEST_BYTES, positions * self.width
-        assert parent is not None, "a root has nothing to split"
+        assert parent is not None, "a root cannot be split"
         upper = Run(run.scope, parent, run.first_position, run.digests[:size], run.blocks[:count])
         upper.copy_history(run)
         upper.live = 1 if run.live else 0
@@ -177,7 +177,7 @@ class RunTree:
         count, kept = positions * self.width, run.size - positions * DIGEST_BYTES
         moves = self._blocks.policy.evicted(run, count)
         parent = run.parent
-        assert parent is not None, "a root is no candidate"
+        assert parent is not None, "a root cannot be evicted"
         if not kept:
             self._blocks.queue.discard(run)
             del parent.children[run.first_digest]

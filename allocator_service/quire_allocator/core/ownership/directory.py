@@ -110,13 +110,14 @@ class Directory:
             return owner, False, None
         if epoch <= owner.epoch:
             raise Refusal(
-                "FENCED", f"pool {name}: epoch {epoch} is not above {owner.epoch}, that of a newer stream of its owner"
+                "FENCED",
+                f"pool {name}: epoch {epoch} must be above {owner.epoch}, which a newer stream of its owner has",
             )
         resumed = bool(owner.session_id) and resume_session == owner.session_id
         if resumed and spec != owner.spec:
             raise Refusal(
                 "LAYOUT",
-                f"pool {name}: a session is resumed with the specification that it began with; or begin a new one",
+                f"pool {name}: a resumed session must keep its specification; or begin a new session",
             )
         older, owner.stream = owner.stream, stream
         owner.epoch, owner.window, owner.lease_end = epoch, window, now + self.lease_s
@@ -168,7 +169,7 @@ class Directory:
             if owner.spec != spec:
                 raise Refusal(
                     "LAYOUT",
-                    f"pool {name}: request_id {request_id} was sent with another specification before; give a new one",
+                    f"pool {name}: request_id {request_id} was used with another specification; use a new one",
                 )
             self.renew(owner, now)
             return owner
@@ -253,12 +254,12 @@ class Directory:
         owner = self._owners.get(name)
         if owner is not None:
             wait_s = max(0.0, owner.lease_end - now)
-            message = f"pool {name} has another owner whose lease lives {int(wait_s * 1000)} ms longer"
+            message = f"pool {name} has another owner; its lease ends in {int(wait_s * 1000)} ms"
             # The owner may detach earlier, so a waiting caller retries every second, and at once when the lease ends.
             raise Refusal("POOL_OWNED", message, max(OWNED_RETRY_S_MIN, min(wait_s, OWNED_RETRY_S_MAX)))
         own_count = sum(each.caller == caller for each in self._owners.values())
         if own_count + len(self._owners) >= 2 * self.pools_max:
-            text = f"one caller has at most {self.pools_max} pools, fewer where others have many; it has {own_count}"
+            text = f"one caller may have at most {self.pools_max} pools, fewer if others have many; it has {own_count}"
             raise Refusal("LIMIT", text)
         self.check_blocks(name, spec, caller)
 
@@ -273,8 +274,8 @@ class Directory:
         own = sum(owner.spec.block_count for owner in others if owner.caller == caller)
         left = max(0, (2 * self.blocks_max - taken - own) // 2)
         if spec.block_count > left:
-            text = f"{spec.block_count:,} blocks are too many: all pools of one caller have at most {self.blocks_max:,}"
-            raise Refusal("LIMIT", f"{text}, fewer where others have many; {left} are left")
+            text = f"{spec.block_count:,} blocks are too many: all pools of one caller may have {self.blocks_max:,}"
+            raise Refusal("LIMIT", f"{text}, fewer if others have many; {left} are left")
 
     def check_invariants(self) -> None:
         """Checks that names and sessions agree, and that every pool is consistent.
@@ -283,10 +284,10 @@ class Directory:
             AssertionError: with the broken invariant in its message.
         """
         for name, owner in self._owners.items():
-            assert owner.name == name, f"pool {owner.name} is filed under {name}"
+            assert owner.name == name, f"pool {owner.name} is listed under the name {name}"
             if owner.session_id:
                 assert self._sessions.get(owner.session_id) is owner, f"pool {name} has no entry for its session"
                 invariants.check(owner.pool)
         for session_id, owner in self._sessions.items():
-            assert owner.session_id == session_id, f"pool {owner.name} is reached by an old session id"
+            assert owner.session_id == session_id, f"pool {owner.name} is listed under an old session id"
             assert self._owners.get(owner.name) is owner, f"a session outlived pool {owner.name}"

@@ -25,13 +25,13 @@ class StepLog:
             return None
         place = number - self._first
         if not 0 <= place < len(self._kept):
-            text = f"step {number} is neither the next ({self.next_step}) nor kept for replay"
+            text = f"step {number} is neither the next step, {self.next_step}, nor one that is kept for replay"
             raise Refusal("STEP_GAP", text, field="number")
         earlier, reply = self._kept[place]
         if earlier != step:
             raise Refusal(
                 "STEP_MISMATCH",
-                f"step {number} was applied with other content: a number is of one step",
+                f"step {number} was already applied with other content: give each step its own number",
                 field="number",
             )
         return reply

@@ -44,16 +44,16 @@ def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list
     uses = []
     for space in spaces:
         scope = space.scopes[number]
-        assert scope.namespace is space, "a scope names another namespace than the one that it stands in"
-        assert scope.manager is manager, "a scope stands in another manager's place"
+        assert scope.namespace is space, "a scope has another namespace than the one that lists it"
+        assert scope.manager is manager, "a scope is listed in the place of another manager's scope"
         sequences = [sequence for sequence in pool.sequences.values() if sequence.namespace is space]
         uses.append(Use(scope, [(sequence, sequence.parts[number]) for sequence in sequences]))
     found = CHECKS[manager.spec.kind](manager, uses)
     for use, own in zip(uses, found, strict=True):
         scope = use.scope
         name, held, cached = scope.namespace.name, len(own.held), len(own.cached)
-        assert scope.held == held, f"{scope.held} blocks of {name!r} count as held, {held} are"
-        assert scope.cached == cached, f"{scope.cached} blocks of {name!r} count as cached, {cached} are"
+        assert scope.held == held, f"{scope.held} blocks of {name!r} count as held, but {held} are"
+        assert scope.cached == cached, f"{scope.cached} blocks of {name!r} count as cached, but {cached} are"
     return found
 
 
@@ -66,15 +66,15 @@ def _spaces(pool: Pool) -> list[Namespace]:
     counts = Counter(id(sequence.namespace) for sequence in pool.sequences.values())
     known = {id(space) for _, space in spaces}
     for sequence_id, sequence in pool.sequences.items():
-        assert id(sequence.namespace) in known, f"the namespace of sequence {sequence_id} was forgotten"
+        assert id(sequence.namespace) in known, f"the namespace of sequence {sequence_id} was removed"
     for name, space in spaces:
-        assert space.name == name, f"namespace {space.name!r} is filed as {name!r}"
-        assert space.sequence_count == counts[id(space)], f"{name!r} counts {space.sequence_count} sequences"
+        assert space.name == name, f"namespace {space.name!r} is listed as {name!r}"
+        assert space.sequence_count == counts[id(space)], f"{name!r} miscounts {space.sequence_count} sequences"
         is_used = space.sequence_count or space.held_count or space.cached_count
-        assert is_used, f"namespace {name!r} has nothing and was not forgotten"
+        assert is_used, f"namespace {name!r} is empty but was not removed"
         limits_cache = space.quota is not None and space.quota.cached_block_count_max is not None
         assert (space.queue is not None) == limits_cache, (
-            f"{name!r} has a queue without a limit, or a limit without one"
+            f"{name!r} has a queue without a limit, or a limit without a queue"
         )
     return [space for _, space in spaces]
 
@@ -89,10 +89,10 @@ def _check_blocks(pool: Pool, found: Sequence[Found]) -> None:
     assert not twice, f"blocks {twice} have two uses"
     lost = sorted(set(range(pool.spec.first_block_id, pool.spec.block_id_end)) - set(uses))
     assert not lost, f"blocks {lost} are lost"
-    assert len(uses) == pool.spec.block_count, "there are blocks that the pool does not have"
+    assert len(uses) == pool.spec.block_count, "a block id is outside the pool"
     cached = sum(len(own.cached) for own in found)
-    assert pool.blocks.cached_count == cached, f"{pool.blocks.cached_count} blocks count as cached, {cached} are"
-    assert pool.blocks.free_count == cached + len(pool.blocks.empty), "the free blocks are not the empty and the cached"
+    assert pool.blocks.cached_count == cached, f"{pool.blocks.cached_count} blocks count as cached, but {cached} are"
+    assert pool.blocks.free_count == cached + len(pool.blocks.empty), "free_count is not empty plus cached"
 
 
 def _check_queues(pool: Pool, found: Sequence[Found]) -> None:
@@ -101,19 +101,19 @@ def _check_queues(pool: Pool, found: Sequence[Found]) -> None:
     wanted = {id(entry) for entry in candidates}
     for own in found:
         for entry in own.entries:
-            assert bool(entry.ticket) == (id(entry) in wanted), "a ticket where nothing may leave, or none where it may"
+            assert bool(entry.ticket) == (id(entry) in wanted), "only entries that can be evicted have tickets"
     assert len(pool.blocks.queue) == len(candidates), (
-        f"{len(pool.blocks.queue)} candidates count, {len(candidates)} are"
+        f"{len(pool.blocks.queue)} entries are queued for eviction, but {len(candidates)} can be evicted"
     )
     tickets = [entry.ticket for entry in candidates]
-    assert len(set(tickets)) == len(tickets), "two candidates have one ticket"
+    assert len(set(tickets)) == len(tickets), "two candidates have the same ticket"
     queued = {ticket for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket}
     assert queued == set(tickets), "a candidate is not queued, or is queued under another ticket"
     for entry in candidates:
         queue = entry.scope.namespace.queue
         if queue is not None:
             tickets_of_it = {ticket for _, ticket, other in queue.items() if other is entry}
-            assert entry.ticket in tickets_of_it, "a candidate is missing among those of its namespace"
+            assert entry.ticket in tickets_of_it, "a candidate is missing in its namespace's queue"
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
@@ -121,39 +121,39 @@ def _check_queues(pool: Pool, found: Sequence[Found]) -> None:
 
 def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> None:
     committed, token_count = sequence.committed_token_count, sequence.token_count
-    assert sequence_id <= pool.last_sequence_id, f"sequence {sequence_id} is above the highest id"
+    assert sequence_id <= pool.last_sequence_id, f"sequence {sequence_id} is above last_sequence_id"
     assert 0 <= committed <= token_count <= sequence.limit, (
-        f"{sequence_id}: {committed}, {token_count}, {sequence.limit}"
+        f"sequence {sequence_id}: {committed} committed, {token_count} tokens and limit {sequence.limit} do not rise"
     )
     parts = list(zip(pool.managers, sequence.parts, strict=True))
     room = min(manager.room(part, token_count) for manager, part in parts)
     # The limit may stay at the token count after a sharer of the block that is written next has left.
     assert sequence.limit in (room, token_count), (
-        f"sequence {sequence_id} may grow to {sequence.limit} unseen, there is room for {room}"
+        f"sequence {sequence_id} has the limit {sequence.limit}, but room for {room} tokens"
     )
     quiet = (committed // pool.digest_tokens + 1) * pool.digest_tokens
     quiet = min([quiet, *[manager.settled_until(part, committed) for manager, part in parts]])
     assert sequence.quiet_until == quiet, (
-        f"commits of {sequence_id} are unseen up to {sequence.quiet_until}, not {quiet}"
+        f"quiet_until of sequence {sequence_id} is {sequence.quiet_until}, not {quiet}"
     )
 
 
 def _check_batch(pool: Pool) -> None:
     """Checks that the sequences that the last `grow_many` looked up still have these ids."""
     for sequence_id, sequence in pool._batch.items():
-        assert pool.sequences.get(sequence_id) is sequence, f"sequence {sequence_id} is remembered and gone"
+        assert pool.sequences.get(sequence_id) is sequence, f"the last batch has sequence {sequence_id}, which is gone"
 
 
 def _check_admission(pool: Pool) -> None:
     assert list(pool.sequences) == sorted(pool.sequences), "sequences are not in the order of their ids"
     promised = sum(sequence.promised for sequence in pool.sequences.values())
     counted = pool.admission.promised_block_count
-    assert counted == promised, f"{counted} blocks count as promised, {promised} are"
-    assert all(sequence.promised >= 0 for sequence in pool.sequences.values()), "a promise of less than nothing"
+    assert counted == promised, f"{counted} blocks count as promised, but {promised} are"
+    assert all(sequence.promised >= 0 for sequence in pool.sequences.values()), "a negative number of promised blocks"
     for space in pool.blocks.namespaces.values():
         if space.quota is not None and space.quota.cached_block_count_max is not None:
             limit = space.quota.cached_block_count_max
-            assert space.cached_count <= limit, f"{space.name!r} left {space.cached_count} blocks of at most {limit}"
+            assert space.cached_count <= limit, f"{space.name!r} has {space.cached_count} cached blocks, above {limit}"
 
 
 def _check_pending(pool: Pool) -> None:
@@ -165,10 +165,10 @@ def _check_pending(pool: Pool) -> None:
             done = sequence.committed_token_count // pool.digest_tokens
             assert announced.namespace == sequence.namespace.name, f"{sequence_id} announced to another namespace"
             assert announced.next_digest == done < announced.digest_count, (
-                f"{sequence_id} still announces what is published"
+                f"{sequence_id} still announces published blocks"
             )
-            assert announced.places, f"nobody can find what {sequence_id} announced"
+            assert announced.places, f"the announcement of {sequence_id} has no place where it can be found"
             places.update((announced.key(place), id(announced)) for place in announced.places)
     listed = Counter((key, id(found)) for key, founds in pool.pending._places.items() for found in founds)
-    assert listed == places, "what is announced is not what live sequences are computing"
-    assert all(pool.pending._places.values()), "a place that nobody announced is kept"
+    assert listed == places, "the index of announcements differs from the live sequences' announcements"
+    assert all(pool.pending._places.values()), "the index of announcements has an empty place"

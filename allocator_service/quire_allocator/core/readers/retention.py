@@ -71,17 +71,17 @@ def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
     retention = pool.coordinator.retention
     for sequence_id, sequence in pool.sequences.items():
         counts, edge = sequence.turn.token_counts, pool.spec.edge_tokens
-        assert list(counts) == sorted(set(counts)), f"stops of {sequence_id} do not rise: {counts}"
-        assert all(count > 0 and not count % edge for count in counts), f"{sequence_id} has stops off the edges"
+        assert list(counts) == sorted(set(counts)), f"stops of sequence {sequence_id} do not rise: {counts}"
+        assert all(count > 0 and not count % edge for count in counts), f"{sequence_id} has stops that are not at edges"
     if retention.is_even:
-        assert not retention.stops, "a stop in a pool that makes none"
+        assert not retention.stops, "the pool has a stop although all its blocks are worth the same"
         return
     needed, aside, names = Counter[int](), Counter[int](), {space.name for space in spaces}
     ways = Counter(id(living(stop.parent)) for stop in retention.stops.values())
     for key, stop in retention.stops.items():
-        assert key[0] in names, "a stop is filed in a namespace that there is not"
-        assert stop.is_continued or not stop.is_aside, "a stop is aside where paths end or part"
-        assert stop.way_count == ways[id(stop)], "a stop counts other ways than there are"
+        assert key[0] in names, "a stop belongs to a namespace that does not exist"
+        assert stop.is_continued or not stop.is_aside, "a stop is aside although a path ends or diverges there"
+        assert stop.way_count == ways[id(stop)], "a stop's number of ways is wrong"
         _check_stop(key, stop)
         _check_path(stop, CONTINUED_MAX + STEP_COUNT)
         (aside if stop.is_aside else needed).update([id(unit) for unit in stop.needed])
@@ -103,16 +103,16 @@ def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
 
 def _check_stop(key: StopKey, stop: Stop) -> None:
     """Asserts that a stop is filed under its key and that everything it needs is published."""
-    assert stop.key == key, "a stop is filed under another key than its own"
-    assert not stop.is_gone, "a stop that is gone is still filed"
-    assert stop.runs or stop.needed, "a stop that nothing ends"
+    assert stop.key == key, "a stop is indexed under a key that is not its own"
+    assert not stop.is_gone, "a removed stop is still indexed"
+    assert stop.runs or stop.needed, "a stop has no run and no unit"
     for unit in stop.needed:
-        assert unit.key is not None, "a stop needs what is not published"
-        assert unit.scope.namespace.name == key[0], "a stop needs what another namespace has"
-        assert unit.stops is not None, "a unit does not know who needs it"
-        assert stop in unit.stops, "a unit does not know a stop that needs it"
+        assert unit.key is not None, "a stop needs a unit that is not published"
+        assert unit.scope.namespace.name == key[0], "a stop needs a unit of another namespace"
+        assert unit.stops is not None, "a unit that a stop needs has no list of stops"
+        assert stop in unit.stops, "a unit's list of stops lacks a stop that needs it"
     for run in stop.runs:
-        assert stop in run.stops, "a run does not know a stop that stands in it"
+        assert stop in run.stops, "a run's list of stops lacks one of its stops"
 
 
 def _check_path(stop: Stop, count_max: int) -> None:
@@ -120,18 +120,18 @@ def _check_path(stop: Stop, count_max: int) -> None:
     count, below = 0, stop.token_count + 1
     before: Stop | None = stop
     while before is not None:
-        assert before.token_count < below, "a stop is behind one that it comes before"
+        assert before.token_count < below, "a stop is not above the next stop on its path"
         count, below = count + (not before.is_parting), before.token_count
         before = living(before.parent)
-    assert count <= count_max, f"a path has {count} stops where none parts from it"
+    assert count <= count_max, f"a path has {count} stops where no other path diverges"
 
 
 def _check_remembered(window: WindowManager, part: WindowPart, edge: int) -> None:
     """Checks that a sequence remembers only fallen units that a hit at its last edge needs."""
     for unit in part.needed:
         if unit.key is not None:
-            assert unit.key[0] in window.needed_at(edge), "a sequence remembers what it does not need"
-            assert unit.key[0] < part.first, "a sequence remembers what it has in its table"
+            assert unit.key[0] in window.needed_at(edge), "a sequence remembers a unit that its last edge does not need"
+            assert unit.key[0] < part.first, "a sequence remembers a unit that is in its table"
 
 
 def _check_units(worth: Worth, scope: UnitScope, needed: Counter[int], aside: Counter[int]) -> None:
@@ -139,22 +139,22 @@ def _check_units(worth: Worth, scope: UnitScope, needed: Counter[int], aside: Co
     assert all(stretch.worth == SPARE for stretch in stretches), "a stretch is not spare"
     spare = sum(stretch.block_count for stretch in stretches)
     for unit in scope.units():
-        assert unit.needed_count == needed[id(unit)], "a unit counts others that need it than there are"
-        assert unit.aside_count == aside[id(unit)], "a unit counts others that have it aside than there are"
+        assert unit.needed_count == needed[id(unit)], "a unit's needed_count is wrong"
+        assert unit.aside_count == aside[id(unit)], "a unit's aside_count is wrong"
         if not unit.live:
-            assert unit.worth == worth.of_unit(unit), "a cached unit is taken for worth more or less than it is"
+            assert unit.worth == worth.of_unit(unit), "a cached unit has an outdated worth"
             spare += unit.block_count * (unit.worth == SPARE)
-    assert scope.spare == spare, f"{scope.spare} blocks count as spare, {spare} are"
+    assert scope.spare == spare, f"{scope.spare} blocks count as spare, but {spare} are"
 
 
 def _check_run(stops: dict[StopKey, Stop], worth: Worth, run: Run, number: int) -> None:
     ends = [stop.token_count for stop in run.stops]
     first, end = run.first_position * run.scope.manager.block_size, run.token_count()
     assert ends == sorted(set(ends)), "the stops of a run are not in order"
-    assert all(first < count <= end for count in ends), "a stop stands in a run that does not reach to it"
+    assert all(first < count <= end for count in ends), "a run has a stop outside its positions"
     for stop in run.stops:
-        assert stops.get(stop.key) is stop, "a run has a stop that is gone"
-        assert stop.runs[number] is run, "a stop names another run than the one it stands in"
+        assert stops.get(stop.key) is stop, "a run has a removed stop"
+        assert stop.runs[number] is run, "a run has a stop that names another run"
     if run.ticket:
-        assert run.worth == worth.of_run(run), "a cached run is taken for worth more or less than it is"
-        assert run.worth in (SPARE, RANKED), "a run leaves in order or first"
+        assert run.worth == worth.of_run(run), "a cached run has an outdated worth"
+        assert run.worth in (SPARE, RANKED), "the worth of a cached run must be SPARE or RANKED"

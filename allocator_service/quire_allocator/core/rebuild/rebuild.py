@@ -89,11 +89,11 @@ class Rebuild:
     def read(self, prefix: ReportedStretch) -> None:
         """Takes in a stretch of consecutive published blocks."""
         if prefix.group not in self._places:
-            refuse(f"group {prefix.group} is none of the pool's {len(self._places)}")
+            refuse(f"group {prefix.group} does not exist: the pool has {len(self._places)} groups, from 0")
         if len(prefix.digests) != len(prefix.blocks) * DIGEST_BYTES or not prefix.blocks:
-            refuse("a prefix has one digest for each of its blocks, and at least one")
+            refuse("a prefix must have at least one block, and one digest for each block")
         if len(prefix.parent_digest) not in (0, DIGEST_BYTES):
-            refuse("a parent digest has 32 bytes")
+            refuse("a parent digest must have 32 bytes")
         self._pool.coordinator.space(prefix.namespace)
         builder, column = self._places[prefix.group]
         builder.read(prefix, column, self.use.publish(prefix.blocks))
@@ -134,15 +134,15 @@ def _check_ids(report: Report) -> None:
     last = 0
     for sequence in report.sequences:
         if sequence.sequence_id <= last:
-            refuse(f"sequence {sequence.sequence_id} comes after {last}; ids rise, and begin at 1")
+            refuse(f"sequence {sequence.sequence_id} comes after {last}: ids must rise, and begin at 1 or above")
         last = sequence.sequence_id
     if last > report.last_sequence_id:
-        refuse(f"sequence {last} is above the last one, {report.last_sequence_id}")
+        refuse(f"sequence {last} is above last_sequence_id, {report.last_sequence_id}")
 
 
 def _locate(space: Namespace, builders: list[Builder], sequence: ReportedSequence) -> list[Callable[[], Part]]:
     if sequence.committed_token_count > sequence.token_count:
-        refuse(f"sequence {sequence.sequence_id} has committed more tokens than it was granted")
+        refuse(f"sequence {sequence.sequence_id} has more committed tokens than tokens")
     space.sequence_count += 1
     return [builder.locate(space, sequence) for builder in builders]
 
@@ -155,7 +155,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), _own_tables(reported), strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):
-        refuse(f"the tables of sequence {reported.sequence_id} are not those of its digests")
+        refuse(f"the tables of sequence {reported.sequence_id} have other blocks than its digests")
     if 0 < reported.chunk_token_count < reported.prompt_token_count:
         sequence.prompt_token_count = reported.prompt_token_count
         sequence.chunk_token_count = reported.chunk_token_count

@@ -89,7 +89,7 @@ def check_block_ids(spec: PoolSpec, blocks: Sequence[int]) -> None:
     """Refuses blocks that the pool does not have."""
     if blocks and not spec.first_block_id <= min(blocks) <= max(blocks) < spec.block_id_end:
         wrong = next(block for block in blocks if not spec.first_block_id <= block < spec.block_id_end)
-        refuse(f"block {wrong} is out of range, the pool has {spec.block_count} from {spec.first_block_id} on")
+        refuse(f"block {wrong} is out of range: the pool has {spec.block_count} blocks, from {spec.first_block_id}")
 
 
 class BlockUse:
@@ -135,7 +135,7 @@ class BlockUse:
             if place == _PRIVATE:
                 refuse(f"block {block} is held twice")
             if place != _UNUSED:  # published, whether the pool takes it over or not
-                refuse(f"block {block} carries a digest, and is still to be written where it is held")
+                refuse(f"block {block} has a digest, but a sequence holds it as not yet written")
             self._places[block] = _PRIVATE
 
     def unused(self) -> array[int]:

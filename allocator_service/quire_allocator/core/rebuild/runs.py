@@ -71,7 +71,7 @@ class RunBuilder:
         tables = [sequence.tables[group] for group in manager.groups]
         length, published = -(-sequence.token_count // size), committed // size
         if any(len(table) != length for table in tables):
-            refuse(f"the tables of sequence {sequence.sequence_id} do not hold its {sequence.token_count} tokens")
+            refuse(f"the tables of sequence {sequence.sequence_id} do not fit its {sequence.token_count} tokens")
         end = None
         if published:
             end = self._forest.spot(space.name, tables[0][published - 1], published - 1)
@@ -86,13 +86,13 @@ class RunBuilder:
         half_filled = tail[: manager.width]
         if borrowed is not None and _before(borrowed) == end:
             if self._forest.blocks_at(borrowed) != half_filled:
-                refuse(f"sequence {sequence.sequence_id} shares a half-filled position in one group and not in another")
+                refuse(f"sequence {sequence.sequence_id} shares a half-filled position in some groups only")
             borrowed.stretch.cuts.add(borrowed.offset)
             borrowed.stretch.end_at(borrowed.offset)
             owned = tail[manager.width :]
         elif shares and tail[0] in self._sharers:
             if self._sharers[tail[0]] != (space.name, end, half_filled):
-                refuse(f"block {tail[0]} is shared by sequences of different prefixes")
+                refuse(f"block {tail[0]} is shared by sequences with different prefixes")
             borrowed, owned = None, tail[manager.width :]
         else:
             if shares:
@@ -178,13 +178,13 @@ def claim_kept(
     """Claims the blocks that a sequence keeps in place of published ones at some positions, and returns them."""
     tables, kept = [sequence.kept[group] for group in groups], KeptBlocks()
     if any(len(table) != length for table in tables):
-        refuse(f"sequence {sequence.sequence_id} has other tables of what it keeps than of what it holds")
+        refuse(f"sequence {sequence.sequence_id} has tables of kept blocks with another length than its tables")
     for position, own in enumerate(zip(*tables)):
         gaps = own.count(NULL_BLOCK)
         if gaps == len(own):
             continue
         if gaps or position not in published:
-            refuse(f"sequence {sequence.sequence_id} keeps a block at position {position}, where none is published")
+            refuse(f"sequence {sequence.sequence_id} keeps a block at position {position}, which is not published")
         use.claim(own)
         kept.add(position, array("I", own), len(tables))
     return kept

@@ -136,7 +136,7 @@ class Forest:
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Takes in blocks of group number `column`; the first has place `first_place`, the others the next ones."""
         if bool(prefix.parent_digest) != bool(prefix.first_position):
-            refuse("a prefix has a parent digest exactly where it does not begin at the root")
+            refuse("a prefix must have a parent digest unless it begins at position 0, and none if it does")
         tree = self._trees.get(prefix.namespace)
         if tree is None:
             tree = self._trees[prefix.namespace] = Tree()
@@ -214,16 +214,16 @@ class Forest:
             else:
                 stretch, index = self._spot_at(place)
                 if stretch.first_position + index != prefix.first_position + done:
-                    refuse(f"the digest of block {blocks[done]} stands at two places")
+                    refuse(f"the digest of block {blocks[done]} is at two places")
                 if stretch.digest_before(index) != parent:
-                    refuse(f"the digest of block {blocks[done]} stands at two places")
+                    refuse(f"the digest of block {blocks[done]} is at two places")
                 most = min(len(digests) - start, len(stretch.digests) - index * DIGEST_BYTES)
                 if stretch.digests.startswith(digests[start : start + most], index * DIGEST_BYTES):
                     taken = most // DIGEST_BYTES
                 first, end = index * width + column, (index + taken) * width
                 for there, block in zip(stretch.blocks[first:end:width], blocks[done:], strict=False):
                     if there != NULL_BLOCK:
-                        refuse(f"blocks {there} and {block} carry one digest")
+                        refuse(f"blocks {there} and {block} have the same digest")
                 stretch.blocks[first:end:width] = blocks[done : done + taken]
             done += taken
             parent = digests[(done - 1) * DIGEST_BYTES : done * DIGEST_BYTES]
@@ -251,7 +251,7 @@ class Forest:
     def _spot_at(self, place: int) -> Spot:
         """Returns the spot of the digest with this place."""
         piece = self._pieces[bisect_right(self._first_places, place) - 1]
-        assert piece.stretch is not None, "joined before anything is looked up"
+        assert piece.stretch is not None, "the tree must be joined before a lookup"
         return Spot(piece.stretch, piece.offset + place - piece.first_place)
 
 
@@ -289,7 +289,7 @@ def _refuse_repeated(pieces: list[Piece]) -> None:
             digest = prefix.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
             other, position, before = seen.setdefault(digest, (block, prefix.first_position + offset, parent))
             if (position, before) != (prefix.first_position + offset, parent):
-                refuse(f"the digest of block {block} stands at two places")
+                refuse(f"the digest of block {block} is at two places")
             if other != block:
-                refuse(f"blocks {other} and {block} carry one digest")
+                refuse(f"blocks {other} and {block} have the same digest")
             parent = digest

@@ -53,7 +53,7 @@ class UnitBuilder:
             if blocks is None:
                 blocks = self._keys[key] = array("I", [NULL_BLOCK]) * self._manager.width
             if blocks[column] != NULL_BLOCK:
-                refuse(f"blocks {blocks[column]} and {block} carry one digest")
+                refuse(f"blocks {blocks[column]} and {block} have the same digest")
             blocks[column] = block
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
@@ -92,7 +92,7 @@ class UnitBuilder:
         if may_share and blocks[0] in self._private:
             unit, place = self._private[blocks[0]]
             if unit.scope is not scope or unit.blocks != blocks or place != position:
-                refuse(f"block {blocks[0]} is shared by sequences of different prefixes")
+                refuse(f"block {blocks[0]} is shared by sequences with different prefixes")
             unit.live += 1
             return unit
         self._use.claim(blocks)
@@ -116,7 +116,7 @@ class WindowBuilder(UnitBuilder):
         tables = [sequence.tables[group] for group in self._manager.groups]
         length = -(-sequence.token_count // size)
         if any(len(table) != length for table in tables):
-            refuse(f"the tables of sequence {name} do not hold its {sequence.token_count} tokens")
+            refuse(f"the tables of sequence {name} do not fit its {sequence.token_count} tokens")
         assert isinstance(self._manager, WindowManager)
         first = self._manager._rule.first_needed(committed) // size
         scope, units, tail = cast(WindowScope, self._scope(space)), list[Unit](), array("I")
@@ -125,9 +125,9 @@ class WindowBuilder(UnitBuilder):
             unit = self._hold(scope, blocks, position, may_share=position * size < committed)
             is_full = (position + 1) * size <= committed
             if unit.key is None and is_full:
-                refuse(f"block {blocks[0]} of sequence {name} is computed and has no digest")
+                refuse(f"block {blocks[0]} of sequence {name} is computed but has no digest")
             if unit.key is not None and (unit.key[0] != position or position * size >= committed):
-                refuse(f"block {blocks[0]} stands in sequence {name} where it was not published")
+                refuse(f"block {blocks[0]} is in sequence {name} at a position where it was not published")
             if position * size >= committed:
                 tail.extend(unit.blocks)
             else:
@@ -149,12 +149,12 @@ class StateBuilder(UnitBuilder):
         committed, name = sequence.committed_token_count, sequence.sequence_id
         tables = [sequence.tables[group] for group in self._manager.groups]
         if any(len(table) != 1 for table in tables):
-            refuse(f"sequence {name} has one running block in each group of states")
+            refuse(f"sequence {name} must have exactly one running block in each group of states")
         blocks = array("I", [table[0] for table in tables])
         is_quiet = sequence.token_count == committed
         scope = self._scope(space)
         unit = self._hold(scope, blocks, committed, may_share=is_quiet)
         if unit.key is not None and (unit.key[0] * self._pool.digest_tokens != committed or not is_quiet):
-            refuse(f"the state of sequence {name} is published for another length")
+            refuse(f"the state of sequence {name} is published for another number of tokens")
         part = StatePart(scope, unit)
         return lambda: part

@@ -116,8 +116,8 @@ class CallSession:
         operations.fill(step)
         if self._unanswered is not None and self._unanswered != step:
             raise AnswersMissedError(
-                f"step {step.number} of pool {self.pool} may have been applied, and its answer was lost: "
-                "repeat it with the same operations before any other"
+                f"step {step.number} of pool {self.pool} may have been applied, but its answer was lost: repeat it "
+                "with the same operations before any other step"
             )
         operations.check_ids(self._last_sequence_id, self._last_sequence_id)
         self._unanswered = step
@@ -126,11 +126,11 @@ class CallSession:
     def _taken(self, step: packed.Step, reply: packed.StepReply) -> StepOutcome:
         """Returns the step's outcome, and notes that the step is answered."""
         if reply.number != step.number:
-            raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
+            raise InternalError(f"the answer to step {step.number} has the number of step {reply.number}")
         try:
             outcome = read_reply(step, reply, self._group_count)
         except ValueError as error:
-            raise InternalError(f"the answer to step {step.number} does not fit it: {error}") from error
+            raise InternalError(f"the answer to step {step.number} does not match the step: {error}") from error
         self._unanswered, self._last_step = None, step.number
         self._last_sequence_id = highest_created(step, outcome, self._last_sequence_id)
         return outcome

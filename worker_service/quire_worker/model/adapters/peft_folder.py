@@ -104,7 +104,7 @@ def read_adapter(
         entries = header_of(_WEIGHTS, io.BytesIO(weights), len(weights))
         written = _read(folder, _CONFIG, _CONFIG_BYTES_MAX, below)
     except OSError as error:
-        raise AdapterError(f"{folder} has no {Path(str(error.filename)).name} that can be read") from error
+        raise AdapterError(f"{folder} has no readable {Path(str(error.filename)).name}") from error
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
     config = _config_of(folder / _CONFIG, written)
@@ -114,7 +114,8 @@ def read_adapter(
     byte_count = 4 * sum(math.prod(entry.shape) for entry in entries.values())
     if byte_count > limits.byte_count_max:
         raise AdapterError(
-            f"{folder.name} takes {byte_count:,} bytes, and {limits.byte_count_max:,} are left for adapters"
+            f"{folder.name} needs {byte_count:,} bytes, but only {limits.byte_count_max:,} are left for adapters: "
+            "unload one"
         )
     try:
         tensors = load(weights)
@@ -124,12 +125,10 @@ def read_adapter(
     for layer, (down, up) in pairs.items():
         a, b = tensors.pop(down).float(), tensors.pop(up).float()
         if not (a.isfinite().all() and b.isfinite().all()):
-            raise AdapterError(f"{_WEIGHTS} holds NaN or infinity for layer {layer}")
+            raise AdapterError(f"{_WEIGHTS} contains NaN or infinity in layer {layer}")
         b *= scale
         if not b.isfinite().all():
-            raise AdapterError(
-                f"{_CONFIG} scales {_WEIGHTS} by {scale:g}, beyond what a number can be, at layer {layer}"
-            )
+            raise AdapterError(f"{_CONFIG} scales {_WEIGHTS} by {scale:g}, which overflows in layer {layer}")
         factors[layer] = Factors(a.to(device), b.to(device))
     return Adapter(name, _digest(written, weights), int(config["r"]), factors)
 
@@ -143,14 +142,14 @@ def _read(folder: Path, name: str, byte_count_max: int, below: Path | None) -> b
     """
     path = (folder / name).resolve(strict=True)
     if below is not None and not path.is_relative_to(below):
-        raise AdapterError(f"{folder.name}/{name} is a link that leads out of the worker's folder of adapters")
+        raise AdapterError(f"{folder.name}/{name} is a link to outside the worker's folder of adapters")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise AdapterError(f"{folder.name}/{name} is no file")
+            raise AdapterError(f"{folder.name}/{name} is not a regular file")
         data = file.read(byte_count_max + 1)
     if len(data) > byte_count_max:
-        raise AdapterError(f"{folder.name}/{name} has more than the {byte_count_max:,} bytes that are left for it")
+        raise AdapterError(f"{folder.name}/{name} is larger than the {byte_count_max:,} bytes that are left for it")
     return data
 
 
@@ -158,34 +157,34 @@ def _config_of(path: Path, written: bytes) -> dict[str, Any]:
     try:
         return dict(json.loads(written).items())
     except (ValueError, AttributeError, RecursionError):
-        raise AdapterError(f"{path} is no JSON object of at most {_CONFIG_BYTES_MAX:,} bytes") from None
+        raise AdapterError(f"{path} is not a JSON object of at most {_CONFIG_BYTES_MAX:,} bytes") from None
 
 
 def _scale_of(config: Mapping[str, Any], limits: AdapterLimits) -> float:
     """Checks all options of the configuration, and returns the factor of B A."""
     if config.get("peft_type") != "LORA":
-        raise AdapterError(f"{_CONFIG} has peft_type {config.get('peft_type')!r:.40}; only LORA is served")
+        raise AdapterError(f"{_CONFIG} has peft_type {config.get('peft_type')!r:.40}; only LORA is supported")
     for option, value in sorted(config.items()):
         if option in _KNOWN or option in _MEANINGLESS or not value:
             continue
-        raise AdapterError(f"{_CONFIG} asks for {option:.80} ({value!r:.40}), which is not served")
+        raise AdapterError(f"{_CONFIG} asks for {option:.80} ({value!r:.40}), which is not supported")
     if config.get("bias", "none") != "none":
-        raise AdapterError(f"{_CONFIG} asks for bias ({config['bias']!r:.40}), which is not served")
+        raise AdapterError(f"{_CONFIG} asks for bias ({config['bias']!r:.40}), which is not supported")
     begun = config.get("init_lora_weights", True)
     if str(begun).lower() not in _BEGINNINGS:
         raise AdapterError(
-            f"{_CONFIG} has init_lora_weights = {begun!r:.40}, which changes the base model's weights; save the adapter"
-            " with PEFT's path_initial_model_for_weight_conversion, which makes plain LoRA of it"
+            f"{_CONFIG} has init_lora_weights = {begun!r:.40}, which changes the base model's weights; save the "
+            "adapter with PEFT's path_initial_model_for_weight_conversion, which converts it to plain LoRA"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise AdapterError(f"{_CONFIG} has rank r = {rank!r:.40}, which is no number above 0")
+        raise AdapterError(f"{_CONFIG} has rank r = {rank!r:.40}, which must be an integer above 0")
     if rank > limits.rank_max:
-        raise AdapterError(f"{_CONFIG} has rank r = {rank!r:.40}; this worker takes {limits.rank_max} at most")
+        raise AdapterError(f"{_CONFIG} has rank r = {rank!r:.40}; this worker supports at most {limits.rank_max}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not -_ALPHA_MAX <= alpha <= _ALPHA_MAX:
-        raise AdapterError(f"{_CONFIG} has lora_alpha = {alpha!r:.40}, which is no number up to {_ALPHA_MAX:g}")
+        raise AdapterError(f"{_CONFIG} has lora_alpha = {alpha!r:.40}, which must be a number up to {_ALPHA_MAX:g}")
     if not isinstance(config.get("target_modules"), str | list):
-        raise AdapterError(f"{_CONFIG} does not say target_modules")
+        raise AdapterError(f"{_CONFIG} lacks target_modules")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -195,25 +194,25 @@ def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], ran
     for tensor, entry in entries.items():
         match = _NAME.match(tensor)
         if match is None:
-            raise AdapterError(f"{_WEIGHTS} holds {tensor:.200}, which is no part of plain LoRA")
+            raise AdapterError(f"{_WEIGHTS} has {tensor:.200}, which is not part of plain LoRA")
         layer, part = match[1], match[2]
         site = sites.get(layer)
         if site is None:
             raise AdapterError(
-                f"{_WEIGHTS} changes {layer:.200}, which is no layer of this model that an adapter can change"
+                f"{_WEIGHTS} changes {layer:.200}, which is not a layer of this model that an adapter can change"
             )
         expected = (rank, site.inputs) if part == "A" else (site.outputs, rank)
         if entry.shape != expected or entry.dtype not in _FLOATS:
             raise AdapterError(
-                f"{_WEIGHTS}: tensor {tensor} is {entry.dtype} {list(entry.shape)}, and the model asks for floats of"
-                f" {list(expected)}"
+                f"{_WEIGHTS}: tensor {tensor} is {entry.dtype} {list(entry.shape)}, but the model needs floats of "
+                f"{list(expected)}"
             )
         found.setdefault(layer, {})[part] = tensor
     for layer, parts in found.items():
         if len(parts) < 2:
             raise AdapterError(f"{_WEIGHTS} has only one of lora_A and lora_B for {layer}")
     if not found:
-        raise AdapterError(f"{_WEIGHTS} has no tensor")
+        raise AdapterError(f"{_WEIGHTS} has no tensors")
     return {layer: (parts["A"], parts["B"]) for layer, parts in found.items()}
 
 
@@ -231,7 +230,7 @@ def _check_targets(config: Mapping[str, Any], pairs: Mapping[str, object]) -> No
     for target in targets:
         is_excluded = isinstance(excluded, list) and target in excluded
         if not is_excluded and not any(_ends_with(layer, target) for layer in pairs):
-            raise AdapterError(f"{_CONFIG} targets {target!r:.200}, of which {_WEIGHTS} has no layer")
+            raise AdapterError(f"{_CONFIG} targets {target!r:.200}, but {_WEIGHTS} has no such layer")
     for layer in pairs:
         left_out_by = None
         if not any(_ends_with(layer, target) for target in targets):
@@ -242,8 +241,8 @@ def _check_targets(config: Mapping[str, Any], pairs: Mapping[str, object]) -> No
             left_out_by = "layers_to_transform"
         if left_out_by is not None:
             raise AdapterError(
-                f"{_WEIGHTS} changes {layer:.200}, which {left_out_by} in {_CONFIG} leaves out; save the adapter again"
-                " with PEFT, which keeps only what its configuration targets"
+                f"{_WEIGHTS} changes {layer:.200}, which {left_out_by} in {_CONFIG} excludes; save the adapter "
+                "again with PEFT, which keeps only targeted layers"
             )
 
 

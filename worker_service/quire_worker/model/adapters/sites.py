@@ -56,7 +56,9 @@ class Site:
             return
         rows = x.reshape(-1, self.inputs)
         if rows.shape[0] != self._sites.token_count:
-            raise UnsupportedModelError(f"layer {self.name} sees other tokens than the pass has, so no adapter can be")
+            raise UnsupportedModelError(
+                f"the number of tokens in layer {self.name} differs from the pass, so adapters are not supported there"
+            )
         results = result if result.dim() == 2 else result.view(-1, self.outputs)
         for adapter, tokens in segments:
             factors = adapter.factors.get(self.name)

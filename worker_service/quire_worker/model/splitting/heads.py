@@ -44,7 +44,9 @@ def heads_of_rank(query_heads: int, kv_heads: int, *, rank: int, size: int) -> H
         ValueError: `query_heads` is not such a multiple.
     """
     if query_heads % size or query_heads % kv_heads:
-        raise ValueError(f"{query_heads} query heads, {kv_heads} KV heads and {size} ranks do not divide")
+        raise ValueError(
+            f"{query_heads} query heads and {kv_heads} KV heads cannot be divided evenly among {size} ranks"
+        )
     per_rank, per_kv_head = query_heads // size, query_heads // kv_heads
     query = range(rank * per_rank, (rank + 1) * per_rank)
     run = math.gcd(per_rank, per_kv_head)  # this many consecutive query heads always read the same KV head

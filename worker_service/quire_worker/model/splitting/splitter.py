@@ -49,8 +49,8 @@ def split_over_ranks(module: Any, crew: Crew) -> Counter[str]:
                     counts[kind] += 1
     if not counts:
         raise UnsupportedModelError(
-            f"model type {module.config.model_type!r} cannot be served by {crew.size} ranks: nothing of it is known to"
-            " split"
+            f"model type {module.config.model_type!r} cannot be served by {crew.size} ranks: none of its layers can "
+            "be split"
         )
     _log.info("model split", ranks=crew.size, **counts)
     return counts

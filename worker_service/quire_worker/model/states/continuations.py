@@ -38,7 +38,7 @@ def jamba(mixer: Any, hidden_states: torch.Tensor, cache_params: SegmentView, **
     """
     token_count, dtype, layer = hidden_states.shape[1], hidden_states.dtype, mixer.layer_idx
     state = cache_params.get_recurrent_state(layer)
-    assert state is not None, "a sequence that goes on has a state"
+    assert state is not None, "a sequence that continues must have a state"
     inner, gate = mixer.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)  # [1, channels, tokens]
     before = cache_params.update_conv_state(inner, layer)[..., -(token_count + mixer.conv_kernel_size - 1) :]
     weight, bias = mixer.conv1d.weight, mixer.conv1d.bias

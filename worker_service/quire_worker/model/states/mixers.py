@@ -46,7 +46,7 @@ class CacheView:
         Raises:
             UnsupportedModelError: always.
         """
-        raise UnsupportedModelError(f"layer {layer_idx} keeps a state of which its configuration does not tell")
+        raise UnsupportedModelError(f"layer {layer_idx} keeps a state that its configuration does not mention")
 
     get_recurrent_state = update_recurrent_state = get_linear_cache = set_linear_cache = get_conv_state
 
@@ -73,8 +73,11 @@ def wrap_mixers(module: torch.nn.Module, layers: Collection[int], library: Libra
     for layer in sorted(layers):
         found = _mixers_of(module, layer)
         if len(found) != 1:
-            what = ", ".join(type(mixer).__name__ for mixer in found) or "no module that is given a cache"
-            raise UnsupportedModelError(f"layer {layer} keeps a recurrent state, but is made of {what}")
+            what = ", ".join(type(mixer).__name__ for mixer in found) or "no module that takes a cache"
+            raise UnsupportedModelError(
+                f"layer {layer} keeps a recurrent state, so it must have exactly one module that takes a cache, "
+                f"not {what}"
+            )
         _wrap(found[0], library)
 
 

@@ -224,7 +224,7 @@ def alike() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("server", "methods"), alike(), ids=lambda each: each if isinstance(each, str) else each[0])
+@pytest.mark.parametrize(("server", "methods"), [*alike()], ids=lambda each: each if isinstance(each, str) else each[0])
 async def test_messages_of_the_largest_size_without_their_last_byte_take_a_bounded_memory(
     scene: Scene, server: str, methods: list[str]
 ) -> None:

@@ -267,7 +267,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     options["max_tokens"] = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
-    refusal = unavailable("no worker answers")
+    refusal: ApiError | None = None
     while (backend := fleet.backend(call.model, tokens, call.namespace, asked, ask.cache_salt)) is not None:
         asked.append(backend)
         call.entry.workers.append(backend.client.address)
@@ -303,7 +303,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
             # The adapter may have been unloaded since that worker last listed its adapters.
             if has_begun or not (error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN):
                 raise refusal from None
-    raise refusal
+    raise refusal or unavailable("no worker answers")
 
 
 async def _of_branch(call: Call, held: Held) -> AsyncGenerator[Chunk, None]:

@@ -47,7 +47,7 @@ LOSSES: Final = Row(
         ),
         Tile(
             "Quarantines, last hour",
-            "Pools that were stopped because an invariant broke. Each is a defect to report.",
+            "Pools that were stopped because an invariant broke. Each is a bug to report.",
             "short",
             [(reported("sum (increase(quire_allocator_quarantines_total[1h]))", "quire_allocator_pools"), "")],
             width=6,
@@ -57,7 +57,7 @@ LOSSES: Final = Row(
         ),
         Tile(
             "Disagreements about state, last hour",
-            "Times that a worker and the allocator had different states of a pool. Each is a defect to report.",
+            "Times that a worker and the allocator had different states of a pool. Each is a bug to report.",
             "short",
             [
                 (
@@ -97,7 +97,10 @@ COURSE: Final = Row(
     [
         Plot(
             "Sessions of workers",
-            "1 while a worker has its session. A gap is an allocator that was away; texts go on meanwhile.",
+            (
+                "1 while a worker has its session. A gap means that the allocator was away; running texts continue "
+                "meanwhile."
+            ),
             "short",
             [(f"quire_worker_allocator_connected{{{WORKER}}}", "{{instance}}")],
             largest=1,
@@ -105,7 +108,7 @@ COURSE: Final = Row(
         ),
         Plot(
             "Time of a recovery, mean",
-            "From asking an owner for its report to the pool made of it.",
+            "Time from asking an owner for its report to the rebuilt pool.",
             "s",
             [
                 (
@@ -123,7 +126,7 @@ COURSE: Final = Row(
         ),
         Plot(
             "Pools and sessions",
-            "Pools attached, sessions by kind of owner, and pools that nobody may attach for now.",
+            "Pools attached, sessions by kind of owner, and pools that cannot be attached for now.",
             "short",
             [
                 ("quire_allocator_pools", "{{instance}} pools"),

@@ -83,17 +83,15 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         calls = self._calls
         if method.startswith(_HEALTH):
             calls = self._health_watches if method.endswith("/Watch") else self._health
-        kind = (handler.request_streaming, handler.response_streaming)
-        behavior, make = {
-            (False, False): (_answering, grpc.stream_unary_rpc_method_handler),
-            (False, True): (_streaming, grpc.stream_stream_rpc_method_handler),
-            (True, True): (_conversing, grpc.stream_stream_rpc_method_handler),
-        }[kind]
+        is_unary = not handler.response_streaming
+        behavior = _answering if is_unary else _conversing if handler.request_streaming else _streaming
         behave = behavior(calls, handler)
         if traced := trace_context.read(handler_call_details.invocation_metadata or ()):
-            behave = self._in_trace(behave, traced, method, is_unary=kind == (False, False))
-        serializer = handler.response_serializer if handler.response_streaming else None  # `_answering` has serialized
-        return make(_forgetting(behave), handler.request_deserializer, serializer)
+            behave = self._in_trace(behave, traced, method, is_unary=is_unary)
+        behave = _forgetting(behave)
+        if is_unary:  # Its answer is already bytes.
+            return grpc.stream_unary_rpc_method_handler(behave, handler.request_deserializer)
+        return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
 
     def _in_trace(self, behave: Behavior, parent: Metadata, method: str, *, is_unary: bool) -> Behavior:
         """Returns a handler that runs inside its caller's trace. A unary call gets a span; streams record their own."""

@@ -211,7 +211,8 @@ images-lint: $(READY) ## lint every Dockerfile with hadolint; needs no Docker
 down: ## stop them and drop their volumes
 	docker compose down -v
 
-dashboards-check: $(READY) ## every query of every dashboard against a real Prometheus, and the questions of docs/night.md; needs prometheus
+dashboards-check: $(READY) ## types of the dashboards (needs npm), every query on a real Prometheus, and the questions of docs/night.md (needs prometheus)
+	$(BIN)/python -m scripts.dashboard_types
 	@command -v prometheus > /dev/null || echo "not run: make dashboards-check, because Prometheus is not installed"
 	@! command -v prometheus > /dev/null || $(BIN)/python -m pytest -m dashboards tests/e2e/test_live_dashboards.py
 

@@ -163,8 +163,8 @@ class Side:
             await self._answers.complete.wait()
         self._taken_s += time.perf_counter() - started
         for request in self._requests:
-            while not request.deliveries.empty():
-                delivery = request.deliveries.get_nowait()
+            while not request.output.deliveries.empty():
+                delivery = request.output.deliveries.get_nowait()
                 if isinstance(delivery, QuireError):
                     raise delivery
                 self._left -= len(delivery.token_ids)

@@ -27,8 +27,10 @@ from quire_allocator.metrics.collector import AllocatorCollector
 from quire_allocator.metrics.counters import Counters
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry
+from quire_worker.engine import Engine
 from quire_worker.process.options import parse_arguments
 from quire_worker.process.server import build_engine, load
+from quire_worker.process.vllm_metrics import VllmCollector
 from quire_worker.process.worker_metrics import WorkerCollector
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +45,7 @@ Every server on Linux also has the `process_*` series of Prometheus' Python clie
 ALLOCATOR_NOTES = """
 Series name only the namespaces of `--metrics-namespaces NAME,...` (at most 20); all others together are `other`.
 
-An allocator follows one block in 64 by its digest, in small pools more, and estimates from these why prompts missed:
+An allocator follows one block in 64 by its digest, or all if it saw few, and estimates from these why prompts missed:
 
 | outcome | the tokens were | what to do |
 | --- | --- | --- |
@@ -62,20 +64,22 @@ Pools without full attention have none of these series.
 
 def collectors() -> dict[str, Collector]:
     """Returns the collectors by the title of their table."""
+    worker = asyncio.run(unconnected_worker())
     return {
         "Every server": BuildCollector({}, ""),
         "Allocator": AllocatorCollector(Directory(lease_s=limits.LEASE_S, pools_max=limits.POOLS_MAX), Counters()),
-        "Worker": asyncio.run(worker_collector()),
+        "Worker": WorkerCollector(worker),
+        "Worker, with --vllm-metrics": VllmCollector(worker, "", None),
         "Gateway": GatewayCollector(Telemetry(), Fleet([], [])),
     }
 
 
-async def worker_collector() -> Collector:
-    """Returns the collector of a worker that is not connected."""
+async def unconnected_worker() -> Engine:
+    """Returns the engine of a worker that is not connected."""
     options = parse_arguments(["--model", str(ROOT / "models" / "demo"), "--blocks", "16"])
     loaded = load(options)
     spec = PoolSpec(block_count=loaded.cache.block_count, groups=loaded.cache.spec.groups)
-    return WorkerCollector(build_engine(options, loaded, AsyncAllocator(options.allocator).session("reference", spec)))
+    return build_engine(options, loaded, AsyncAllocator(options.allocator).session("reference", spec))
 
 
 def name_of(family: Metric) -> str:

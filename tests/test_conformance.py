@@ -24,6 +24,8 @@ NOT_RECORDED = {
     "GrowPhase.priorities": "an owner's own",
     "GrowPhase.defer_token_counts": "likewise",
     "GrowPhase.returns": "likewise",
+    "FreePhase.keep_ms": "a wish, which changes no reply of the same session but by time",
+    "FreePhase.keep_token_counts": "likewise",
     "Removed.is_cut": "a step with more than 8,192 digests",
 }
 

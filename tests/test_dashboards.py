@@ -51,7 +51,8 @@ def test_every_documented_series_is_on_a_panel() -> None:
     for path in PATHS:
         drawn |= series_in(target["expr"] for panel in panels_of(board_at(path)) for target in panel.get("targets", []))
     families = {HISTOGRAM_SUFFIX.sub("", name) for name in drawn} | drawn
-    documented_names = {name for table in documented().values() for name in table}
+    names = {name for table in documented().values() for name in table}
+    documented_names = {name for name in names if not name.startswith("vllm:")}  # for dashboards made for vLLM
     assert len(documented_names) > 70
     assert documented_names - families == set()
 

@@ -18,6 +18,7 @@ from quire._serving.server import Server, add_arguments
 from quire.errors import UsageError
 
 from quire_allocator import limits
+from quire_allocator.core.blocks import KEPT_SHARE
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.collector import AllocatorCollector
 from quire_allocator.metrics.counters import Counters
@@ -53,6 +54,13 @@ def make_parser() -> Parser:
         " (default: %(default)g)",
     )
     parser.add_argument(
+        "--kept-share",
+        type=_share,
+        default=KEPT_SHARE,
+        metavar="SHARE",
+        help="share of each pool that the requests of one namespace may ask to keep, 0 to 1 (default: %(default)g)",
+    )
+    parser.add_argument(
         "--metrics-namespaces",
         type=_names,
         default=(),
@@ -66,6 +74,14 @@ def make_parser() -> Parser:
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
     )
     return parser
+
+
+def _share(text: str) -> float:
+    """Returns a share of a pool."""
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"it is a share from 0 to 1, not {text}")
+    return share
 
 
 def _names(text: str) -> frozenset[str]:
@@ -88,7 +104,7 @@ async def serve(options: argparse.Namespace) -> None:
     """
     stop = stop_event()
     server = Server(options, service_name="quire.v1.AllocatorService")
-    directory = Directory(lease_s=options.lease, pools_max=limits.POOLS_MAX)
+    directory = Directory(lease_s=options.lease, pools_max=limits.POOLS_MAX, kept_share=options.kept_share)
     counters = Counters(options.metrics_namespaces)
     service = AllocatorService(
         directory, counters, check_invariants=options.check_invariants, authorize=server.authorize

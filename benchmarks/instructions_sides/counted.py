@@ -183,6 +183,8 @@ def metrics_operations() -> list[Counted]:
         opened.allocate(i, 1 + i % BLOCK_TOKENS)
     function, arguments = observed(opened)
     function(*arguments)  # The first call creates the metric's samples.
+    assert counters.sample is not None
+    counters.sample._follow(counters.sample._first_least)  # as in a pool that has seen many blocks
     new = [StepBuilder().allocate(500 + i, PROMPT_TOKENS + 1, own) for i, own in enumerate(prompts(1))]
     fresh = [observed(builder) for builder in new]
     for step in range(1, BLOCK_TOKENS + 1):

@@ -12,8 +12,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any, Final
 
+from quire._trace_context import NO_TRACE, carry
 from quire.errors import QuireError, Reason
 
 RENEWALS_PER_LEASE: Final = 3
@@ -50,7 +52,10 @@ class KeptByTask:
     """Renews a lease from a task of the running event loop. Arguments are those of `KeptByThread`."""
 
     def __init__(self, session: Any, lease_ms: int) -> None:
-        self._task = asyncio.create_task(_renew_async(weakref.ref(session), lease_ms / 1000 / RENEWALS_PER_LEASE))
+        context = copy_context()
+        context.run(carry, NO_TRACE)  # Renewals are no part of the request that began the lease.
+        renewing = _renew_async(weakref.ref(session), lease_ms / 1000 / RENEWALS_PER_LEASE)
+        self._task = asyncio.create_task(renewing, context=context)
 
     def stop(self) -> None:
         """Ends renewing. The loop may be closed already."""

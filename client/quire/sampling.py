@@ -137,6 +137,21 @@ class Usage:
     unshared_block_count: int  # blocks that the samples would have needed without sharing
     preemption_count: int
     sample_token_count_max: int = 0  # `max_tokens`, or the room that the prompt left. 0 if the worker does not say.
+    cache_write_token_count: int = 0  # prompt tokens that were written to the cache
+
+
+@dataclass(frozen=True, slots=True)
+class CachePolicy:
+    """A wish to keep a request's prefix cached. It orders eviction and holds no memory.
+
+    Attributes:
+        keep_s: seconds from the end of the request, up to a day; 0 keeps it like any other.
+        breakpoints: rising token counts of the prompt, at most 4; what is behind the last one is not kept. Empty keeps
+            the prompt and its answer.
+    """
+
+    keep_s: float = 0.0
+    breakpoints: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.routing import APIRoute
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from quire._serving.metrics import keeping_colons
 from starlette.exceptions import HTTPException
 
 from quire_gateway import asks, listing, relay, replies, texts
@@ -140,8 +142,9 @@ def _serve_operators(app: FastAPI, fleet: Fleet, telemetry: Telemetry, registry:
     """Adds the endpoints for operators, which show all callers. The gate demands the operator's token."""
 
     @got(app, "/metrics", PlainTextResponse)
-    async def metrics(_: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        write, kind = choose_encoder(keeping_colons(request.headers.get("accept", "")))
+        return Response(write(registry), media_type=kind)
 
     @got(app, "/requests")
     async def requests(_: Request) -> Response:

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 from quire.sampling import SamplingOptions
 
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.cache_wishes import Wish, wish_of
 from quire_gateway.calls.tools import Choice, Tools, tools_of
 from quire_gateway.conversations import Chat, chat_of
 from quire_gateway.failures import PROMPT, invalid, unsupported
@@ -98,6 +99,7 @@ class Ask(NamedTuple):
         cache_salt: only requests with the same salt share prefixes.
         prompt_tokens_max: tokens kept at the end of a prompt; 0 for as many as fit, None for all.
         logprob_tellings: how many times an answer sends its logprobs. If more than once, a stream keeps them.
+        wish: how long its prefix should stay cached.
     """
 
     model: str | None
@@ -122,6 +124,7 @@ class Ask(NamedTuple):
     cache_salt: str = ""
     is_cut_to_fit: bool = False
     logprob_tellings: int = 1
+    wish: Wish = Wish()
 
     @property
     def prompt_param(self) -> str:
@@ -178,7 +181,7 @@ def of_chat(body: ChatBody) -> Ask:
     }
     max_tokens = body.max_completion_tokens or body.max_tokens
     ask = _ask(body, (chat,), max_tokens, top, names, tells_reasoning=body.include_reasoning is not False)
-    return _with_tools(ask, tools)
+    return _with_tools(ask._replace(wish=wish_of(body)), tools)
 
 
 def _with_tools(ask: Ask, tools: Tools | None) -> Ask:

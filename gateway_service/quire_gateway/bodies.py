@@ -247,7 +247,7 @@ class ChatBody(Body):
     echo: Flag | None = None
     include_reasoning: Flag | None = None
     moderation: dict[str, Any] | None = None
-    prompt_cache_options: dict[str, Any] | None = None  # accepted, not used: they change no answer
-    prompt_cache_retention: str | None = None  # accepted, not used
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None  # accepted, not used: prefixes are found by their tokens
     safety_identifier: str | None = None  # accepted, not used: the key identifies the caller

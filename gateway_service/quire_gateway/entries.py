@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from quire._serving.tracing import Attributes
+
+_OPERATIONS: Final = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+}  # in the words of OpenTelemetry's GenAI conventions
 
 
 @dataclass(slots=True, eq=False)
@@ -60,4 +68,26 @@ class Entry:
             "total_s": round(now_s - self.came_s, 4),
             "finish": self.finish[:128],
             "retries": self.retry_count,
+        }
+
+    def span_attributes(self, status: int) -> Attributes:
+        """Returns the attributes of its span, with the names of OpenTelemetry's conventions where they have one."""
+        has_tokens = bool(self.prompt_tokens or self.output_tokens)
+        return {
+            "http.request.method": "POST",
+            "http.response.status_code": status or None,  # 0: its caller left before an answer began.
+            "gen_ai.operation.name": _OPERATIONS.get(self.route),
+            "gen_ai.provider.name": "quire",
+            "gen_ai.request.model": self.model,
+            "gen_ai.response.id": self.request_id,
+            "gen_ai.response.finish_reasons": self.finish[:128],
+            "gen_ai.response.time_to_first_chunk": self.first_token_s,
+            "gen_ai.usage.input_tokens": self.prompt_tokens if has_tokens else None,
+            "gen_ai.usage.output_tokens": self.output_tokens if has_tokens else None,
+            "gen_ai.usage.cache_read.input_tokens": self.cached_tokens if has_tokens else None,
+            "quire.request.id": self.request_id,
+            "quire.namespace": self.namespace,
+            "quire.key": self.key,
+            "quire.retries": self.retry_count,
+            "error.type": self.error,
         }

@@ -15,8 +15,10 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 import structlog
+from quire import _trace_context as trace_context
 from quire._serving.bearer import is_bearer_of
 from quire._serving.request_log import SILENT, RequestLog
+from quire._serving.tracing import OFF, Open, Tracing
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -70,6 +72,7 @@ class Gate:
         body_bytes_max: the largest body of a request, in bytes.
         in_flight_max: the most requests in flight. With several namespaces, each has its share.
         request_log: takes a line for each request when it ends.
+        tracing: takes a span of each request.
 
     Attributes:
         is_draining: whether new work is refused.
@@ -87,12 +90,13 @@ class Gate:
         body_bytes_max: int,
         in_flight_max: int,
         request_log: RequestLog = SILENT,
+        tracing: Tracing = OFF,
     ) -> None:
         self._app = app
         self._telemetry = telemetry
         self._keys = keys
         self._limits = KeyLimits()
-        self._log = request_log
+        self._log, self._tracing = request_log, tracing
         self._operator_token = operator_token
         self._names = names
         self._body_bytes_max = body_bytes_max
@@ -123,7 +127,7 @@ class Gate:
         headers = dict(scope["headers"])  # The last value of a repeated name remains.
         given_id = headers.get(b"x-request-id", b"")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex.encode()
-        answer, entry, is_work = _Answer(send, request_id), None, _is_work(scope["path"])
+        answer, entry, span, is_work = _Answer(send, request_id), None, None, _is_work(scope["path"])
         try:
             self._check_name(scope, headers)
             key = self._key(scope["path"], headers)
@@ -136,6 +140,7 @@ class Gate:
                 name = "" if key is None else key.name
                 entry = Entry(request_id.decode(), name, namespace, scope["path"], started_s)
                 state["entry"] = entry
+                span = self._begin(scope)
                 await self._work(scope, receive, answer, headers, key)
             else:
                 await self._app(scope, receive, answer)
@@ -153,11 +158,26 @@ class Gate:
             self._telemetry.answers[_route(scope["path"]), answer.status] += 1
             if is_work:
                 self._telemetry.whole.observe(time.monotonic() - started_s)
-            if entry is not None:
+            if entry is not None and span is not None:
                 entry.error = entry.error or answer.error
-                self._telemetry.note(entry)
-                values = entry.values(time.monotonic())
-                self._log.ended(entry.request_id, error=entry.error, status=answer.status, **values)
+                self._note_end(entry, span, answer.status)
+
+    def _begin(self, scope: Scope) -> Open:
+        """Begins the span of a request, inside the trace of its caller. Calls of workers then belong to it."""
+        span = self._tracing.begin(f"POST {_route(scope['path'])}", trace_context.read(scope["headers"]))
+        trace_context.carry(span.context)
+        return span
+
+    def _note_end(self, entry: Entry, span: Open, status: int) -> None:
+        """Counts and logs a request that ended, and ends its span."""
+        now_s, trace_id = time.monotonic(), span.trace_id
+        self._telemetry.note(entry)
+        self._telemetry.whole.exemplify(now_s - entry.came_s, entry.request_id, trace_id)
+        if entry.first_token_s is not None:
+            self._telemetry.first_token.exemplify(entry.first_token_s, entry.request_id, trace_id)
+        values = entry.values(now_s) | ({"trace_id": trace_id} if trace_id else {})
+        self._log.ended(entry.request_id, error=entry.error, status=status, **values)
+        span.end({"http.route": _route(entry.route), **entry.span_attributes(status)})
 
     async def _work(
         self, scope: Scope, receive: Receive, answer: _Answer, headers: dict[bytes, bytes], key: ApiKey | None

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from quire._serving import request_log
+from quire._serving import request_log, tracing
 from quire._serving.command_line import Parser
 
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
@@ -107,6 +107,7 @@ def make_parser() -> Parser:
     _add_notations(parser)
     _add_limits(parser)
     request_log.add_argument(parser)
+    tracing.add_argument(parser)
     parser.add_argument("--ready-file", help="once serving, write the address and the pid to this file as JSON")
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"

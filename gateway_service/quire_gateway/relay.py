@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, Final, NamedTuple, cast
 
 import structlog
 from quire import AsyncBranch
 from quire.errors import QuireError, Reason
-from quire.sampling import Chunk, SamplingOptions
+from quire.sampling import CachePolicy, Chunk, SamplingOptions
 from quire.streams import AsyncChunkStream
 
 from quire_gateway.answer_sizes import VALUE_BYTES, bounded, bytes_of, told_bytes_of
 from quire_gateway.asks import Ask, with_defaults
 from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_behind_reasoning, ends_in_reasoning, plan_of
 from quire_gateway.continuing import Said, continued
+from quire_gateway.conversations import Chat
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, full_of_answers, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
@@ -65,6 +66,7 @@ class Call(NamedTuple):
         as_split: the prompts as the tokenizer splits them. A prompt that continues an answer has other `tokens`.
         plan: how its answers are read; None where they are plain text.
         held: the branch that is continued. Its one prompt here is empty, because the worker has the tokens.
+        cache: what the worker is told about the cache.
     """
 
     ask: Ask
@@ -77,6 +79,7 @@ class Call(NamedTuple):
     as_split: tuple[tuple[int, ...], ...] = ()
     plan: Plan | None = None
     held: Held | None = None
+    cache: CachePolicy | None = None
 
 
 async def prepare(
@@ -121,12 +124,33 @@ async def prepare(
             code="context_length_exceeded",
         )
     call = Call(bounded(ask, tokens), model, tokens, namespace, request_id, timeout_s, entry, as_split)
+    if ask.wish.keep_ms:
+        call = call._replace(cache=await _policy(fleet, call, special))
     return call if ask.tells_reasoning is None else await _planned(fleet, call)
 
 
 async def _behind(fleet: Fleet, model: Model, tokens: Sequence[int], place: int) -> list[bytes]:
     """Returns the bytes of a text's tokens from this place on."""
     return await Speller(fleet, model, tokens[:place], keeps_special=True).texts(tokens[place:]) if tokens else []
+
+
+async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) -> CachePolicy:
+    """Returns what the worker is told about the cache. A breakpoint is where the marked messages end in the prompt.
+
+    Where the template does not render the marked messages alone, the whole prompt is meant.
+    """
+    ask, prompt = call.ask, call.ask.prompts[0]
+    keep_s, count = ask.wish.keep_ms / 1e3, ask.wish.message_count
+    if count is None or not isinstance(prompt, Chat):
+        return CachePolicy(keep_s)
+    tokens = call.tokens[0]
+    if count < len(prompt.messages):
+        marked = prompt._replace(messages=prompt.messages[:count], with_generation_prompt=False, continues_final=False)
+        with suppress(ApiError):
+            alone = await tokens_of(fleet, call.model, marked, ask.names, **special)
+            common = next((n for n, (a, b) in enumerate(zip(alone, tokens, strict=False)) if a != b), len(alone))
+            tokens = tokens[:common]
+    return CachePolicy(keep_s, (len(tokens),)) if tokens else CachePolicy()
 
 
 async def _planned(fleet: Fleet, call: Call) -> Call:
@@ -254,6 +278,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
                 tokens,
                 namespace=call.namespace,
                 cache_salt=ask.cache_salt,
+                cache=call.cache,
                 adapter=call.model.adapter,
                 request_id=request_id,
                 timeout_s=call.timeout_s,

@@ -26,6 +26,7 @@ class Taken(NamedTuple):
     cached_token_count: int = 0
     output_token_count: int = 0
     reasoning_token_count: int | None = None  # a part of the output tokens; None if unknown
+    written_token_count: int = 0  # prompt tokens that were written to the cache
 
     def plus(self, usage: Usage) -> Taken:
         """Returns the sum with the usage of one more prompt."""
@@ -34,13 +35,17 @@ class Taken(NamedTuple):
             self.cached_token_count + usage.cached_token_count,
             self.output_token_count + usage.output_token_count,
             self.reasoning_token_count,
+            self.written_token_count + usage.cache_write_token_count,
         )
 
     def as_json(self) -> dict[str, Any]:
         """Returns `usage` in OpenAI's form."""
         usage: dict[str, Any] = {
             **self.so_far(),
-            "prompt_tokens_details": {"cached_tokens": self.cached_token_count},
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_token_count,
+                "cache_write_tokens": self.written_token_count,
+            },
         }
         if self.reasoning_token_count is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_token_count}

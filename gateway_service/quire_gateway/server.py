@@ -38,6 +38,7 @@ from quire._serving.process import (
 from quire._serving.process_series import registry_of
 from quire._serving.request_log import RequestLog
 from quire._serving.tls import ServerTls
+from quire._serving.tracing import tracing_of
 from quire._transport.address import is_local, is_unix, require_free, resolve
 from quire.errors import UsageError
 from quire.tls import tls_of
@@ -148,6 +149,7 @@ async def serve(options: argparse.Namespace) -> None:
         UsageError: an address is unsafe or taken, or a file is unusable.
     """
     token, keys, tls = check(options)
+    tracing = tracing_of(options, "gateway")
     key_file: KeyFile | None = None
     stop = stop_event(lambda: None if key_file is None else key_file.read())
     to_workers = tls_of(options.worker_ca, options.worker_cert, options.worker_key, "--worker-ca")
@@ -183,6 +185,7 @@ async def serve(options: argparse.Namespace) -> None:
             body_bytes_max=options.body_bytes_max,
             in_flight_max=options.in_flight_max,
             request_log=RequestLog(options.log_requests),
+            tracing=tracing,
         )
         if options.api_keys is not None:
             key_file = KeyFile(options.api_keys, gate.take_keys)
@@ -202,6 +205,7 @@ async def serve(options: argparse.Namespace) -> None:
         server.should_exit = True
         await serving
         await fleet.close()
+        await asyncio.to_thread(tracing.close)
         stopping.cancel()
         looking.cancel()
         log.info("stopped")

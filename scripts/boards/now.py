@@ -18,6 +18,7 @@ from scripts.boards.parts import (
     Plot,
     Row,
     Tile,
+    faults,
     or_idle,
     quantiles,
     reported,
@@ -34,23 +35,17 @@ _FIRST_TOKEN: Final = f"quire_worker_time_to_first_token_seconds_bucket{{{WORKER
 TILES: Final = Row(
     "At this moment",
     [
-        Tile(
+        faults(
             "Processes down",
             "Allocators, workers and gateways whose last scrape failed. They are gone, hang, or refuse the scrape.",
-            "short",
-            [(f"sum ((up{{{SERVICES}}} == bool 0))", "")],
-            width=4,
+            f"sum ((up{{{SERVICES}}} == bool 0))",
             runbook="QuireProcessDown",
-            steps=((0, GREEN), (1, RED)),
             absent="no Prometheus",
         ),
-        Tile(
+        faults(
             "Alerts that fire",
             "Alerts of Quire that fire now; Alertmanager lists them.",
-            "short",
-            [(f"count ({_ALERTS}) or (0 * count (up{{{SERVICES}}}))", "")],
-            width=4,
-            steps=((0, GREEN), (1, RED)),
+            f"count ({_ALERTS}) or (0 * count (up{{{SERVICES}}}))",
             absent="no Prometheus",
         ),
         Tile(
@@ -147,14 +142,11 @@ TILES: Final = Row(
             width=4,
             absent="no worker",
         ),
-        Tile(
+        faults(
             "Pools refused",
             "Pools whose invariants broke three times in ten minutes. Their owners cannot attach.",
-            "short",
-            [("sum (quire_allocator_refused_pools)", "")],
-            width=4,
+            "sum (quire_allocator_refused_pools)",
             runbook="QuirePoolRefused",
-            steps=((0, GREEN), (1, RED)),
             absent="no allocator",
         ),
         Tile(

@@ -65,6 +65,12 @@ class Tile(Panel):
     shows_names: bool = False
 
 
+def faults(title: str, says: str, query: str, *, absent: str, width: int = 4, runbook: str = "") -> Tile:
+    """Returns a tile that counts faults: green at 0, red from 1 on."""
+    steps = ((0, GREEN), (1, RED))
+    return Tile(title, says, "short", [(query, "")], width=width, runbook=runbook, steps=steps, absent=absent)
+
+
 @dataclass(frozen=True, slots=True)
 class Plot(Panel):
     """Series over time, with a table of last and largest values as the legend.

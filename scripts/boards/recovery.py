@@ -16,6 +16,7 @@ from scripts.boards.parts import (
     Plot,
     Row,
     Tile,
+    faults,
     reported,
 )  # fmt: skip
 
@@ -45,32 +46,23 @@ LOSSES: Final = Row(
             steps=((0, GREEN), (1, ORANGE), (3, RED)),
             absent="no allocator",
         ),
-        Tile(
+        faults(
             "Quarantines, last hour",
             "Pools that were stopped because an invariant broke. Each is a defect to report.",
-            "short",
-            [(reported("sum (increase(quire_allocator_quarantines_total[1h]))", "quire_allocator_pools"), "")],
+            reported("sum (increase(quire_allocator_quarantines_total[1h]))", "quire_allocator_pools"),
             width=6,
             runbook="QuirePoolQuarantined",
-            steps=((0, GREEN), (1, RED)),
             absent="no allocator",
         ),
-        Tile(
+        faults(
             "Disagreements about state, last hour",
             "Times that a worker and the allocator had different states of a pool. Each is a defect to report.",
-            "short",
-            [
-                (
-                    reported(
-                        f"sum (increase(quire_worker_state_disagreements_total{{{WORKER}}}[1h]))",
-                        f"quire_worker_blocks{{{WORKER}}}",
-                    ),
-                    "",
-                )
-            ],
+            reported(
+                f"sum (increase(quire_worker_state_disagreements_total{{{WORKER}}}[1h]))",
+                f"quire_worker_blocks{{{WORKER}}}",
+            ),
             width=6,
             runbook="QuireStateDisagreement",
-            steps=((0, GREEN), (1, RED)),
             absent="no worker",
         ),
         Plot(

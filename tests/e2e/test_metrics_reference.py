@@ -13,7 +13,7 @@ from quire.local import LocalStack
 from scripts.metrics_reference import DOCUMENT, name_of, reference
 from tests.e2e.stack import DEMO
 
-ROW = re.compile(r"\| `(?P<name>\w+)` \| (?P<type>\w+) \| (?P<labels>.*?) \| (?P<meaning>.+) \|")
+ROW = re.compile(r"\| `(?P<name>[\w:]+)` \| (?P<type>\w+) \| (?P<labels>.*?) \| (?P<meaning>.+) \|")
 Row = tuple[str, frozenset[str], str]  # type, labels, meaning
 
 
@@ -50,7 +50,9 @@ def test_the_document_is_what_the_code_says() -> None:
 @pytest.mark.timeout(180)
 def test_every_series_of_a_live_scrape_is_documented_and_every_documented_one_is_scraped() -> None:
     tables = documented()
-    with LocalStack(DEMO, gateway_listen="127.0.0.1:0", drain_timeout_s=5) as stack:
+    tables["Worker"] |= tables.pop("Worker, with --vllm-metrics")
+    options = ["--vllm-metrics"]
+    with LocalStack(DEMO, gateway_listen="127.0.0.1:0", worker_arguments=options, drain_timeout_s=5) as stack:
         assert stack.allocator is not None
         assert stack.worker is not None
         with Client(stack.worker_address) as client:

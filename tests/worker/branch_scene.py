@@ -29,12 +29,12 @@ async def generate(branches: Branches, branch: Branch, max_tokens: int, **sampli
     """Continues a branch to the end, as the service does."""
     tokens: tuple[int, ...] = ()
     async with branches.generating(branch, SamplingParams(max_tokens, **sampling), "") as request:
-        while not request.is_read:
-            delivery = await asyncio.wait_for(request.deliveries.get(), 30)
+        while not request.output.is_read:
+            delivery = await asyncio.wait_for(request.output.deliveries.get(), 30)
             if isinstance(delivery, QuireError):
                 raise delivery
             tokens += delivery.token_ids
-            request.is_read = delivery.is_last
+            request.output.is_read = delivery.is_last
     return tokens
 
 

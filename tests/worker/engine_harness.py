@@ -29,7 +29,8 @@ from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.packed_logprobs import PackedLogprobs
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.drafts import Drafting
-from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
+from quire_worker.scheduling.output import STREAM_INTERVAL_S, FinishReason
+from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.speculation.drafter import Drafter
 from quire_worker.speculation.lookup import Proposals

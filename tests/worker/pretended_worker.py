@@ -6,7 +6,6 @@ and the right text of every sample is known in advance.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import random
@@ -25,8 +24,9 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.wire import step_apply, step_checks
 from quire_worker.encoding import step_of
 from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.output import FinishReason
 from quire_worker.scheduling.plan import Batch, Plan, Work
-from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.scheduling.swap import pages_to_restore
 
@@ -147,9 +147,7 @@ class PretendedWorker:
         self._request_count += 1
         root = hashlib.sha256(namespace.encode()).digest()
         params = SamplingParams(**sampling)
-        request = Request(
-            self._request_count, "", prompt, params, namespace, root, arrived_s, deliveries=asyncio.Queue()
-        )
+        request = Request(self._request_count, "", prompt, params, namespace, root, arrived_s)
         request.priority, request.deadline_s = priority, deadline_s
         request.samples = [Sample(request, i, list(prompt), None, None) for i in range(params.n)]
         self.scheduler.roster.add(request.samples[0])

@@ -75,7 +75,7 @@ def serve(model: PagedModel) -> None:
         rows = dice.choice([1, 2, 3, 17])
         params = [SamplingParams(temperature=dice.choice([0.0, 1.0]), top_k=dice.choice([0, 5])) for _ in range(rows)]
         logits = torch.zeros(rows, model.vocab_size)
-        sample(logits, params, [new_generator(1, row) for row in range(rows)], model.attention.choose)
+        sample(logits, params, [new_generator(1, row) for row in range(rows)], model.attention.choose_tokens)
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 from quire_worker.process.server import parse_arguments
-from quire_worker.scheduling.request import FinishReason, Request
+from quire_worker.scheduling.output import FinishReason
+from quire_worker.scheduling.request import Request
 
 from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
 

@@ -13,7 +13,8 @@ import torch
 from quire_worker.sampling.beam_search import BeamSearch, Hypothesis, Rule, row_count
 from quire_worker.sampling.logprobs import likeliest
 from quire_worker.sampling.params import EarlyStopping, SamplingParams
-from quire_worker.scheduling.request import FinishReason, Sample
+from quire_worker.scheduling.output import FinishReason
+from quire_worker.scheduling.request import Sample
 
 from tests.worker.engine_harness import BLOCK_SIZE, Output, prompt, reference_model, running
 from tests.worker.state_models import STATE_FAMILIES, write_with_states

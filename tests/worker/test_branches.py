@@ -11,7 +11,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire_worker.calls.branches import Branches
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.scheduling.request import Delivery
+from quire_worker.scheduling.output import Delivery
 
 from tests.worker.branch_scene import (
     count_tokens,
@@ -171,7 +171,7 @@ async def test_a_call_that_is_cancelled_leaves_the_branch_as_it_was(llama: Path)
         branches = Branches(harness.engine)
         root = await root_of(branches, tokens)
         async with branches.generating(root, SamplingParams(max_tokens=50, ignore_eos=True), "") as request:
-            first = await request.deliveries.get()
+            first = await request.output.deliveries.get()
             assert isinstance(first, Delivery)
         assert root.tokens == tokens
         scoring = asyncio.create_task(branches.score(root, [prompt(30, seed=i) for i in range(9)], ""))
@@ -242,8 +242,8 @@ async def test_usage_counts_blocks_once_whenever_room_ahead_is_given_back(llama:
                     sampling = SamplingParams(12, ignore_eos=True, allowed_token_ids=(7,), stop_token_ids=(stops_at,))
                     before = -(-(len(root.tokens) - 1) // BLOCK_SIZE)
                     async with branches.generating(root, sampling, "") as request:
-                        while not request.is_read:
-                            request.is_read = (await request.deliveries.get()).is_last  # type: ignore[union-attr]
+                        while not request.output.is_read:
+                            request.output.is_read = (await request.output.deliveries.get()).is_last  # type: ignore[union-attr]
                         if is_settled:
                             await harness.free_block_count()  # waits for the step that gives room back
                         found.append(before + request.usage.granted_block_count)

@@ -17,8 +17,8 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.execution import layouts, runner
 from quire_worker.execution.sizing import PoolMemory
 from quire_worker.model.paged_model import PagedModel
+from quire_worker.scheduling.output import FinishReason
 from quire_worker.scheduling.plan import Plan, Round, Work
-from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
 
 from tests.worker.engine_harness import BLOCK_SIZE, prompt, reference_text, running

@@ -165,7 +165,7 @@ async def test_a_token_that_gives_nan_in_the_middle_of_a_text_ends_it_there(heal
         company = Company(harness, healthy)
         request = harness.submit(victim, max_tokens=30, ignore_eos=True, n=2)
         seen: list[int] = []
-        while not isinstance(delivery := await request.deliveries.get(), QuireError):
+        while not isinstance(delivery := await request.output.deliveries.get(), QuireError):
             seen += delivery.token_ids if delivery.sample == 0 else ()
         assert delivery.reason is Reason.MODEL_FAILED
         assert tuple(seen) == text[: place + 1]

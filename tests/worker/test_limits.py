@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 import pytest
 from quire.errors import Reason
-from quire.protocol.limits import NAMESPACE_BYTES_MAX, PRIORITY_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.limits import KEEP_MS_MAX, NAMESPACE_BYTES_MAX, PRIORITY_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
+from quire_worker.calls.checks import BREAKPOINTS_MAX
 from quire_worker.calls.texts import TEXT_BYTES_MAX
 from quire_worker.sampling import params
 from quire_worker.sampling.params import (
@@ -76,6 +77,21 @@ CASES: dict[str, Case] = {
         Reason.MALFORMED,
     ),
     "priority": (request(priority=PRIORITY_MAX), request(priority=PRIORITY_MAX + 1), Reason.BAD_PARAMETER),
+    "time to keep": (
+        request(cache=pb.CachePolicy(keep_ms=KEEP_MS_MAX)),
+        request(cache=pb.CachePolicy(keep_ms=KEEP_MS_MAX + 1)),
+        Reason.BAD_PARAMETER,
+    ),
+    "breakpoints": (
+        request(cache=pb.CachePolicy(breakpoints=range(1, BREAKPOINTS_MAX + 1))),
+        request(cache=pb.CachePolicy(breakpoints=range(1, BREAKPOINTS_MAX + 2))),
+        Reason.BAD_PARAMETER,
+    ),
+    "rising breakpoints": (
+        request(cache=pb.CachePolicy(breakpoints=[1, 2])),
+        request(cache=pb.CachePolicy(breakpoints=[2, 2])),
+        Reason.BAD_PARAMETER,
+    ),
     "low priority": (request(priority=-PRIORITY_MAX), request(priority=-PRIORITY_MAX - 1), Reason.BAD_PARAMETER),
     "prompt": (
         request(tokens=prompt(POOL_TOKENS - 1)),  # leaves room for one generated token

@@ -15,7 +15,8 @@ from quire_worker.requests.outbox import Outbox
 from quire_worker.requests.unread import DELIVERY_BYTES, PLACE_BYTES, TOKEN_BYTES, VALUE_BYTES
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
+from quire_worker.scheduling.output import Delivery, FinishReason
+from quire_worker.scheduling.request import Request, Sample
 
 NEVER_S = 1e6  # longer than any test
 TEXT = "for name in names:"
@@ -44,7 +45,7 @@ async def taken(request: Request) -> list[Any]:
     """Waits until the event loop is idle, and returns the contents of the request's queue."""
     for _ in range(3):
         await asyncio.sleep(0)
-    return [request.deliveries.get_nowait() for _ in range(request.deliveries.qsize())]
+    return [request.output.deliveries.get_nowait() for _ in range(request.output.deliveries.qsize())]
 
 
 async def test_the_first_token_comes_at_once_and_the_others_with_the_end_as_one_text(tokenizer: Tokenizer) -> None:
@@ -76,7 +77,7 @@ async def test_without_an_interval_every_token_is_a_message(tokenizer: Tokenizer
 async def test_who_wants_fewer_messages_gets_the_first_token_and_the_rest_with_the_end(tokenizer: Tokenizer) -> None:
     """The longer of the request's and the worker's interval counts; other requests keep the worker's interval."""
     patient, other, outbox = request_of(tokenizer), request_of(tokenizer), Outbox(0, no_failure)
-    patient.interval_s = NEVER_S
+    patient.output.interval_s = NEVER_S
     tokens = tokenizer.encode(TEXT)
     for token in tokens:
         for request in (patient, other):
@@ -96,7 +97,7 @@ async def test_what_waits_is_delivered_when_its_time_has_come_though_nothing_fol
         outbox.note(request.samples[0], [token])
     text = ""
     while text != TEXT:
-        text += (await asyncio.wait_for(request.deliveries.get(), 10)).text  # type: ignore[union-attr]
+        text += (await asyncio.wait_for(request.output.deliveries.get(), 10)).text  # type: ignore[union-attr]
 
 
 async def test_only_the_last_message_of_all_samples_says_so(tokenizer: Tokenizer) -> None:
@@ -172,8 +173,8 @@ async def test_the_request_that_has_most_unread_ends_and_all_of_it_is_given_back
         assert isinstance(await scene.outbox.next_delivery(reading), Delivery)
     assert scene.ended == [(idle, Reason.LIMIT)]
     assert (list(idle.prompt), idle.samples) == ([1], []), "and it keeps no text"
-    assert idle.deliveries.empty()
-    assert idle.unread_bytes == 0
+    assert idle.output.deliveries.empty()
+    assert idle.output.unread_bytes == 0
 
 
 async def test_what_is_being_written_counts_until_more_is_asked_for(tokenizer: Tokenizer) -> None:
@@ -208,16 +209,16 @@ async def test_logprobs_count_before_they_are_delivered_and_once_where_they_come
     told = [TokenLogprobs(5, -1.0, (5, 6), (-1.0, -2.0))]
     for _ in range(2):
         outbox.note_prompt(request, 0, told * 4)
-    assert request.unread_bytes == 12 * VALUE_BYTES
+    assert request.output.unread_bytes == 12 * VALUE_BYTES
     outbox.note(request.samples[0], [5], told)
-    assert request.unread_bytes == 15 * VALUE_BYTES
+    assert request.output.unread_bytes == 15 * VALUE_BYTES
     await outbox.next_delivery(request)
-    assert request.unread_bytes == request.being_read_bytes == TOKEN_UNREAD + 15 * VALUE_BYTES
+    assert request.output.unread_bytes == request.output.being_read_bytes == TOKEN_UNREAD + 15 * VALUE_BYTES
     finish(request.samples[0])
     outbox.note(request.samples[0], [])
     await outbox.next_delivery(request)
     tokens = TOKEN_BYTES + PLACE_BYTES  # the token of its prompt, and its place in the sample
-    assert request.unread_bytes == EMPTY_UNREAD + tokens, "a request that has ended keeps them"
+    assert request.output.unread_bytes == EMPTY_UNREAD + tokens, "a request that has ended keeps them"
 
 
 def test_an_interval_is_from_nothing_to_a_second(capsys: pytest.CaptureFixture[str]) -> None:

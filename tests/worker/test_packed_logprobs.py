@@ -15,7 +15,7 @@ from quire_worker.calls.generate_messages import PIECE_VALUES_MAX, pieces_of
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.packed_logprobs import PackedLogprobs
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.scheduling.request import Delivery, FinishReason
+from quire_worker.scheduling.output import Delivery, FinishReason
 
 from tests.worker.engine_harness import unpacked
 

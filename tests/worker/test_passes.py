@@ -6,7 +6,7 @@ import random
 
 import pytest
 from quire.types import GroupKind, GroupSpec
-from quire_worker.scheduling.request import FinishReason
+from quire_worker.scheduling.output import FinishReason
 
 from tests.worker.pretended_worker import PretendedWorker, numbers
 

@@ -230,8 +230,8 @@ def test_logits_of_some_tokens_are_the_bits_of_those_among_all(dtype: str, tmp_p
         Chunk(list(range(first, first + 40)), 0, [range(blocks, blocks + 4)], needs_logits=True)
         for first, blocks in ((3, 0), (50, 4), (90, 8))
     )
-    some = [last, replace(none, needs_logits=False), replace(each, is_scored=True)]
-    every = [replace(chunk, is_scored=True) for chunk in (last, none, each)]
+    some = [last, replace(none, needs_logits=False), replace(each, needs_all_logits=True)]
+    every = [replace(chunk, needs_all_logits=True) for chunk in (last, none, each)]
     of_some, of_every = (
         model.forward(build_batch(chunks, groups=model.cache_spec.groups), cache) for chunks in (some, every)
     )

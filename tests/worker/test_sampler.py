@@ -179,7 +179,7 @@ def test_a_draw_of_exactly_zero_skips_tokens_of_no_probability(monkeypatch: pyte
 
 def test_a_greedy_batch_draws_nothing(attention: PagedAttention) -> None:
     logits = random_logits(4).to(device_of(attention))
-    chosen = attention.choose(logits, [SamplingParams()] * 4, lambda: pytest.fail("nobody asked for a number"))
+    chosen = attention.choose_tokens(logits, [SamplingParams()] * 4, lambda: pytest.fail("nobody asked for a number"))
     assert chosen.tolist() == logits.argmax(1).tolist()
 
 
@@ -187,7 +187,7 @@ def test_a_number_that_rounds_to_one_still_chooses_a_token_that_is_kept(attentio
     logits = torch.full((1, VOCABULARY), -math.inf, device=device_of(attention))
     logits[0, 7:9] = 0.0
     almost_one = torch.tensor([1 - 1e-12], dtype=torch.float64)
-    assert attention.choose(logits, [SamplingParams(temperature=1.0)], lambda: almost_one).tolist() == [8]
+    assert attention.choose_tokens(logits, [SamplingParams(temperature=1.0)], lambda: almost_one).tolist() == [8]
 
 
 def test_no_rows_give_no_tokens_and_lists_of_other_length_are_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from quire.errors import QuireError, Reason
 from quire_worker.attention import CpuPagedAttention
-from quire_worker.scheduling.request import FinishReason
+from quire_worker.scheduling.output import FinishReason
 
 from tests.worker.engine_harness import Output, prompt, reference_model, running
 from tests.worker.tiny_models import write_tiny_llama

@@ -68,9 +68,9 @@ def test_who_is_let_in_is_chosen_once_for_a_step(monkeypatch: pytest.MonkeyPatch
     ready = worker.scheduler.plan_without_asking()
     assert worker.scheduler.has_to_ask(ready)
     plan = worker.scheduler.plan(ready.chosen)
-    assert plan.admitted == {second.samples[0]}
+    assert plan.to_admit == {second.samples[0]}
     assert choices == [1]
-    assert worker.scheduler.plan().admitted == {second.samples[0]}, "as it would be chosen by the plan itself"
+    assert worker.scheduler.plan().to_admit == {second.samples[0]}, "as it would be chosen by the plan itself"
     assert choices == [1, 1]
 
 

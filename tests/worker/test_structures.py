@@ -26,7 +26,7 @@ from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullEr
 from quire_worker.sampling.masks import contains
 from quire_worker.sampling.params import SamplingParams, Structure, StructureKind
 from quire_worker.sampling.sampler import Sampler, draw
-from quire_worker.scheduling.request import FinishReason
+from quire_worker.scheduling.output import FinishReason
 
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen

@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from quire._serving.metrics import keeping_colons
+from quire_worker.process.vllm_metrics import VllmCollector
 from quire_worker.process.worker_metrics import METRIC_NAMES, WorkerCollector
 from quire_worker.scheduling.plan import Work
 
@@ -65,3 +68,43 @@ async def test_a_sample_has_its_own_time_between_tokens_and_none_before_the_firs
         harness.engine.cancel(output.request)
         assert harness.engine.telemetry.inter_token_seconds.buckets()[-1][1] == 3 * 4
         assert harness.engine.telemetry.request_seconds.buckets()[-1][1] == 1
+
+
+async def test_vllms_names_have_the_numbers_of_the_worker() -> None:
+    async with running(DEMO, blocks=12) as harness:
+        loop = asyncio.get_running_loop()
+        registry = CollectorRegistry()
+        beside = VllmCollector(harness.engine, "demo", loop)
+        registry.register(WorkerCollector(harness.engine, beside))
+
+        async def scraped() -> dict[tuple[str, ...], float]:
+            write, _ = choose_encoder(keeping_colons("application/openmetrics-text;version=1.0.0;q=0.5,*/*;q=0.2"))
+            page = (await asyncio.to_thread(write, registry)).decode()
+            families = list(text_string_to_metric_families(page))
+            return {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in families
+                for sample in family.samples
+                if family.name.startswith("vllm:")
+            }
+
+        asked = [prompt(40, seed=seed) for seed in range(6)]
+        tasks = [asyncio.create_task(harness.generate(each, max_tokens=56, ignore_eos=True)) for each in asked]
+        while True:  # Two of them fit.
+            found = await scraped()
+            used = found["vllm:kv_cache_usage_perc", "0", "demo"]
+            if used and found["vllm:num_requests_waiting_by_reason", "0", "demo", "capacity"] >= 1:
+                break
+        assert used <= 1
+        assert ("vllm:num_requests_waiting_by_reason", "0", "demo", "deferred") in found
+        for output in await asyncio.gather(*tasks):
+            harness.engine.cancel(output.request)
+        while (found := await scraped())["vllm:kv_cache_usage_perc", "0", "demo"]:
+            await asyncio.sleep(0)
+    assert found["vllm:prefix_cache_queries_total", "0", "demo"] == 6 * 40
+    assert found["vllm:generation_tokens_total", "0", "demo"] == 6 * 56
+    assert found["vllm:num_preemptions_total", "0", "demo"] == harness.engine.scheduler.roster.preemption_count
+    assert found["vllm:time_to_first_token_seconds_count", "0", "demo"] == 6
+    assert found["vllm:inter_token_latency_seconds_count", "0", "demo"] == 6 * 55
+    assert found["vllm:e2e_request_latency_seconds_count", "0", "demo"] == 6
+    assert found["vllm:num_requests_waiting", "0", "demo"] == found["vllm:num_requests_running", "0", "demo"] == 0

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+from collections.abc import Callable
 
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
+from quire.session import AsyncSession
 
 from quire_worker.scheduling.plan import Plan
 
 
-class Asked(NamedTuple):
-    """A plan whose step was sent to the allocator, the task that awaits the answer, and the time of sending."""
+class Asked:
+    """A plan whose step is sent to the allocator when this is made.
 
-    plan: Plan
-    answer: asyncio.Task[StepOutcome]
-    sent_s: float
+    Attributes:
+        sent_s: when it was sent, by the engine's clock.
+        answer: the task that awaits the answer.
+    """
+
+    def __init__(self, plan: Plan, session: AsyncSession, clock: Callable[[], float]) -> None:
+        self.plan, self.sent_s = plan, clock()
+        self.answer = asyncio.create_task(self._send(session, step_of(plan), clock))
+
+    async def _send(self, session: AsyncSession, step: StepBuilder, clock: Callable[[], float]) -> StepOutcome:
+        outcome = await session.step(step)
+        answered_s = clock()
+        for sample, _, _, entering in self.plan.grows:
+            sample.request.trace.note_step(self.sent_s, answered_s, admits=entering is not None)
+        return outcome
 
 
 def step_of(plan: Plan) -> StepBuilder:
@@ -25,7 +38,8 @@ def step_of(plan: Plan) -> StepBuilder:
     for commit in plan.commits:
         step.commit(commit.sequence_id, commit.token_count, commit.digests, commit.keep_token_count)
     for sequence_id in plan.frees:
-        step.free(sequence_id)
+        keep_ms, keep_token_count = plan.keeps.get(sequence_id, (0, 0))
+        step.free(sequence_id, keep_ms=keep_ms, keep_token_count=keep_token_count)
     for fork in plan.forks:
         step.fork(fork.parent_id, fork.child_id)
     for sample, sequence_id, token_count, entering in plan.grows:

@@ -26,7 +26,7 @@ from quire.protocol.outcomes import StepOutcome
 from quire.session import AsyncSession, SessionLostError
 
 from quire_worker.cache import KVCache
-from quire_worker.encoding import Asked, step_of
+from quire_worker.encoding import Asked
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.lane import Lane
 from quire_worker.execution.launched import Shortcut
@@ -43,8 +43,9 @@ from quire_worker.requests.samples import TokenIntake, begin_samples
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.granted import refusal_of
+from quire_worker.scheduling.output import STREAM_INTERVAL_S
 from quire_worker.scheduling.plan import Batch, Plan, Work, is_for_first_tokens
-from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -217,7 +218,7 @@ class Engine:
     @property
     def asked_samples(self) -> set[Sample]:
         """Returns the waiting samples that the step without an answer asks blocks for."""
-        return set() if self._asked is None else self._asked.plan.admitted
+        return set() if self._asked is None else self._asked.plan.to_admit
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""
@@ -299,7 +300,7 @@ class Engine:
         if not plan.has_to_be_sent:
             return plan, NOTHING_ASKED
         self._send(plan)
-        if plan.admitted:
+        if plan.to_admit:
             await asyncio.sleep(0)  # lets the session send the step before this thread is busy
             self._runner.sketch(plan.wanted)
         if not await self._is_answered(ready):
@@ -316,8 +317,8 @@ class Engine:
                 self._send(plan)
 
     def _send(self, plan: Plan) -> None:
-        self._sent_s = self.clock()
-        self._asked = Asked(plan, asyncio.create_task(self.session.step(step_of(plan))), self._sent_s)
+        self._asked = Asked(plan, self.session, self.clock)
+        self._sent_s = self._asked.sent_s
 
     async def _is_answered(self, ready: Plan) -> bool:
         """Waits for the answer: up to `PATIENCE_S` if samples can continue without it, else as long as it takes."""
@@ -349,7 +350,7 @@ class Engine:
             QuireError: a step that admits no request was refused, or the allocator broke the protocol.
         """
         assert self._asked is not None
-        (plan, answer, _), self._asked = self._asked, None
+        (plan, answer), self._asked = (self._asked.plan, self._asked.answer), None
         try:
             outcome = await answer
         except SessionLostError:
@@ -357,10 +358,10 @@ class Engine:
             self.scheduler.forget_blocks()
             return None
         except QuireError as error:
-            log.error("step refused", reason=error.reason, error=error.message, admitted=len(plan.admitted))
-            if not plan.admitted or isinstance(error, InternalError):
+            log.error("step refused", reason=error.reason, error=error.message, admitted=len(plan.to_admit))
+            if not plan.to_admit or isinstance(error, InternalError):
                 raise
-            for drawn in plan.admitted:
+            for drawn in plan.to_admit:
                 self.fail(drawn.request, error)
             self.scheduler.give_everything_back(plan)
             return None
@@ -391,7 +392,7 @@ class Engine:
         self.outbox.deliver(request)
         request.trace.error = request.trace.error or error.reason or error.code.name
         self.scheduler.roster.cancel(request)
-        request.deliveries.put_nowait(error)
+        request.output.deliveries.put_nowait(error)
 
     def _not_delivered(self, request: Request, error: TokenizerError | QuireError) -> None:
         if isinstance(error, TokenizerError):

@@ -13,6 +13,7 @@ from grpc import aio
 from quire._distribution import VERSION
 from quire._serving.request_log import SILENT, RequestLog
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
+from quire._serving.tracing import OFF, Tracing
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.features import FEATURES
 from quire.protocol.limits import MESSAGE_BYTES_MAX, PRIORITY_MAX, PROTOCOL_VERSION
@@ -30,6 +31,7 @@ from quire_worker.calls.checks import (
     check_echo,
     check_logprobs,
     check_namespace,
+    keep_of,
 )
 from quire_worker.calls.generate_messages import pieces_of, response_of, sampling_of
 from quire_worker.calls.request_calls import RequestCalls, RequestRecords
@@ -55,6 +57,8 @@ class WorkerService(AdapterCalls, RequestCalls):
         model_aliases: further names that requests may use.
         memory: figures that the pool was sized from.
         authorize: returns the caller's permissions.
+        request_log: gets a line for each request that ends.
+        tracing: gets a span of each request.
         sampling_defaults: the checkpoint's defaults, for requests that ask for them.
         trusts_templates: whether conversations may bring chat templates.
     """
@@ -69,6 +73,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         memory: PoolMemory,
         authorize: Authorize = permit_everything,
         request_log: RequestLog = SILENT,
+        tracing: Tracing = OFF,
         sampling_defaults: SamplingDefaults = NO_DEFAULTS,
         trusts_templates: bool = False,
     ) -> None:
@@ -79,7 +84,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         self._authorize = authorize
         self._version = VERSION
         self._checks = Checks(engine, trusts_templates=trusts_templates)
-        self._records = RequestRecords(engine, request_log, model_name=model_name, pool=pool)
+        self._records = RequestRecords(engine, request_log, model_name=model_name, pool=pool, tracing=tracing)
         self._sampling_defaults = pb.SamplingDefaults(**cast("dict[str, Any]", sampling_defaults))
         self._branches = Branches(engine)
         self._branch_calls = BranchCalls(self._branches, self._checks)
@@ -91,7 +96,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         try:
             async with self._submitted(request, self._authorize(context), context.time_remaining()) as running:
                 outcome = "cancelled"
-                running.interval_s = request.interval_ms / 1e3
+                running.output.interval_s = request.interval_ms / 1e3
                 async for response in self._responses(running):
                     yield response
             outcome = "finished"
@@ -272,6 +277,7 @@ class WorkerService(AdapterCalls, RequestCalls):
                 yield running
             return
         check_namespace(request.namespace, permissions)
+        keep = keep_of(request.cache)
         if len(request.cache_salt.encode()) > SALT_BYTES_MAX:
             raise QuireError.of(
                 Reason.BAD_PARAMETER, f"cache_salt must have at most {SALT_BYTES_MAX} bytes", field="cache_salt"
@@ -294,6 +300,7 @@ class WorkerService(AdapterCalls, RequestCalls):
             time_left_s=time_left_s,
             cache_salt=request.cache_salt,
         )
+        running.keep_ms, running.keep_token_count = keep
         try:
             yield running
         finally:  # runs also after cancellation, deadline and a lost connection
@@ -304,7 +311,7 @@ class WorkerService(AdapterCalls, RequestCalls):
             delivery = await self._engine.outbox.next_delivery(running)
             if isinstance(delivery, QuireError):
                 raise delivery
-            running.is_read = delivery.is_last
+            running.output.is_read = delivery.is_last
             for piece in pieces_of(delivery):
                 make = partial(response_of, running, piece, self._engine.scheduler.sequence_tokens_max)
                 told = piece.prompt_logprobs

@@ -33,6 +33,7 @@ class WorkerTelemetry:
         self.output_token_count = 0
         self.drafted_token_count = 0  # draft tokens computed behind a sample's last token
         self.accepted_token_count = 0  # drafted tokens that equal the sampled ones
+        self.held_block_count = 0  # after the last step that was answered
         self.held_block_count_max = 0
         self.table_entry_count_max = 0
         self.allocator_wait_s = 0.0
@@ -65,8 +66,10 @@ class WorkerTelemetry:
         self.cached_token_count += request.usage.cached_token_count
 
     def observe_blocks(self, outcome: StepOutcome, running: Sequence[Sample], block_count: int) -> None:
-        """Records the blocks held, and the number without sharing, after a step that asked for blocks."""
+        """Records the blocks held, and the number without sharing, after a step. An empty outcome changes nothing."""
+        if outcome.grows or outcome.free_block_count:
+            self.held_block_count = block_count - outcome.free_block_count
         if outcome.grows:
-            self.held_block_count_max = max(self.held_block_count_max, block_count - outcome.free_block_count)
+            self.held_block_count_max = max(self.held_block_count_max, self.held_block_count)
             entries = sum(sample.held_block_count for sample in running)
             self.table_entry_count_max = max(self.table_entry_count_max, entries)

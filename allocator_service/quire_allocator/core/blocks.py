@@ -14,6 +14,7 @@ Empty blocks are granted first, the latest returned one first. Then cached block
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES
@@ -21,6 +22,8 @@ from quire_allocator.core.eviction.queue import Candidates, EvictionQueue
 from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
 EMPTIED_TOLD_MAX: Final = 16_384  # the most blocks that the reply to one step names as empty
+KEPT_SHARE: Final = 0.25  # share of a pool that the callers of one namespace may ask to keep
+_COUNT_AFTER_MS: Final = 1_000  # the kept blocks of a namespace are counted at most this often
 
 
 class Blocks:
@@ -36,6 +39,7 @@ class Blocks:
         # Evictions by a quota, and for another namespace; the latter also by (victim, taker) until metrics take them.
         self.quota_evicted_count = self.foreign_evicted_count = 0
         self.foreign_evictions: dict[tuple[str, str], int] = {}
+        self.kept_block_count_max = int(KEPT_SHARE * block_count)  # of each namespace
         self.taker: Namespace | None = None  # the namespace that `take` grants to
         self.policy = POLICIES[policy or DEFAULT_POLICY](block_count)
         self.queue = EvictionQueue(self.policy)
@@ -114,6 +118,24 @@ class Blocks:
         own = entry.scope.namespace.queue
         if own is not None:
             own.add(entry)
+
+    def keep(self, space: Namespace, entries: Sequence[Scoped], keep_ms: int) -> None:
+        """Evicts entries late for `keep_ms` from now on, if they fit the namespace's share."""
+        now_ms = self.policy.now_ms
+        new = [entry for entry in entries if entry.keep_until_ms <= now_ms]
+        count = sum([entry.block_count for entry in new])
+        is_due = now_ms >= space.kept_counted_ms + _COUNT_AFTER_MS
+        if space.kept_block_count + count > self.kept_block_count_max and is_due:
+            space.kept = [entry for entry in space.kept if entry.keep_until_ms > now_ms and entry.block_count]
+            space.kept_block_count = sum([entry.block_count for entry in space.kept])
+            space.kept_counted_ms = now_ms
+        if space.kept_block_count + count <= self.kept_block_count_max:
+            for entry in entries:
+                entry.keep_until_ms = max(entry.keep_until_ms, now_ms + keep_ms)
+                if entry.ticket:
+                    self.push(entry)
+            space.kept += new
+            space.kept_block_count += count
 
     def dropped(self, scope: Scope, count: int) -> None:
         """Subtracts evicted blocks from the cached ones, and forgets a namespace that has nothing left."""

@@ -33,16 +33,7 @@ from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.coordinator import Coordinator
 from quire_allocator.core.pending import PendingPrefixes
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import (
-    DIGEST_BYTES,
-    CommitResult,
-    Copy,
-    Grants,
-    GrowResult,
-    Match,
-    PoolSpec,
-    Result,
-)
+from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, Copy, Grants, GrowResult, Match, PoolSpec, Result
 
 _OK: Final = Result.OK
 _COMMITTED: Final = CommitResult(Result.OK)
@@ -308,14 +299,19 @@ class Pool:
         self.last_sequence_id = child_id
         return Result.OK
 
-    def free(self, sequence_id: int) -> Result:
-        """Frees a sequence, its tail first, so that eviction leaves a whole prefix. Answers OK or NOT_FOUND."""
+    def free(self, sequence_id: int, keep_ms: int = 0, keep_token_count: int = 0) -> Result:
+        """Frees a sequence, its tail first, so that eviction leaves a whole prefix. Answers OK or NOT_FOUND.
+
+        With `keep_ms`, its first `keep_token_count` tokens (0: all) are evicted late for so long, under `KEPT_SHARE`.
+        """
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
         self._batch.forget()
         self.admission.note_change()
         self.coordinator.end_turn(sequence)
+        if keep_ms:
+            self.coordinator.keep(sequence, keep_ms, keep_token_count or sequence.committed_token_count)
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
         self.admission.end_promise(sequence)

@@ -34,9 +34,11 @@ class Namespace:
         scopes: one per manager of the pool.
         quota: its limits; None without any.
         queue: its own candidates for eviction, if its cache is limited; else None.
+        kept: the entries that its callers ask to keep, and some that are gone or whose time is over.
+        kept_block_count: at least the blocks of those; `kept_counted_ms` is when they were last counted.
     """
 
-    __slots__ = ("name", "queue", "quota", "scopes", "sequence_count")
+    __slots__ = ("kept", "kept_block_count", "kept_counted_ms", "name", "queue", "quota", "scopes", "sequence_count")
 
     def __init__(self, name: str, quota: Quota | None, queue: Candidates | None) -> None:
         self.name = name
@@ -44,6 +46,8 @@ class Namespace:
         self.queue = queue
         self.scopes: tuple[Scope, ...] = ()
         self.sequence_count = 0
+        self.kept: list[Entry] = []
+        self.kept_block_count = self.kept_counted_ms = 0
 
     @property
     def held_count(self) -> int:

@@ -30,19 +30,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "announcement",
-        "chunk_token_count",
-        "committed_token_count",
-        "is_named",
-        "limit",
-        "namespace",
-        "parts",
-        "priority",
-        "promised",
-        "prompt_token_count",
-        "quiet_until",
-        "token_count",
-        "turn",
+        *("announcement", "chunk_token_count", "committed_token_count", "is_named", "limit", "namespace", "parts"),
+        *("priority", "promised", "prompt_token_count", "quiet_until", "token_count", "turn"),
     )
 
     def __init__(

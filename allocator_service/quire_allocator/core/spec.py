@@ -233,15 +233,8 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     """
 
     __slots__ = (
-        "attended_token_count",
-        "blocks",
-        "copies",
-        "matched_token_count",
-        "pending_token_count",
-        "result",
-        "shortfall",
-        "stops",
-        "victim",
+        *("attended_token_count", "blocks", "copies", "matched_token_count", "pending_token_count", "result"),
+        *("shortfall", "stops", "victim"),
     )
 
     def __init__(

@@ -91,6 +91,7 @@ class Stretch(Scoped):
 
     @property
     def first_digest(self) -> bytes:
+        """Returns the digest of its first position."""
         return bytes(self._digests[:DIGEST_BYTES])
 
     @property

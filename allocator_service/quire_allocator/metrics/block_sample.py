@@ -5,6 +5,9 @@ every day (SHARDS). They are filed in slices, in the order in which they were la
 digests than a pool has room for, the block would have been a hit in that pool, with eviction of the least recently
 used.
 
+All digests are followed at first. Each time there are more than `_FOLLOWED_MIN`, half of them are dropped, down to the
+share of the pool: a pool that saw few prefixes would else have none in its sample.
+
 A slice is an eighth of the pool, and the model is no finer than that. Lists in exact order, one for each size, would
 cost far more for each named digest.
 
@@ -81,9 +84,9 @@ class BlockSample:
 
     Attributes:
         log: the pool's log; a rebuilt pool has another one, and needs another sample.
-        tokens: prompt tokens that a followed block stands for; 0 if the pool is not followed.
-        outcomes: followed blocks of new prompts, by `OUTCOMES`.
-        would_hit: followed blocks of new prompts that pools of `SIZES` would have hit.
+        tokens: prompt tokens of a block; 0 if the pool is not followed.
+        outcomes: blocks of new prompts, by `OUTCOMES`. A followed block counts for those that were not followed.
+        would_hit: blocks of new prompts that pools of `SIZES` would have hit.
         lifetimes: seconds from publication to eviction or drop.
         idles: seconds from the last use to eviction or drop.
         gaps: seconds from one use to the next.
@@ -92,20 +95,27 @@ class BlockSample:
     def __init__(self, pool: Pool) -> None:
         self.log: EventLog = pool.log
         self._removed_count = 0
-        self.outcomes = [0] * len(OUTCOMES)
-        self.would_hit = [0] * len(SIZES)
+        self.outcomes = [0.0] * len(OUTCOMES)
+        self.would_hit = [0.0] * len(SIZES)
         self.lifetimes = Histogram(AGE_SECONDS_BOUNDS)
         self.idles = Histogram(AGE_SECONDS_BOUNDS)
         self.gaps = Histogram(AGE_SECONDS_BOUNDS)
         self._digest_tokens = pool.digest_tokens
-        room = _room(pool.spec)
-        first_count = min(_BYTES, max(_FIRST_MIN, _FOLLOWED_MIN * _BYTES // room)) if room else 0
-        self.tokens = pool.digest_tokens * _BYTES / first_count if room else 0.0
+        self._room = room = _room(pool.spec)
+        self._first_least = min(_BYTES, max(_FIRST_MIN, _FOLLOWED_MIN * _BYTES // room)) if room else _BYTES
+        self.tokens = pool.digest_tokens if room else 0
+        self._follow(_BYTES)
+        self._slices = [_Slice()]  # the newest last
+        self._followed: dict[bytes, _Followed] = {}  # digests that the largest modelled pool would have
+
+    def _follow(self, first_count: int) -> None:
+        """Follows digests whose first byte is below `first_count`."""
+        room = self._room
+        self._first_count = first_count
+        self._weight = _BYTES / first_count
         self._marks = bytes([byte < first_count for byte in range(_BYTES)])
         self._rooms = [max(1, int(size * room * first_count / _BYTES)) for size in SIZES]
         self._slice_room = max(1, room * first_count // _BYTES // _SLICES)
-        self._slices = [_Slice()]  # the newest last
-        self._followed: dict[bytes, _Followed] = {}  # digests that the largest modelled pool would have
 
     def observe(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
         """Takes in a step that was applied at `now`, in seconds of a clock that never goes back."""
@@ -177,7 +187,7 @@ class BlockSample:
     def _count(self, followed: _Followed | None, outcome: int, now: float) -> None:
         """Counts a block of a new prompt; the outcome is `_HIT`, `_GROUP`, or `_NEW` if it was not cached."""
         if followed is None:
-            self.outcomes[outcome] += 1
+            self.outcomes[outcome] += self._weight
             return
         if followed.stage != _ASKED:
             newer = 0
@@ -188,12 +198,12 @@ class BlockSample:
                 newer += each.count
             for number, room in enumerate(self._rooms):
                 if newer < room:
-                    self.would_hit[number] += 1
+                    self.would_hit[number] += self._weight
             if outcome == _HIT and followed.stage == _PUBLISHED:
                 self.gaps.observe(now - followed.used)
         if outcome == _NEW:
             outcome = _COMPUTING if followed.stage == _ASKED else _EVICTED
-        self.outcomes[outcome] += 1
+        self.outcomes[outcome] += self._weight
 
     def _file(self, digest: bytes, followed: _Followed | None, now: float) -> _Followed:
         """Files a digest in the newest slice, and returns it."""
@@ -212,6 +222,8 @@ class BlockSample:
     def _make_room(self) -> None:
         """Begins a slice if the newest one is full, and forgets digests that no modelled pool has room for. Called only
         after a whole prompt, because its hits are held."""
+        if len(self._followed) > _FOLLOWED_MIN and self._first_count > self._first_least:
+            self._follow_fewer()
         if len(self._slices[-1].digests) < self._slice_room:
             return
         slices = self._slices
@@ -227,6 +239,13 @@ class BlockSample:
                 self._followed[digest].slice = older
             older.count += newer.count
         slices.append(_Slice())
+
+    def _follow_fewer(self) -> None:
+        """Drops digests until few are followed, or the share of the pool."""
+        while len(self._followed) > _FOLLOWED_MIN and self._first_count > self._first_least:
+            self._follow(max(self._first_count // 2, self._first_least))
+            for digest in [digest for digest in self._followed if digest[0] >= self._first_count]:
+                self._followed.pop(digest).slice.count -= 1
 
     def _held(self, of: _Slice) -> list[bytes]:
         """Returns the digests of a slice that were not named since."""

@@ -58,6 +58,7 @@ def answer_step(
         reply.outside_drops.extend(map(translate.cache_drop_message, owner.untold_drops))
 
     def operate() -> None:
+        owner.pool.blocks.policy.now_ms = int(now * 1_000)
         step_apply.apply_step(owner.pool, columns, reply)
         if not number % STATE_DIGEST_STEPS:
             reply.state_digest = digest_after(owner.pool, number)

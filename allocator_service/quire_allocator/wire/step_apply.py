@@ -83,7 +83,11 @@ def _commit(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
 
 
 def _free(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
-    results = [_wire(pool.free(sequence)) for sequence in columns.frees]
+    if columns.free_keep_ms:
+        rows = zip(columns.frees, columns.free_keep_ms, columns.free_keep_token_counts or repeat(0))
+        results = [_wire(pool.free(sequence, keep_ms, token_count)) for sequence, keep_ms, token_count in rows]
+    else:
+        results = [_wire(pool.free(sequence)) for sequence in columns.frees]
     if _any_refused(results):
         reply.free_results.extend(results)
         columns.has_refused = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise, repeat
 
+from quire.protocol.limits import KEEP_MS_MAX
 from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator import limits
@@ -31,6 +32,8 @@ def check_step(pool: Pool, step: packed.Step) -> StepColumns:
     if columns.drop_count:
         _check_count(columns.drop_count, limits.DROPS_PER_STEP_MAX, "drops")
         columns.drops = list(map(translate.cache_drop, step.drops))
+    if columns.free_keep_ms or columns.free_keep_token_counts:
+        _check_keeps(columns)
     if step.HasField("forks"):
         _check_forks(columns)
     _check_grows(columns)
@@ -65,6 +68,15 @@ def _check_commits(pool: Pool, columns: StepColumns) -> None:
     for sequence, token_count, size in zip(sequences, columns.commit_token_counts, dealt):
         columns.digest_count += size // DIGEST_BYTES
         _check_commit(pool, sequence, token_count, size // DIGEST_BYTES)
+
+
+def _check_keeps(columns: StepColumns) -> None:
+    count, most = len(columns.frees), max(columns.free_keep_ms, default=0)
+    _check_optional(columns.free_keep_ms, count, "frees", "keep_ms")
+    _check_optional(columns.free_keep_token_counts, count, "frees", "keep_token_counts")
+    if most > KEEP_MS_MAX:
+        text = f"frees: keep_ms must be at most {KEEP_MS_MAX:,}, a day, not {most:,}"
+        raise Refusal("MALFORMED", text, field="frees.keep_ms")
 
 
 def _check_forks(columns: StepColumns) -> None:

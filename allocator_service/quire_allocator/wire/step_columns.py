@@ -24,7 +24,7 @@ class StepColumns:
 
     Attributes:
         commit_*, keep_token_counts: columns of the commits.
-        frees: column of the frees.
+        frees, free_keep_ms, free_keep_token_counts: columns of the frees.
         drop_count: number of the drops.
         parents, children: columns of the forks.
         grow_*, namespace_indices, prompt_token_counts, priorities, defer_token_counts, returns: columns of
@@ -53,6 +53,8 @@ class StepColumns:
         "drop_count",
         "drops",
         "forbidden",
+        "free_keep_ms",
+        "free_keep_token_counts",
         "frees",
         "grow_digest_counts",
         "grow_digest_data",
@@ -83,7 +85,7 @@ class StepColumns:
         self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE
         self.drops: Sequence[CacheDrop] = ()
         self.drop_count = 0
-        self.frees = self.parents = self.children = _NONE
+        self.frees = self.parents = self.children = self.free_keep_ms = self.free_keep_token_counts = _NONE
         self.grow_sequences = self.grow_digest_counts = self.namespace_indices = _NONE
         self.prompt_token_counts = self.priorities = self.defer_token_counts = self.returns = _NONE
         self.grow_token_counts: list[int] = []
@@ -98,7 +100,7 @@ class StepColumns:
         if step.HasField("commits"):
             self._read_commits(step.commits)
         if step.HasField("frees"):
-            self.frees = self._column(step.frees.sequences, _ID_BYTES, "frees: sequences")
+            self._read_frees(step.frees)
         if step.drops:
             self.drop_count = len(step.drops)
             self.size_max += sum([_FRAME_BYTES + 4 * len(drop.namespace) + len(drop.digests) for drop in step.drops])
@@ -121,6 +123,11 @@ class StepColumns:
         self.commit_digest_data = commits.digests
         self.keep_token_counts = self._column(commits.keep_token_counts, _NUMBER_BYTES, "commits: keep_token_counts")
         self.size_max += len(self.commit_digest_data)
+
+    def _read_frees(self, frees: packed.FreePhase) -> None:
+        self.frees = self._column(frees.sequences, _ID_BYTES, "frees: sequences")
+        self.free_keep_ms = self._column(frees.keep_ms, _NUMBER_BYTES, "frees: keep_ms")
+        self.free_keep_token_counts = self._column(frees.keep_token_counts, _NUMBER_BYTES, "frees: keep_token_counts")
 
     def _read_grows(self, grows: packed.GrowPhase) -> None:
         self.grow_sequences, token_counts = self._rows(grows.sequences, grows.token_counts, "grows")

@@ -174,13 +174,14 @@ class AsyncPrefills:
         ttl_s: float = BRANCH_TTL_S,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        cache: sampling.CachePolicy | None = None,
     ) -> AsyncBranch:
         """Computes a prompt (text, or token ids) once and returns a branch that begins with it.
 
         The worker keeps a branch for `ttl_s` after the last call that names it. While the handle is open, the client
-        renews the branch in the background.
+        renews the branch in the background. `cache` is for the time after the branch.
         """
-        request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
+        request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id, cache)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         reply = await self._branches.link.call(self._branches.stub.Prefill, request, timeout_s)
         return AsyncBranch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)

@@ -19,15 +19,18 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from quire import _trace_context as trace_context
 from quire._serving.bearer import is_bearer_of
 from quire._serving.caller_shares import CallerShares
 from quire._serving.rpc import Context, Handler, abort, caller_of, log_refused
+from quire._serving.tracing import OFF, Tracing
+from quire._trace_context import Metadata
 from quire.errors import QuireError, Reason
 
 MESSAGE_S: Final = 10.0  # time for a unary call's message to arrive after its headers
@@ -37,6 +40,7 @@ SMALL_BYTES: Final = 8 << 10  # Messages up to this size are not counted.
 HEALTH_CALLS_MAX: Final = 256
 HEALTH_WATCHES_MAX: Final = 256
 _HEALTH: Final = "/grpc.health.v1.Health/"
+Behavior: TypeAlias = "Callable[[Any, Context], Awaitable[Any]]"  # answers a call, given its messages
 
 
 class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
@@ -52,10 +56,11 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     Args:
         token: bearer token that callers must show; None admits every caller.
         calls_max: concurrent calls, not counting health. One caller may hold at most as many as stay free.
+        tracing: records a span of each unary call that belongs to a trace.
     """
 
-    def __init__(self, token: str | None, calls_max: int) -> None:
-        self._token = token
+    def __init__(self, token: str | None, calls_max: int, tracing: Tracing = OFF) -> None:
+        self._token, self._tracing = token, tracing
         self._calls, self._health = _Calls(calls_max), _Calls(HEALTH_CALLS_MAX)
         self._health_watches = _Calls(HEALTH_WATCHES_MAX)
 
@@ -81,7 +86,34 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             (False, True): (_streaming, grpc.stream_stream_rpc_method_handler),
             (True, True): (_conversing, grpc.stream_stream_rpc_method_handler),
         }[kind]
-        return make(_forgetting(behavior(calls, handler)), handler.request_deserializer, handler.response_serializer)
+        behave = behavior(calls, handler)
+        if traced := trace_context.read(handler_call_details.invocation_metadata or ()):
+            behave = self._in_trace(behave, traced, method, is_unary=kind == (False, False))
+        return make(_forgetting(behave), handler.request_deserializer, handler.response_serializer)
+
+    def _in_trace(self, behave: Behavior, parent: Metadata, method: str, *, is_unary: bool) -> Behavior:
+        """Returns a handler that runs inside its caller's trace. A unary call gets a span; streams record their own."""
+        tracing = self._tracing if is_unary else OFF
+
+        async def run(requests: Any, context: Context) -> Any:
+            span = tracing.begin(method.removeprefix("/"), parent)
+            trace_context.carry(span.context)
+            code = grpc.StatusCode.CANCELLED
+            try:
+                answer = await behave(requests, context)
+                code = grpc.StatusCode.OK
+            except aio.AbortError:
+                code = context.code() or grpc.StatusCode.UNKNOWN
+                raise
+            finally:
+                error = "" if code is grpc.StatusCode.OK else code.name
+                span.end({
+                    "rpc.system.name": "grpc", "rpc.method": method.removeprefix("/"),
+                    "rpc.response.status_code": code.name, "error.type": error,
+                })  # fmt: skip
+            return answer
+
+        return run
 
     def _is_authorized(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> bool:
         if self._token is None:
@@ -205,7 +237,7 @@ async def _refuse(_requests: object, context: Context) -> None:
     await abort(context, QuireError.of(Reason.TOKEN, "this server requires a bearer token"))
 
 
-def _forgetting(behavior: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+def _forgetting(behavior: Behavior) -> Behavior:
     """Returns a handler that frees a refused call's memory at once.
 
     gRPC stores the exception that ends a call in the call. The exception's traceback refers to the message and to the

@@ -21,6 +21,7 @@ from quire._serving.process import allow_open_files, check_ready_file, write_rea
 from quire._serving.process_series import registry_of
 from quire._serving.rpc import Authorize, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
+from quire._serving.tracing import add_argument, tracing_of
 from quire._serving.unix_socket import hold_socket
 from quire._transport.address import canonical, is_unix, require_free
 from quire._transport.channel import LIVENESS
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
         help="how long running calls may continue after SIGTERM (default: %(default)g)",
     )
     parser.add_argument("--ready-file", help="once serving, write the addresses and the pid to this file as JSON")
+    add_argument(parser)
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
     )
@@ -137,6 +139,7 @@ class Server:
     Attributes:
         token: the token that callers must send, and that this server sends to other servers; None without one.
         authorize: returns the permissions of a call's caller.
+        tracing: records spans.
 
     Raises:
         UsageError: an address is unsafe with these options, or in use, or a file is unusable.
@@ -148,6 +151,7 @@ class Server:
         self.authorize: Authorize = permit_as_certified if verified else permit_everything
         self._options = options
         self._service_name = service_name
+        self.tracing = tracing_of(options, "worker" if "Worker" in service_name else "allocator")
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # The stubs lack aio.
         self._metrics: MetricsServer | None = None
         self._is_ready = False
@@ -155,7 +159,7 @@ class Server:
         self._address = ""
         self._socket_lock: int | None = None
         self.grpc = aio.server(
-            interceptors=[CallInterceptor(self.token, calls_max)],
+            interceptors=[CallInterceptor(self.token, calls_max, self.tracing)],
             # This limit only bounds memory. It also refuses health calls, and gives no reason.
             maximum_concurrent_rpcs=4 * calls_max,
             options=[
@@ -244,6 +248,7 @@ class Server:
         await self.grpc.stop(grace=self._options.drain_timeout)
         if self._metrics is not None:
             self._metrics.close()
+        await asyncio.to_thread(self.tracing.close)
         if self._socket_lock is not None:
             os.close(self._socket_lock)
             self._socket_lock = None

@@ -62,16 +62,18 @@ class Client(Prefills, Connected):
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        cache: sampling.CachePolicy | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> sampling.Generation:
         """Continues a prompt (text, or token ids) and waits for the whole answer.
 
         Sampling options come from `params`, or from keyword arguments with the names of its fields. Keyword arguments
-        override `params`. `priority`, from -10 to 10, orders requests of the same namespace; larger is sooner.
+        override `params`. `priority`, from -10 to 10, orders requests of the same namespace; larger is sooner. `cache`
+        asks the allocator to keep the prefix for a while.
         """
         with self.stream(
             prompt, params, namespace=namespace, adapter=adapter, priority=priority, request_id=request_id,
-            timeout_s=timeout_s, interval_s=generating.WHOLE_INTERVAL_S, **options,
+            timeout_s=timeout_s, interval_s=generating.WHOLE_INTERVAL_S, cache=cache, **options,
         ) as chunks:  # fmt: skip
             return generating.gather(chunks, chunks.request_id)
 
@@ -87,6 +89,7 @@ class Client(Prefills, Connected):
         timeout_s: float | None = None,
         interval_s: float = 0.0,
         cache_salt: str = "",
+        cache: sampling.CachePolicy | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
         """Continues a prompt like `generate`, but yields each chunk as it arrives. Samples of one request interleave.
@@ -97,7 +100,7 @@ class Client(Prefills, Connected):
         """
         request = generating.generate_request(
             prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority,
-            interval_s=interval_s, cache_salt=cache_salt,
+            interval_s=interval_s, cache_salt=cache_salt, cache=cache,
         )  # fmt: skip
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)

@@ -57,7 +57,7 @@ class Attempts(Generic[ItemT]):
 
     def _start(self, left_s: float) -> Any:
         self._link.check_open()
-        return inheritable(self._method(self._request, timeout=left_s, metadata=self._link.metadata))
+        return inheritable(self._method(self._request, timeout=left_s, metadata=self._link.call_metadata()))
 
     def read(self, message: Any) -> ItemT:
         """Converts a message for the caller. After the first message the call is never retried."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from quire import sampling, types
 from quire._transport import ranges
-from quire._transport.generating import generate_request
+from quire._transport.generating import fill_cache, generate_request
 from quire._transport.messages import fill, fill_tokens, operation
 from quire.v1 import worker_pb2 as pb
 
@@ -14,7 +14,11 @@ _TTL_S = ranges.Range(0.1, 3600.0)  # same bounds as the worker's, which checks 
 
 
 def prefill_request(
-    prompt: str | Sequence[int], namespace: str, ttl_s: float, request_id: str | None
+    prompt: str | Sequence[int],
+    namespace: str,
+    ttl_s: float,
+    request_id: str | None,
+    cache: sampling.CachePolicy | None = None,
 ) -> pb.PrefillRequest:
     """Returns the message that creates a branch.
 
@@ -25,6 +29,8 @@ def prefill_request(
     request = operation(pb.PrefillRequest(), request_id)
     ranges.check("ttl_s", ttl_s, _TTL_S, request_id=request.request_id)
     fill(request, request.request_id, namespace=namespace, ttl_ms=round(ttl_s * 1e3))
+    if cache is not None:
+        fill_cache(request.cache, cache, request.request_id)
     fill_tokens(request, prompt, "prompt", request.request_id)
     return request
 

@@ -27,6 +27,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from quire._secret_files import read_token
+from quire._trace_context import carried
 from quire._transport.address import canonical, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR
 from quire._transport.diagnosis import ANY_SERVER, what_is_at
@@ -180,6 +181,10 @@ class Link:
         """Tells whether the connection belongs to the parent of this forked process, which must not touch it."""
         return os.getpid() != self._pid
 
+    def call_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Returns the metadata of a call that is made now: the token, and the trace that the call belongs to."""
+        return (*self.metadata, *carried())
+
     def check_open(self) -> None:
         """Refuses calls on a closed connection. gRPC's own error for it is not an RpcError.
 
@@ -287,7 +292,7 @@ class SyncLink(Link):
         self.check_open()
         self.check_size(request)
         try:
-            return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
+            return method(request, timeout=self.deadline(timeout_s), metadata=self.call_metadata())
         except grpc.RpcError as error:
             raise self.translate(error, getattr(request, "request_id", None), self.deadline(timeout_s)) from None
 
@@ -348,7 +353,7 @@ class AsyncLink(Link):
         self.check_open()
         self.check_size(request)
         try:
-            call = inheritable(method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+            call = inheritable(method(request, timeout=self.deadline(timeout_s), metadata=self.call_metadata()))
             return readable(await call)
         except asyncio.CancelledError:
             if is_task_cancelled():

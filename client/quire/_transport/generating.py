@@ -12,6 +12,7 @@ from quire._transport import ranges
 from quire._transport.messages import checked_id, extend, fill, fill_tokens, values_of
 from quire._transport.prompts import warn_of_equal_samples
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
+from quire.protocol.limits import KEEP_MS_MAX
 from quire.v1 import worker_pb2 as worker_pb
 
 # Fields with the same name in `SamplingParams` and on the wire. None means unset.
@@ -27,6 +28,7 @@ _EARLY_STOPPINGS = {
 # Interval between messages if the caller waits for the whole answer: a message costs the same at any length.
 WHOLE_INTERVAL_S = 1.0
 _INTERVAL_S = ranges.Range(0, 60)
+_KEEP_S = ranges.Range(0, KEEP_MS_MAX / 1e3)
 _NOTHING: tuple[Any, ...] = ()  # default of fields with several values
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 _FINISH_REASONS = {0: None, **{reason.value: reason for reason in sampling.FinishReason}}
@@ -43,6 +45,7 @@ def generate_request(
     priority: int = 0,
     interval_s: float = 0.0,
     cache_salt: str = "",
+    cache: sampling.CachePolicy | None = None,
 ) -> worker_pb.GenerateRequest:
     """Returns the message that continues a prompt. `options` override `params`.
 
@@ -55,12 +58,26 @@ def generate_request(
     request = worker_pb.GenerateRequest()
     fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority)
     fill(request, request_id, cache_salt=cache_salt)
+    if cache is not None:
+        fill_cache(request.cache, cache, request_id)
     ranges.check("interval_s", interval_s, _INTERVAL_S, request_id=request_id)
     request.interval_ms = round(interval_s * 1e3)
     _fill_sampling(request.sampling, params, request_id)
     fill_tokens(request, prompt, "prompt", request_id)
     warn_of_equal_samples(params)
     return request
+
+
+def fill_cache(message: worker_pb.CachePolicy, cache: sampling.CachePolicy, request_id: str) -> None:
+    """Sets the message's fields.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        InvalidArgumentError: BAD_PARAMETER, a number is out of range.
+    """
+    ranges.check("keep_s", cache.keep_s, _KEEP_S, request_id=request_id)
+    message.keep_ms = round(cache.keep_s * 1e3)
+    extend(message.breakpoints, "breakpoints", cache.breakpoints, request_id)
 
 
 def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:

@@ -12,6 +12,7 @@ REPORT_CHUNK_ENTRIES_MAX: Final = 4096  # sum of sequences, published blocks and
 STOPS_MAX: Final = 32  # per sequence
 REQUEST_ID_CHARACTERS_MAX: Final = 64
 PRIORITY_MAX: Final = 10  # The lowest is -10. Larger is sooner (docs/scheduling.md).
+KEEP_MS_MAX: Final = 86_400_000  # A cached prefix is kept for at most a day.
 # An owner's defaults, until the allocator sends its own (`Limits`).
 HEARTBEAT_S: Final = 1.0  # in both directions
 SILENCE_S: Final = 3.0  # An owner replaces a stream that is silent for this long.

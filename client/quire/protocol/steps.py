@@ -39,6 +39,8 @@ class StepBuilder:
         self._commit_digests: list[bytes] = []  # concatenated digests of each commit
         self._keep_token_counts: list[int] = []
         self._frees: list[int] = []
+        self._keep_ms: list[int] = []
+        self._kept_token_counts: list[int] = []
         self._drops: list[pb.CacheDrop] = []
         self._parents: list[int] = []
         self._children: list[int] = []
@@ -71,9 +73,15 @@ class StepBuilder:
         self._keep_token_counts.append(keep_token_count)
         return self
 
-    def free(self, sequence_id: int) -> Self:
-        """Frees a sequence and all its blocks."""
+    def free(self, sequence_id: int, *, keep_ms: int = 0, keep_token_count: int = 0) -> Self:
+        """Frees a sequence and all its blocks.
+
+        With `keep_ms`, what it has published is evicted late for so long, under its namespace's share of the pool.
+        `keep_token_count` limits that to its leading tokens; 0 is all.
+        """
         self._frees.append(sequence_id)
+        self._keep_ms.append(keep_ms)
+        self._kept_token_counts.append(keep_token_count)
         return self
 
     def drop(
@@ -186,6 +194,9 @@ class StepBuilder:
             commits.digest_counts = pack_column([len(data) // DIGEST_BYTES for data in self._commit_digests])
         if self._frees:
             step.frees.sequences = pack_uint64(self._frees, "sequence_id")
+            if any(self._keep_ms):
+                step.frees.keep_ms = pack_uint32(self._keep_ms, "keep_ms")
+                step.frees.keep_token_counts = pack_column(self._kept_token_counts, "keep_token_count")
         if self._drops:
             step.drops.extend(self._drops)
         if self._parents:

@@ -100,15 +100,21 @@ class FreePhase(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    KEEP_MS_FIELD_NUMBER: _builtins.int
+    KEEP_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.bytes
+    keep_ms: _builtins.bytes
+    keep_token_counts: _builtins.bytes
     def __init__(
         self,
         *,
         sequences: _builtins.bytes = ...,
+        keep_ms: _builtins.bytes = ...,
+        keep_token_counts: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_ms", b"keep_ms", "keep_token_counts", b"keep_token_counts", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1526,18 +1526,35 @@ class FreePhase(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    KEEP_MS_FIELD_NUMBER: _builtins.int
+    KEEP_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One entry per operation: the sequence's id."""
+
+    @_builtins.property
+    def keep_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per operation, milliseconds for which what the sequence has published is evicted after everything that nobody asks
+        to keep; at most 86,400,000. It is a wish: it holds no block, and nothing beyond the share of its namespace is kept.
+        0: it is evicted like others. Empty when all are 0. An allocator that was restarted has forgotten it.
+        """
+
+    @_builtins.property
+    def keep_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per operation with `keep_ms`, the leading tokens that are meant; 0, or more than are committed: all. Empty when all
+        are 0.
+        """
 
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[_builtins.int] | None = ...,
+        keep_ms: _abc.Iterable[_builtins.int] | None = ...,
+        keep_token_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_ms", b"keep_ms", "keep_token_counts", b"keep_token_counts", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

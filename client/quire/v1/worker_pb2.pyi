@@ -436,6 +436,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id that the caller chose for logs, at most 64 characters; if it is empty, the worker makes one up."""
     text: _builtins.str
@@ -471,6 +472,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """How to sample."""
 
+    @_builtins.property
+    def cache(self) -> Global___CachePolicy:
+        """How long the cache should keep what the request computes; absent: as long as it may."""
+
     def __init__(
         self,
         *,
@@ -484,16 +489,51 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         interval_ms: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        cache: Global___CachePolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "cache", b"cache", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "branch_id", b"branch_id", "cache_salt", b"cache_salt", "interval_ms", b"interval_ms", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "branch_id", b"branch_id", "cache", b"cache", "cache_salt", b"cache_salt", "interval_ms", b"interval_ms", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "branch_id"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class CachePolicy(_message.Message):
+    """CachePolicy: a wish about cached prefixes. It changes what is evicted first and holds no memory: under pressure kept
+    prefixes are evicted after all others, and a namespace may have only a share of the pool kept (docs/eviction.md).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEEP_MS_FIELD_NUMBER: _builtins.int
+    BREAKPOINTS_FIELD_NUMBER: _builtins.int
+    keep_ms: _builtins.int
+    """Milliseconds, counted from the end of the request, for which its prefix should stay cached; at most 86,400,000.
+    0: it is evicted like any other. A later request with the same prefix may extend the time, and none shortens it.
+    """
+    @_builtins.property
+    def breakpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token counts of the prompt, rising, at most 4, at which later prompts may part from this one. What is behind the last
+        one is not kept. Empty: the prompt and its answer are.
+        """
+
+    def __init__(
+        self,
+        *,
+        keep_ms: _builtins.int = ...,
+        breakpoints: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints", "keep_ms", b"keep_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachePolicy: _TypeAlias = CachePolicy  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
@@ -506,6 +546,7 @@ class PrefillRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As in GenerateRequest."""
     text: _builtins.str
@@ -518,6 +559,10 @@ class PrefillRequest(_message.Message):
     def tokens(self) -> Global___TokenIds:
         """Tokens."""
 
+    @_builtins.property
+    def cache(self) -> Global___CachePolicy:
+        """As in GenerateRequest; the time is counted from the end of the branch."""
+
     def __init__(
         self,
         *,
@@ -526,10 +571,11 @@ class PrefillRequest(_message.Message):
         tokens: Global___TokenIds | None = ...,
         namespace: _builtins.str = ...,
         ttl_ms: _builtins.int | None = ...,
+        cache: Global___CachePolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_ms", b"_ttl_ms", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_ms", b"_ttl_ms", "cache", b"cache", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_ms", b"_ttl_ms", "namespace", b"namespace", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_ms", b"_ttl_ms", "cache", b"cache", "namespace", b"namespace", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttl_ms: _TypeAlias = _typing.Literal["ttl_ms"]  # noqa: Y015
     _WhichOneofArgType__ttl_ms: _TypeAlias = _typing.Literal["_ttl_ms", b"_ttl_ms"]  # noqa: Y015
@@ -1028,6 +1074,7 @@ class Usage(_message.Message):
     UNSHARED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
     SAMPLE_TOKEN_COUNT_MAX_FIELD_NUMBER: _builtins.int
+    CACHE_WRITE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     prompt_token_count: _builtins.int
     """Tokens of the prompt."""
     cached_token_count: _builtins.int
@@ -1046,6 +1093,8 @@ class Usage(_message.Message):
     """Tokens that each sample could have at most: `max_tokens`, or what the prompt left of the longest sequence that model
     and pool hold.
     """
+    cache_write_token_count: _builtins.int
+    """Tokens of the prompt that were not cached, and are with this request: those of its full blocks."""
     def __init__(
         self,
         *,
@@ -1056,10 +1105,11 @@ class Usage(_message.Message):
         unshared_block_count: _builtins.int = ...,
         preemption_count: _builtins.int = ...,
         sample_token_count_max: _builtins.int = ...,
+        cache_write_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "granted_block_count", b"granted_block_count", "output_token_count", b"output_token_count", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "sample_token_count_max", b"sample_token_count_max", "unshared_block_count", b"unshared_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_write_token_count", b"cache_write_token_count", "cached_token_count", b"cached_token_count", "granted_block_count", b"granted_block_count", "output_token_count", b"output_token_count", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "sample_token_count_max", b"sample_token_count_max", "unshared_block_count", b"unshared_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -211,7 +211,10 @@ def usage_of(taken: Taken) -> dict[str, Any]:
     """Returns `usage` in the form of responses."""
     return {
         "input_tokens": taken.prompt_token_count,
-        "input_tokens_details": {"cached_tokens": taken.cached_token_count, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": taken.cached_token_count,
+            "cache_write_tokens": taken.written_token_count,
+        },
         "output_tokens": taken.output_token_count,
         "output_tokens_details": {"reasoning_tokens": taken.reasoning_token_count or 0},
         "total_tokens": taken.prompt_token_count + taken.output_token_count,

@@ -30,7 +30,10 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "enable_response_messages": (False,),
     "use_beam_search": (False,),  # A response has one choice, so beam search would have one beam.
 }
-_SAME_NAME: Final = ("parallel_tool_calls", "include_reasoning", "chat_template_kwargs", "service_tier")
+_SAME_NAME: Final = (
+    *("parallel_tool_calls", "include_reasoning", "chat_template_kwargs", "service_tier"),
+    *("prompt_cache_options", "prompt_cache_retention"),
+)
 # The chat parameters that an error may name, each with the name that it has here.
 _NAMES: Final = (
     (re.compile(r"^messages"), "input"),

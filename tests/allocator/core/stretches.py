@@ -20,9 +20,5 @@ class Stretch(Entry):
     def first_position(self) -> int:
         return self.position
 
-    @property
-    def first_digest(self) -> bytes:
-        return self.key_at(0)
-
     def key_at(self, offset: int) -> bytes:
         return b"%d:%d" % (self.name, offset)

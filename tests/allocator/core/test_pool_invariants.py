@@ -179,7 +179,8 @@ def lose_a_queue_entry(pool: Pool) -> None:
 def lose_all(queue: Any) -> None:
     for lane in queue._lanes:
         lane.heap.clear()
-    for line in (*queue._early, queue._late):
+    queue._kept.clear()
+    for line in queue._lines:
         line._entries, line._tickets, line._heap = [], [], []
 
 

@@ -21,6 +21,12 @@ async def drops_of_a_step(allocator: RunningAllocator, number: int) -> None:
     await owner.step(drops=[pb.CacheDrop(namespace=f"n{each}") for each in range(number)])
 
 
+async def keep_ms_of_a_free(allocator: RunningAllocator, number: int) -> None:
+    owner = await StreamOwner.ready(allocator)
+    last()
+    await owner.step(frees=pb.FreePhase(sequences=[1], keep_ms=[number]))
+
+
 async def drops_of_others(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     for each in range(number):

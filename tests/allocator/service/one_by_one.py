@@ -59,8 +59,8 @@ class OneByOne:
     def fork(self, parent_id: int, child_id: int, timeout_s: float | None = None) -> Any:
         return self._apply(StepBuilder().fork(parent_id, child_id), timeout_s)
 
-    def free(self, sequence_id: int, timeout_s: float | None = None) -> Any:
-        return self._apply(StepBuilder().free(sequence_id), timeout_s)
+    def free(self, sequence_id: int, timeout_s: float | None = None, **options: Any) -> Any:
+        return self._apply(StepBuilder().free(sequence_id, **options), timeout_s)
 
     def _apply(self, operations: StepBuilder, timeout_s: float | None) -> Any:
         options = {} if timeout_s is None else {"timeout_s": timeout_s}

@@ -75,6 +75,7 @@ EDGES: list[Edge] = [
     Edge("FEATURES_MAX", cases.features),
     Edge("FIRST_BLOCK_MAX", drop_cases.first_block),
     Edge("DROPS_PER_STEP_MAX", drop_cases.drops_of_a_step, "TOO_LARGE"),
+    Edge("KEEP_MS_MAX", drop_cases.keep_ms_of_a_free),
     Edge("DROPS_UNTOLD_MAX", drop_cases.drops_of_others, "LIMIT"),
     Edge("DROPS_UNTOLD_DIGESTS_MAX", drop_cases.digests_of_drops_of_others, "LIMIT"),
     Edge("QUOTAS_MAX", cases.quotas),
@@ -98,6 +99,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "allocator/session/test_counters.py",
         "test_metrics_name_few_namespaces_and_each_by_its_name",
     ),
+    "KEPT_SHARE": ("allocator/core/test_keeps.py", "test_a_namespace_keeps_its_share_and_no_block_more"),
     "PRIORITY_MAX": ("worker/test_limits.py", "test_every_limit_is_kept_to_the_number"),
     "REPORT_BLOCK_BYTES_MAX": (
         "allocator/session/test_report_limits.py",

@@ -57,7 +57,7 @@ class Scene:
         """Runs a whole sequence of these blocks."""
         self.end(self.ask(digests), digests)
 
-    def outcomes(self) -> dict[str, int]:
+    def outcomes(self) -> dict[str, float]:
         return {name: count for name, count in zip(OUTCOMES, self.sample.outcomes, strict=True) if count}
 
 
@@ -193,13 +193,25 @@ def test_the_model_says_what_a_larger_pool_hits(seed: int, size: int) -> None:
     assert sum(small.sample.outcomes) * BLOCK == small.pool.queried_token_count - 500
 
 
+@pytest.mark.parametrize("groups", [(full(BLOCK),), (full(BLOCK), state(64))], ids=["attention", "hybrid"])
+def test_few_prompts_of_a_large_pool_are_followed_all(groups: tuple[GroupSpec, ...]) -> None:
+    """A system prompt of two blocks in a pool of 16,384: in one of 32 such pools alone would a 64th have seen it."""
+    scene = Scene(16_384, *groups)
+    for letter in "abcdefgh":
+        scene.run(d("sy" + letter))
+    assert sum(scene.sample.outcomes) == 24
+    assert scene.sample.would_hit == [14, 14, 14, 14]
+    assert scene.outcomes().get("hit", 0) * BLOCK == scene.pool.matched_token_count
+
+
 def test_in_a_large_pool_a_share_of_the_blocks_stands_for_all() -> None:
     scene = Scene(4096)
     for prompt in range(200):
         scene.run(d(chr(0x4E00 + prompt) + "z" * 19))
     sample = scene.sample
-    assert sample.tokens == 16 * BLOCK
+    assert len(sample._followed) < 200 * 20 / 8
     assert sum(sample.outcomes) * sample.tokens == pytest.approx(scene.pool.queried_token_count, rel=0.1)
+    assert sum(each.count for each in sample._slices) == len(sample._followed)
 
 
 def test_however_often_the_same_prompts_return_little_is_kept() -> None:

@@ -110,6 +110,7 @@ class Comparison:
         result = theirs if isinstance(theirs, str) else theirs[0] if isinstance(theirs, tuple) else "OK"
         self.seen[f"{event} {result}"] += 1
         self.seen["taken over"] = self.twin.taken_over
+        self.seen["keep refused"] = self.twin.refused_keeps
         if event in ("allocate", "grow"):
             self.seen["copy"] += len(theirs[4])
             self.seen["hit"] += theirs[1] > 0

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.allocator.twin.answers import Committed, Grown, refused
 from tests.allocator.twin.drop import drop
+from tests.allocator.twin.keep import keep, rank
 from tests.allocator.twin.kept import count_tail, keep_or_exchange, release_kept, take_over
 from tests.allocator.twin.retention import TwinRetention
 from tests.allocator.twin.state import Slot, TwinSequence, TwinState
@@ -187,12 +188,14 @@ class TwinPool(TwinState):
         self.highest_id = child_id
         return "OK"
 
-    def free(self, sequence_id: int) -> str:
+    def free(self, sequence_id: int, keep_ms: int = 0, keep_token_count: int = 0) -> str:
         """Drops a sequence, kind after kind, tail first."""
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return "NOT_FOUND"
         self.retention.turn_ended(sequence)
+        if keep_ms:
+            keep(self, self.retention, sequence, keep_ms, keep_token_count)
         for number, table in enumerate(sequence.tables):
             slots = [slot for slot in reversed(table) if slot is not None]
             tail_count = count_tail(self.kinds[number], slots, len(table), sequence.committed)
@@ -290,8 +293,8 @@ class TwinPool(TwinState):
     def _evict(self, candidates: list[Slot]) -> None:
         """Evicts the slot released longest ago, or the one that the pool has chosen; never one with published
         descendants."""
-        worths = {id(slot): self.retention.worth(slot) for slot in candidates}
-        candidates = [slot for slot in candidates if worths[id(slot)] == min(worths.values())]
+        ranks = {id(slot): rank(self, self.retention, slot) for slot in candidates}
+        candidates = [slot for slot in candidates if ranks[id(slot)] == min(ranks.values())]
         if self.leaving is None:
             slot = min(candidates, key=lambda slot: slot.released)
         else:
@@ -304,7 +307,7 @@ class TwinPool(TwinState):
         self.evicted += len(slot.blocks)
         path = slot.key[3]
         self.published.remove(slot)
-        slot.key = None
+        slot.key, slot.keep_until = None, 0
         self.empty += slot.blocks[::-1]
         self.retention.slot_left(slot, path)
 

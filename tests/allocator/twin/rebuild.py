@@ -45,7 +45,7 @@ class Node:
         self.blocks = blocks
 
 
-class RebuiltRun(NamedTuple):
+class ReportedRunPart(NamedTuple):
     """The `end` of a sequence's published part (None if it has none), and its own blocks beyond.
 
     Attributes:
@@ -105,7 +105,7 @@ class NodeBuilder:
         rebuilt = self._rebuilt(space, sequence)
         return lambda: self._part(rebuilt)
 
-    def _rebuilt(self, space: Namespace, sequence: ReportedSequence) -> RebuiltRun:
+    def _rebuilt(self, space: Namespace, sequence: ReportedSequence) -> ReportedRunPart:
         manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
         if self._by_block is None:
             self._by_block = self._link()
@@ -145,7 +145,7 @@ class NodeBuilder:
                 kept.add(position, own, manager.width)
                 self._use.claim(own)
                 count += manager.width
-        return RebuiltRun(scope, end, published, tail, borrowed, shares, count, kept)
+        return ReportedRunPart(scope, end, published, tail, borrowed, shares, count, kept)
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files all nodes with a path to the root as runs."""
@@ -166,7 +166,7 @@ class NodeBuilder:
                     cached.append((stretch[-1].rank, stretch[-1].position, run))
         return cached
 
-    def _part(self, rebuilt: RebuiltRun) -> RunPart:
+    def _part(self, rebuilt: ReportedRunPart) -> RunPart:
         """Holds the run, and shares the half-filled block."""
         tree = self._manager.tree
         run = rebuilt.end.run if rebuilt.end is not None else rebuilt.scope.root

@@ -94,8 +94,8 @@ class TwinRetention:
         """Makes a stop after `token_count` tokens, if the sequence has the blocks that a hit there takes."""
         if self.pool.is_dense:
             return
-        end = [self._own(sequence, number, token_count // kind.block_size - 1) for number, kind in self._attention()]
-        end += [] if end else [s for s in self._checkpoints(sequence) if self._length(s) == token_count]
+        end = [self.own(sequence, number, token_count // kind.block_size - 1) for number, kind in self._attention()]
+        end += [] if end else [s for s in self.checkpoints(sequence) if self.length(s) == token_count]
         first = end[0] if end else None
         if first is None or first.key is None:
             return
@@ -141,17 +141,21 @@ class TwinRetention:
         for slot in before.needed if before.answer else ():
             is_wanted = any(slot in other.needed for other in self.pool.stops)
             is_idle = slot.key is not None and not self.pool.is_held(slot) and not slot.hits
-            if self.pool.kinds[slot.kind].name == "state" and is_idle and not is_wanted:
+            if self.pool.kinds[slot.kind].name == "state" and is_idle and not is_wanted and not slot.keep_until:
                 self.pool.empty += slot.blocks[::-1]
                 path = slot.key[3]
                 self.unpublish(slot)
                 self.slot_left(slot, path)
 
+    def last_end(self, sequence: TwinSequence) -> int:
+        """Returns the last edge of a sequence, in tokens, at which a hit can end."""
+        if not any(kind.name == "state" for kind in self.pool.kinds):
+            return self.edge_before(sequence.committed)
+        lengths = [self.length(slot) for slot in self.checkpoints(sequence)]
+        return max([length for length in lengths if self.pool.is_edge(length)], default=0)
+
     def turn_ended(self, sequence: TwinSequence) -> None:
-        edge, last = self.edge_before(sequence.committed), self.before(sequence.stop)
-        if any(kind.name == "state" for kind in self.pool.kinds):
-            lengths = [self._length(slot) for slot in self._checkpoints(sequence)]
-            edge = max([length for length in lengths if self.pool.is_edge(length)], default=0)
+        edge, last = self.last_end(sequence), self.before(sequence.stop)
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
 
@@ -193,23 +197,23 @@ class TwinRetention:
             assert slot.key is not None
             assert self.pool.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
         self.pool.published.remove(slot)
-        slot.key = None
+        slot.key, slot.keep_until = None, 0
 
     def _attention(self) -> list[tuple[int, Kind]]:
         return [(number, kind) for number, kind in enumerate(self.pool.kinds) if kind.name != "state"]
 
-    def _checkpoints(self, sequence: TwinSequence) -> list[Slot]:
+    def checkpoints(self, sequence: TwinSequence) -> list[Slot]:
         """Returns the state of the first kind that a sequence made or hit last, if it is still there."""
         number = next(number for number, kind in enumerate(self.pool.kinds) if kind.name == "state")
         slot = sequence.last.get(number)
         return [slot] if slot is not None and slot.key is not None else []
 
-    def _length(self, slot: Slot) -> int:
+    def length(self, slot: Slot) -> int:
         """Counts the tokens before a checkpoint."""
         assert slot.key is not None
         return slot.key[2] * self.pool.digest_tokens
 
-    def _own(self, sequence: TwinSequence, number: int, position: int) -> Slot | None:
+    def own(self, sequence: TwinSequence, number: int, position: int) -> Slot | None:
         """Returns the sequence's slot at a position, even if it fell out and can still be named."""
         table = sequence.tables[number]
         slot = table[position] if position < len(table) else None
@@ -223,12 +227,12 @@ class TwinRetention:
         path, needed = [], list[Slot]()
         for number, kind in enumerate(self.pool.kinds):
             if kind.name == "full_attention":
-                slot = self._own(sequence, number, token_count // kind.block_size - 1)
+                slot = self.own(sequence, number, token_count // kind.block_size - 1)
                 assert slot is not None
                 assert slot.key is not None
                 path.append(slot.key)
             if kind.is_windowed:
-                wanted = [self._own(sequence, number, position) for position in kind.takes(token_count)]
+                wanted = [self.own(sequence, number, position) for position in kind.takes(token_count)]
                 if any(slot is None or slot.key is None for slot in wanted):
                     return None
                 needed += [slot for slot in wanted if slot is not None]

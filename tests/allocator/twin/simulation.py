@@ -10,6 +10,7 @@ from tests.allocator.twin.memory import Writer
 
 NAMESPACES = ("", "blue")
 LIVE_MAX = 7  # live sequences; more would leave no room to grow
+MS_PER_EVENT = 2_000  # more than the pool waits between two counts of what a namespace keeps
 EDITS_BEFORE = 100.0  # prompts that parted inside of others before every other history
 
 FULL, SLIDING, CHUNKED, STATE = "full_attention", "sliding_window", "chunked_local", "state"
@@ -65,7 +66,9 @@ class Simulation(Comparison):
         self.texts = [self._some_text(self.shape.tokens_max + 6) for _ in range(4)]
         self.next_id = 1
         self.to_edit = NAMESPACES[0], [0]  # a prompt with its namespace
-        self.drops = random.Random(seed)
+        self.drops, self.keeps = random.Random(seed), random.Random(-seed)
+        share = self.keeps.choice((0.1, 0.3, 1.0))
+        self.pool.blocks.kept_block_count_max = self.twin.kept_max = int(share * self.shape.block_count)
         retention = self.pool.coordinator.retention
         if not seed % 2 and not retention.is_even:  # few histories have as many edits by chance
             retention.partings.inside = self.twin.retention.partings.inside = EDITS_BEFORE
@@ -86,6 +89,7 @@ class Simulation(Comparison):
         for _ in range(event_count):
             self.now += 1
             self.pool.log.step = self.now
+            self.pool.blocks.policy.now_ms = self.twin.now_ms = self.now * MS_PER_EVENT
             self.random.choices(calls, weights)[0]()
             if self.random.random() < 0.002:
                 self.free_all()
@@ -216,7 +220,11 @@ class Simulation(Comparison):
         """Frees any live sequence."""
         sequence_id = self._some_id()
         if sequence_id is not None:
-            self.do("free", sequence_id)
+            keep: dict[str, int] = {}
+            if self.keeps.random() < 0.4:
+                keep["keep_ms"] = self.keeps.randint(1, 40 * MS_PER_EVENT)
+                keep["keep_token_count"] = self.keeps.choice((0, self.keeps.randint(1, self.shape.tokens_max)))
+            self.do("free", sequence_id, **keep)
             del self.writers[sequence_id]
 
     def free_all(self) -> None:

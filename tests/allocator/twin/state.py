@@ -24,6 +24,7 @@ class Slot:
 
     Attributes:
         twin: in an append-only pool, the slot that is published in the place of this one, and held beside it.
+        keep_until: until when, in ms, a caller asks to keep it.
     """
 
     kind: int
@@ -33,6 +34,7 @@ class Slot:
     hits: int = 0
     released: int = 0
     twin: Slot | None = None
+    keep_until: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +117,9 @@ class TwinState:
         self.answered_count = 0  # stops at ends of prompts and in answers, replaced by later ones
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
-        self.clock = 0
+        self.clock = self.now_ms = 0
+        self.kept_max = 0  # blocks of one namespace that callers may ask to keep
+        self.refused_keeps = self.spared_keeps = 0
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
         self.returned = self.returned_hit = 0
         self.taken_over = 0  # twins that gave their blocks up

@@ -63,7 +63,7 @@ class Whimsical(LeastRecentlyUsed):
     """Ranks by digest, as no sensible policy would: the pool must rely on nothing more."""
 
     def released(self, entry: Entry) -> None:
-        entry.released = zlib.crc32(entry.first_digest) + entry.hits
+        entry.released = zlib.crc32(entry.key_at(0)) + entry.hits
 
 
 @pytest.mark.parametrize("policy", [*sorted(set(POLICIES) - {LRU}), "whimsical"])

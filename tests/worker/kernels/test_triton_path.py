@@ -76,7 +76,10 @@ def test_the_kernel_chooses_what_sorting_chooses(device: torch.device) -> None:
     ours, theirs = ([new_generator(7, row) for row in range(len(params))] for _ in range(2))
     backend = TritonPagedAttention(device, workspace_bytes=1 << 20)
     for _ in range(3):
-        assert sample(logits, params, ours, backend.choose).tolist() == sample(logits.cpu(), params, theirs).tolist()
+        assert (
+            sample(logits, params, ours, backend.choose_tokens).tolist()
+            == sample(logits.cpu(), params, theirs).tolist()
+        )
     for one, other in zip(ours, theirs, strict=True):  # both generators have advanced equally
         assert torch.equal(one.get_state(), other.get_state())
 
@@ -89,14 +92,14 @@ def test_choosing_that_runs_out_of_memory_leaves_the_generators_where_they_were(
 
     logits, params = some_logits(3, device), [SamplingParams(temperature=1.0)] * 3
     backend = TritonPagedAttention(device, workspace_bytes=1 << 20)
-    expected = sample(logits, params, [new_generator(5, row) for row in range(3)], backend.choose).tolist()
+    expected = sample(logits, params, [new_generator(5, row) for row in range(3)], backend.choose_tokens).tolist()
     generators = [new_generator(5, row) for row in range(3)]
     for allocation in ("empty", "tensor", "zeros"):
         with monkeypatch.context() as patched:
             patched.setattr(torch, allocation, without_memory)
             with pytest.raises(torch.OutOfMemoryError):
-                sample(logits, params, generators, backend.choose).tolist()
-    assert sample(logits, params, generators, backend.choose).tolist() == expected
+                sample(logits, params, generators, backend.choose_tokens).tolist()
+    assert sample(logits, params, generators, backend.choose_tokens).tolist() == expected
 
 
 def test_tokens_go_where_they_are_asked_to_go(device: torch.device) -> None:

@@ -52,13 +52,13 @@ class CpuPagedAttention(PagedAttention):
     def look(self, logits: torch.Tensor) -> Look:
         return self._choose_greedily(logits)
 
-    def choose(
+    def choose_tokens(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         if all(row.is_greedy for row in params):
             return torch.tensor(self._choose_greedily(logits)[0])
         if any(row.top_k or row.top_p < 1 or row.min_p for row in params):
-            return self._torch.choose(logits, params, draw)
+            return self._torch.choose_tokens(logits, params, draw)
         temperatures = torch.tensor([0.0 if row.is_greedy else row.temperature for row in params])
         uniforms = draw()
         if len(uniforms) < len(params):  # greedy rows have no number

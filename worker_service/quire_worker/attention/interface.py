@@ -137,7 +137,7 @@ class PagedAttention(Protocol):
     def look(self, logits: torch.Tensor) -> Look | None:
         """Returns the greedy choice of each row and whether the row is finite, if one fast kernel computes both.
 
-        Returns None if callers must use `choose` and `sampling.choice.are_finite`.
+        Returns None if callers must use `choose_tokens` and `sampling.choice.are_finite`.
 
         Args:
             logits: float32 `[rows, vocabulary]`.
@@ -154,7 +154,7 @@ class PagedAttention(Protocol):
         """
         return None
 
-    def choose(
+    def choose_tokens(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """Returns one token per row, chosen greedily or drawn as `sampling.choice` describes.

@@ -70,7 +70,7 @@ class TorchPagedAttention(PagedAttention):
         for buffer in buffers:
             buffer.index_copy_(0, write, buffer.index_select(0, read))
 
-    def choose(
+    def choose_tokens(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         return choose_by_sorting(logits, params, draw)

@@ -63,10 +63,10 @@ class TritonPagedAttention(PagedAttention):
         """Finds the greedy choices by one launch; see `PagedAttention.likeliest`."""
         return greedy(logits)
 
-    def choose(
+    def choose_tokens(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Chooses tokens by one launch, without sorting the vocabulary; see `PagedAttention.choose`."""
+        """Chooses tokens by one launch, without sorting the vocabulary; see `PagedAttention.choose_tokens`."""
         if all(row.is_greedy for row in params):
             return greedy(logits)
         device = logits.device

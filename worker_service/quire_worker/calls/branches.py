@@ -204,7 +204,7 @@ class Branches:
                 yield request
             finally:
                 self._engine.cancel(request)
-                if request.is_read:
+                if request.output.is_read:
                     branch.tokens = list(sample.tokens)
                 else:
                     self._engine.scheduler.roster.drop(sample)
@@ -339,7 +339,7 @@ class Branches:
             QuireError: the request failed.
         """
         try:
-            delivery = await request.deliveries.get()
+            delivery = await request.output.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
         finally:

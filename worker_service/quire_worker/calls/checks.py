@@ -5,11 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import structlog
 from quire.errors import QuireError, Reason
-from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.limits import KEEP_MS_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 
@@ -29,6 +30,7 @@ ResultT = TypeVar("ResultT")
 # The longest interval between messages of an answer. In a longer one, more tokens could come than fit a message.
 INTERVAL_MS_MAX = 60_000
 SALT_BYTES_MAX = 128
+BREAKPOINTS_MAX = 4  # of one request, as at OpenAI and Anthropic
 # values in one message, with at most 7 bytes each: a prompt's tokens, and the likeliest ones at their places
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
 HELD_LOGPROB_VALUES_MAX = 1 << 21  # values of one request that are sent only at its end; 16 MiB
@@ -276,6 +278,22 @@ def check_namespace(namespace: str, permissions: Permissions) -> None:
     require(byte_count <= NAMESPACE_BYTES_MAX, what)
     if not permissions.may_use(namespace):
         raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
+
+
+def keep_of(cache: pb.CachePolicy) -> tuple[int, int]:
+    """Returns the milliseconds to keep a request's prefix, and how many of its tokens are meant (0: all).
+
+    Raises:
+        QuireError: BAD_PARAMETER.
+    """
+    count, rising = len(cache.breakpoints), [0, *cache.breakpoints]
+    if cache.keep_ms > KEEP_MS_MAX:
+        text = f"keep_ms must be at most {KEEP_MS_MAX:,}, a day, not {cache.keep_ms:,}"
+        raise QuireError.of(Reason.BAD_PARAMETER, text, field="cache.keep_ms")
+    if count > BREAKPOINTS_MAX or any(later <= earlier for earlier, later in pairwise(rising)):
+        text = f"breakpoints must be at most {BREAKPOINTS_MAX} rising token counts, not {list(rising[1:6])}"
+        raise QuireError.of(Reason.BAD_PARAMETER, text, field="cache.breakpoints")
+    return cache.keep_ms, rising[-1]
 
 
 def require(condition: bool, message: str) -> None:

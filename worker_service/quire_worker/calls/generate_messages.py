@@ -26,7 +26,8 @@ from quire_worker.sampling.params import (
     StructureKind,
     check_count,
 )
-from quire_worker.scheduling.request import Delivery, FinishReason, Request
+from quire_worker.scheduling.output import Delivery, FinishReason
+from quire_worker.scheduling.request import Request
 
 PIECE_VALUES_MAX = 1 << 14  # logprob values in one message; about 100 KB
 KNOWN_BYTES_MAX = 64  # size of sampling parameters that are cached; larger ones have texts or lists of tokens
@@ -174,6 +175,7 @@ def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) 
                 granted_block_count=usage.granted_block_count,
                 unshared_block_count=usage.unshared_block_count,
                 preemption_count=usage.preemption_count,
+                cache_write_token_count=usage.cache_write_token_count,
                 sample_token_count_max=min(request.sampling.max_tokens, sequence_tokens_max - len(request.prompt)),
             )
         )

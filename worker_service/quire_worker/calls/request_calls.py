@@ -8,12 +8,15 @@ from typing import Any, Final, TypeAlias
 from grpc import aio
 from quire._serving.request_log import RequestLog
 from quire._serving.rpc import Authorize, abort
+from quire._serving.tracing import OFF, Done, Tracing
+from quire._trace_context import carried, trace_id_of
 from quire.errors import QuireError, Reason, RequestCancelledError
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.calls.generate_messages import FINISH_REASONS
+from quire_worker.calls.request_spans import span_of
 from quire_worker.engine import Engine
 from quire_worker.scheduling.explaining import waits_of
 from quire_worker.scheduling.request import Request
@@ -32,11 +35,14 @@ class RequestRecords:
         request_log: gets the lines.
         model_name: the model's name in the lines.
         pool: the pool's name in the lines.
+        tracing: gets a span of each request.
     """
 
-    def __init__(self, engine: Engine, request_log: RequestLog, *, model_name: str, pool: str) -> None:
+    def __init__(
+        self, engine: Engine, request_log: RequestLog, *, model_name: str, pool: str, tracing: Tracing = OFF
+    ) -> None:
         self._engine = engine
-        self._log = request_log
+        self._log, self._tracing = request_log, tracing
         self._about = {"model": model_name, "pool": pool}
         self._ended: deque[pb.RequestInfo] = deque(maxlen=ENDED_MAX)
         engine.on_ended = self._note_end
@@ -72,7 +78,10 @@ class RequestRecords:
 
     def refused(self, request: pb.GenerateRequest, error: QuireError) -> None:
         """Logs a request that was refused before it began."""
-        self._log.ended(request.request_id[:64], error=error.reason or error.code.name, **self._about)
+        reason, now_s = error.reason or error.code.name, self._engine.clock()
+        values = {"quire.request.id": request.request_id[:64], "error.type": reason}
+        trace_id = self._tracing.record(Done("refused request", now_s, now_s, values), carried(), now_s)
+        self._log.ended(request.request_id[:64], error=reason, **self._about, **_trace(trace_id))
 
     def _info(self, request: Request, wait: Wait | None, permissions: Permissions) -> pb.RequestInfo:
         now_s = self._engine.clock()
@@ -95,6 +104,11 @@ class RequestRecords:
         info.state = pb.REQUEST_STATE_ENDED
         info.stages.add(name="ended", at_s=info.age_s)
         self._ended.append(info)
+        trace_id = self._traced(request)
+        numbers = self._engine.telemetry
+        numbers.request_seconds.exemplify(info.age_s, info.request_id, trace_id)
+        if info.HasField("first_token_s"):
+            numbers.first_token_seconds.exemplify(info.first_token_s, info.request_id, trace_id)
         values = self._about if not info.adapter else {**self._about, "adapter": info.adapter}
         self._log.ended(
             info.request_id,
@@ -111,7 +125,20 @@ class RequestRecords:
             finish=[sample.finish_reason.value for sample in request.samples if sample.finish_reason is not None],
             preemptions=info.preemption_count,
             blocks_max=info.block_count_max,
+            **_trace(trace_id),
         )
+
+    def _traced(self, request: Request) -> str:
+        """Records a request's span. Returns the id of its trace."""
+        if not self._tracing.is_on:
+            return trace_id_of(request.trace.carried)
+        now_s = self._engine.clock()
+        done = span_of(request, now_s, model=self._about["model"], pool=self._about["pool"])
+        return self._tracing.record(done, request.trace.carried, now_s)
+
+
+def _trace(trace_id: str) -> dict[str, str]:
+    return {"trace_id": trace_id} if trace_id else {}
 
 
 def _info_of(request: Request, now_s: float) -> pb.RequestInfo:

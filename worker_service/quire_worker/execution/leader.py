@@ -130,10 +130,10 @@ class LeadingAttention(PagedAttention):
     def look(self, logits: torch.Tensor) -> Look | None:
         return self._inner.look(logits)
 
-    def choose(
+    def choose_tokens(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        return self._inner.choose(logits, params, draw)
+        return self._inner.choose_tokens(logits, params, draw)
 
 
 def led_by(leader: Leader, model: PagedModel) -> LeadingModel:

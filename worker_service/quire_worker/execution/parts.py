@@ -69,12 +69,12 @@ class Part(NamedTuple):
     draft: tuple[int, ...] = ()
 
     @property
-    def is_scored(self) -> bool:
+    def needs_all_logits(self) -> bool:
         """Returns whether the logits after each of its tokens are wanted."""
         scored = self.sample.scored
         if scored is not None:
             return self.start + len(self.tokens) >= scored.start
-        return self.sample.is_scored and self.start + 1 < len(self.sample.request.prompt)
+        return self.sample.needs_all_logits and self.start + 1 < len(self.sample.request.prompt)
 
     @property
     def is_continued(self) -> bool:
@@ -84,12 +84,12 @@ class Part(NamedTuple):
     @property
     def may_wait(self) -> bool:
         """Returns whether the sampled token is the only result that has to be read."""
-        return self.sample.sampler.is_simple and not self.is_scored and not self.is_continued
+        return self.sample.sampler.is_simple and not self.needs_all_logits and not self.is_continued
 
     @property
     def row_count(self) -> int:
         """Returns the number of its rows of logits."""
-        return len(self.tokens) if self.is_scored or self.draft else 1
+        return len(self.tokens) if self.needs_all_logits or self.draft else 1
 
     def without_draft(self) -> Part:
         """Returns the part without its drafted tokens."""
@@ -188,7 +188,7 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
             part.tables,
             needs_logits=True,
             begun_with=part.sample.begun_with,
-            is_scored=part.row_count > 1,
+            needs_all_logits=part.row_count > 1,
             adapter=part.sample.request.adapter,
         )
         for part in parts
@@ -196,11 +196,11 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
     return build_batch(chunks, groups=cache.spec.groups)
 
 
-def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[int]) -> list[PromptLogprobs]:
+def prompt_logprobs(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[int]) -> list[PromptLogprobs]:
     """Returns, for each scored prompt part, the logprobs of the token after each of its tokens."""
     found, row = [], 0
     for part in parts:
-        is_prompt = part.is_scored and part.sample.scored is None
+        is_prompt = part.needs_all_logits and part.sample.scored is None
         if is_prompt and all(are_finite[row : row + part.row_count]):
             request, position = part.sample.request, part.start + 1
             targets = request.prompt[position : position + len(part.tokens)]
@@ -216,7 +216,7 @@ def candidate_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> list[Cand
     for part in parts:
         first, end = end, end + part.row_count
         scored = part.sample.scored
-        if scored is not None and part.is_scored:
+        if scored is not None and part.needs_all_logits:
             skipped = max(0, scored.start - 1 - part.start)  # rows before the first candidate token
             position = part.start + skipped + 1
             wanted = scored.tokens[position - scored.start :][: end - first - skipped]

@@ -89,7 +89,7 @@ def is_greedy(parts: Sequence[Part], draws: Sequence[Draw]) -> bool:
         sample = part.sample
         if drawn is not sample or parent is not sample or not sample.sampler.is_likeliest_if_allowed:
             return False
-        if part.draft or part.is_scored or part.is_continued:
+        if part.draft or part.needs_all_logits or part.is_continued:
             return False
     return True
 

@@ -54,8 +54,8 @@ from quire_worker.execution.parts import (
     continuations,
     halves,
     layout_of,
+    prompt_logprobs,
     rows_of,
-    scored,
     token_halves,
 )
 from quire_worker.model.batch import ForwardBatch
@@ -294,7 +294,7 @@ class Run:
             unread = are_finite(logits) if flags is None else None
             if unread is not None and not may_wait:
                 flags, unread = unread.tolist(), None
-            logprobs = [] if may_wait or flags is None else scored(parts, logits, flags)
+            logprobs = [] if may_wait or flags is None else prompt_logprobs(parts, logits, flags)
             candidates = [] if may_wait else candidate_logprobs(parts, logits)
             following = [] if may_wait else continuations(parts, logits)
         except Exception as error:
@@ -344,7 +344,7 @@ class Run:
             rows = [self._rows[draw.parent] for draw in draws]
             logits = rows_of(rows)
             samplers = [each.sample.sampler for each in draws]
-            drawn = draw(logits, samplers, self._model.attention.choose, self._finiteness.unread())
+            drawn = draw(logits, samplers, self._model.attention.choose_tokens, self._finiteness.unread())
         except Exception as error:
             failure = self._judge(error, "sampling", len(draws))
         else:

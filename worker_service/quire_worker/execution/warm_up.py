@@ -56,7 +56,7 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
         model.attention.copy_blocks(cache.buffers, [0], [1])
         logits = torch.zeros(1, model.vocab_size, device=model.device)
         for params in (SamplingParams(), SamplingParams(temperature=1.0)):
-            model.attention.choose(logits, [params], lambda: torch.zeros(1, dtype=torch.float64))
+            model.attention.choose_tokens(logits, [params], lambda: torch.zeros(1, dtype=torch.float64))
     if progress is not None:
         progress(len(steps), len(steps), "done")
     return found

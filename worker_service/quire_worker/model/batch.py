@@ -44,7 +44,7 @@ class Chunk:
             blocks are ignored, and so are blocks before the windows of all tokens. The first block of a group of states
             is its running block.
         needs_logits: whether the logits after the last token are wanted.
-        is_scored: whether the logits after each token are wanted.
+        needs_all_logits: whether the logits after each token are wanted.
         begun_with: number of tokens that the request began with; see `rotary.py`.
         adapter: LoRA adapter of the request.
     """
@@ -54,7 +54,7 @@ class Chunk:
     block_tables: Sequence[Table]
     needs_logits: bool
     begun_with: int = 0
-    is_scored: bool = False
+    needs_all_logits: bool = False
     adapter: Adapter | None = None
 
 
@@ -193,9 +193,9 @@ def _state_blocks(states: list[list[int]], chunk_count: int) -> np.ndarray:
 
 def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
     """Returns the places in the flat batch after which logits are wanted."""
-    if not any(chunk.is_scored for chunk in chunks):
+    if not any(chunk.needs_all_logits for chunk in chunks):
         return ends[np.array([chunk.needs_logits for chunk in chunks])] - 1
-    counts = [len(chunk.tokens) if chunk.is_scored else int(chunk.needs_logits) for chunk in chunks]
+    counts = [len(chunk.tokens) if chunk.needs_all_logits else int(chunk.needs_logits) for chunk in chunks]
     return np.concatenate([np.arange(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)])
 
 

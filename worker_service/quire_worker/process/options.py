@@ -18,7 +18,7 @@ from quire_worker.kv_options import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.model.checkpoint import attention_chunk_of
 from quire_worker.process.option_values import memory_bytes, model_name, named_folder
 from quire_worker.process.pool_policy import add_policy
-from quire_worker.scheduling.request import STREAM_INTERVAL_S
+from quire_worker.scheduling.output import STREAM_INTERVAL_S
 from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 
@@ -88,6 +88,11 @@ def make_parser() -> Parser:
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     request_log.add_argument(parser)
+    parser.add_argument(
+        "--vllm-metrics",
+        action="store_true",
+        help="also serve the numbers under the names of vLLM's metrics, as vllm:kv_cache_usage_perc",
+    )
     _add_pool(parser)
     add_policy(parser)
     for option, text in (

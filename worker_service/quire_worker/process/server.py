@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +47,9 @@ from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.process import preflight
 from quire_worker.process.chat_template import read_chat_template
 from quire_worker.process.options import parse_arguments
+from quire_worker.process.start_log import log_waits, progress_of
 from quire_worker.process.tensor_parallel import Part, follow_rank_0, lead, unless_lost
+from quire_worker.process.vllm_metrics import VllmCollector
 from quire_worker.process.worker_metrics import WorkerCollector
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.identity import identity_of
@@ -62,7 +64,6 @@ from quire_worker.telemetry import WorkerTelemetry
 log = structlog.get_logger()
 
 TURN_S = 2.0  # seconds for the last turn, after the drain
-WAIT_LOG_S = 10.0
 
 
 class Loaded(NamedTuple):
@@ -177,17 +178,12 @@ def check_device(device: str) -> None:
         raise UsageError(f"--device {device}: Triton is not installed: {how_to_install('worker,gpu')}")
 
 
-def _progress(event: str) -> Callable[[int, int, str], None]:
-    """Returns a function that logs progress."""
-    return lambda done, total, title: log.info(event, done=done, total=total, next=title)
-
-
 def compile_kernels(model: PagedModel) -> None:
     """Compiles the kernels that a model needs. Takes up to a minute if Triton's cache has none of them."""
     from quire_worker.execution.warm_up import warm_up
 
     started = time.monotonic()
-    found = warm_up(model, progress=_progress("compiling kernels"))
+    found = warm_up(model, progress=progress_of("compiling kernels"))
     log.info("kernels compiled", count=found.count, seconds=round(time.monotonic() - started, 1))
 
 
@@ -195,7 +191,7 @@ def capture_decode(part: Part, size_max: int) -> Shortcut | None:
     """Captures decode batches of up to `size_max` samples as CUDA graphs; returns None if that is impossible."""
     from quire_worker.execution.decode_graphs import decode_graphs_of
 
-    graphs = decode_graphs_of(part.model, part.cache, size_max, _progress("capturing CUDA graphs"))
+    graphs = decode_graphs_of(part.model, part.cache, size_max, progress_of("capturing CUDA graphs"))
     return None if graphs is None else graphs.logits_of
 
 
@@ -241,20 +237,6 @@ def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:
     for name, folder in options.adapter:
         adapters.read(name, Path(folder))
     return adapters
-
-
-def log_waits() -> Callable[[QuireError], None]:
-    """Returns a function that logs why the worker waits for the allocator: at once, and then every ten seconds."""
-    last_s = -WAIT_LOG_S
-
-    def log_wait(error: QuireError) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s >= WAIT_LOG_S:
-            last_s = now_s
-            log.warning("waiting for the allocator", error=str(error))
-
-    return log_wait
 
 
 def spec_of(options: argparse.Namespace, model: PagedModel, cache: KVCache) -> PoolSpec:
@@ -307,11 +289,13 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         memory=loaded.memory,
         authorize=server.authorize,
         request_log=RequestLog(options.log_requests),
+        tracing=server.tracing,
         sampling_defaults=read_sampling_defaults(Path(options.model)),
         trusts_templates=options.trust_request_chat_template,
     )
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
-    await server.start(WorkerCollector(engine))
+    beside = VllmCollector(engine, loaded.names[0], asyncio.get_running_loop()) if options.vllm_metrics else None
+    await server.start(WorkerCollector(engine, beside))
     warming = asyncio.create_task(service.warm())
     collect_garbage_rarely()
     running = asyncio.create_task(_run(engine, server))

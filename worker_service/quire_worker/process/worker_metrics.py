@@ -42,13 +42,20 @@ METRIC_NAMES = frozenset(
 
 
 class WorkerCollector(Collector):
-    """Reads engine and telemetry in the thread of the metrics server. A number may be one step old."""
+    """Reads engine and telemetry in the thread of the metrics server. A number may be one step old.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        engine: the worker's engine.
+        beside: yields further families; None if there are none.
+    """
+
+    def __init__(self, engine: Engine, beside: Collector | None = None) -> None:
+        self._engine, self._beside = engine, beside
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the families of `METRIC_NAMES`."""
+        """Yields the families of `METRIC_NAMES`, and those of `beside`."""
+        if self._beside is not None:
+            yield from self._beside.collect()
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()

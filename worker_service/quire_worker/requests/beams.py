@@ -22,7 +22,8 @@ from quire_worker.model.tokenizer import StreamDecoder, TokenizerError
 from quire_worker.sampling.beam_search import BeamSearch, Chosen, Rule, row_count
 from quire_worker.sampling.logprobs import Likeliest
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
+from quire_worker.scheduling.output import Delivery, FinishReason
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.scheduling.slots import Beam, RequestBeams
 
@@ -128,7 +129,7 @@ class BeamTurns:
         for sample in request.samples:
             self._scheduler.roster.finish(sample, FinishReason.LENGTH)
         for delivery in deliveries:
-            request.deliveries.put_nowait(delivery)
+            request.output.deliveries.put_nowait(delivery)
 
 
 def _beam_of(sample: Sample) -> Beam:

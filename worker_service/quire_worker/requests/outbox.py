@@ -34,7 +34,8 @@ from quire_worker.requests.unread import (
 )
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.packed_logprobs import PackedLogprobs
-from quire_worker.scheduling.request import Delivery, Request, Sample
+from quire_worker.scheduling.output import Delivery
+from quire_worker.scheduling.request import Request, Sample
 
 
 class Noted(NamedTuple):
@@ -78,7 +79,7 @@ class Outbox:
         noted.logprobs.put(len(noted.logprobs), logprobs)
         if _is_held(sample.request):
             return
-        if sample.request.delivered_s == -math.inf:
+        if sample.request.output.delivered_s == -math.inf:
             self._first.append(sample.request)
         loop = asyncio.get_running_loop()
         due_s = loop.time() if sample.has_ended else self._due_s(sample.request)
@@ -91,18 +92,18 @@ class Outbox:
         """Adds logprobs of a prompt, at a position among its tokens. The request's first delivery contains them."""
         if request.is_done:
             return
-        told = request.prompt_logprobs = request.prompt_logprobs or PackedLogprobs()
+        told = request.output.prompt_logprobs = request.output.prompt_logprobs or PackedLogprobs()
         before = told.value_count
         told.put(place, logprobs)
         self._hold(request, VALUE_BYTES * (told.value_count - before))
 
     async def next_delivery(self, request: Request) -> Delivery | QuireError:
         """Waits for the next delivery of a request. The previous delivery counts as read."""
-        self._unread.give_back(request, request.being_read_bytes)
-        request.being_read_bytes = 0
-        delivery = await request.deliveries.get()
+        self._unread.give_back(request, request.output.being_read_bytes)
+        request.output.being_read_bytes = 0
+        delivery = await request.output.deliveries.get()
         if isinstance(delivery, Delivery):
-            request.being_read_bytes = bytes_of(delivery)
+            request.output.being_read_bytes = bytes_of(delivery)
         return delivery
 
     async def deliver_first(self) -> None:
@@ -118,8 +119,8 @@ class Outbox:
         noted = self._noted.pop(request, None)
         if noted is None:
             return
-        is_first = request.delivered_s == -math.inf
-        request.delivered_s = asyncio.get_running_loop().time()
+        is_first = request.output.delivered_s == -math.inf
+        request.output.delivered_s = asyncio.get_running_loop().time()
         if request.sampling.is_best_of:
             noted = _best(request, noted)
         try:
@@ -129,20 +130,20 @@ class Outbox:
             return
         if request.sampling.is_best_of:
             deliveries = [delivery._replace(sample=place) for place, delivery in enumerate(deliveries)]
-        if is_first and request.prompt_logprobs:
-            deliveries[0] = deliveries[0]._replace(prompt_logprobs=request.prompt_logprobs)
-            request.prompt_logprobs = None
+        if is_first and request.output.prompt_logprobs:
+            deliveries[0] = deliveries[0]._replace(prompt_logprobs=request.output.prompt_logprobs)
+            request.output.prompt_logprobs = None
         byte_count = sum(bytes_of(each, with_values=False) for each in deliveries)
         if not self._hold(request, byte_count + (bytes_of_tokens(request) if request.is_done else 0)):
             return
         for number, delivery in enumerate(deliveries, start=1):
             is_last = request.is_done and number == len(deliveries)
-            request.deliveries.put_nowait(delivery._replace(is_last=is_last))
+            request.output.deliveries.put_nowait(delivery._replace(is_last=is_last))
 
     def discard(self, request: Request) -> None:
         """Drops the noted tokens of a request, because nobody reads its queue any more."""
         self._noted.pop(request, None)
-        self._unread.give_back(request, request.unread_bytes)
+        self._unread.give_back(request, request.output.unread_bytes)
 
     def _hold(self, request: Request, byte_count: int) -> bool:
         """Counts bytes of a request as unread. Returns False if there is no room, and the request has ended."""
@@ -158,13 +159,13 @@ class Outbox:
     def _drop(self, request: Request) -> None:
         """Drops all data of a request except the delivery that is being read."""
         self._noted.pop(request, None)
-        request.prompt_logprobs = None
-        while not request.deliveries.empty():
-            request.deliveries.get_nowait()
-        self._unread.give_back(request, request.unread_bytes - request.being_read_bytes)
+        request.output.prompt_logprobs = None
+        while not request.output.deliveries.empty():
+            request.output.deliveries.get_nowait()
+        self._unread.give_back(request, request.output.unread_bytes - request.output.being_read_bytes)
 
     def _due_s(self, request: Request) -> float:
-        return request.delivered_s + max(self._interval_s, request.interval_s)
+        return request.output.delivered_s + max(self._interval_s, request.output.interval_s)
 
     def _deliver_due(self) -> None:
         """Delivers the requests that are due, and sets the timer for the next one."""

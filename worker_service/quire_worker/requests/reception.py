@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from quire._trace_context import carried
 from quire.errors import QuireError, Reason
 from quire.session import AsyncSession
 
@@ -100,6 +101,7 @@ class Reception:
         root = root_of(self._model, self._layout, namespace, adapter, cache_salt)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
         request.rotation, request.priority, request.adapter = self._model.rotation, priority, adapter
+        request.trace.carried = carried()
         if time_left_s is not None:
             request.deadline_s = request.arrived_s + time_left_s
         if self._is_hopeless(request, request.arrived_s):
@@ -131,7 +133,7 @@ class Reception:
         for request in self._roster.preempted:
             request.trace.note_stage(Stage.PREEMPTED, now_s)
         self._roster.preempted.clear()
-        for sample in plan.admitted:
+        for sample in plan.to_admit:
             request = sample.request
             if sample.sequence_id:
                 request.trace.note_stage(Stage.ADMITTED, now_s)

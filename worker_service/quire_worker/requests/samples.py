@@ -17,7 +17,8 @@ from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.sampler import Sampler
-from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
+from quire_worker.scheduling.output import Delivery, FinishReason
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -159,7 +160,7 @@ class TokenIntake:
         request = sample.request
         self._scheduler.roster.finish(sample, FinishReason.LENGTH)
         if request.is_done:
-            request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
+            request.output.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
 
     def _extend(self, tokens: Sequence[Token]) -> None:
         now_s = self._clock()  # the same for all tokens of a pass

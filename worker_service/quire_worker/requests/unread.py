@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from quire._serving.caller_shares import CallerShares
 from quire.errors import QuireError, Reason
 
-from quire_worker.scheduling.request import Delivery, Request
+from quire_worker.scheduling.output import Delivery
+from quire_worker.scheduling.request import Request
 
 if TYPE_CHECKING:
     from quire_worker.sampling.logprobs import TokenLogprobs
@@ -27,7 +28,7 @@ DELIVERY_BYTES = 1_024
 
 
 class Unread:
-    """Counts unread bytes by namespace. The bytes of a request are in its `unread_bytes`."""
+    """Counts unread bytes by namespace. The bytes of a request are in its `output`."""
 
     def __init__(self, alone_max: int) -> None:
         """Starts without unread bytes. `alone_max` is the limit of a namespace that is alone."""
@@ -40,18 +41,18 @@ class Unread:
             return True
         if not self._bytes.take(request.namespace, byte_count):
             return False
-        request.unread_bytes += byte_count
+        request.output.unread_bytes += byte_count
         self._requests.setdefault(request.namespace, {})[request] = None
         return True
 
     def give_back(self, request: Request, byte_count: int) -> None:
         """Uncounts bytes of a request that its caller has read, or that are dropped."""
-        byte_count = min(byte_count, request.unread_bytes)
+        byte_count = min(byte_count, request.output.unread_bytes)
         if not byte_count:
             return
         self._bytes.leave(request.namespace, byte_count)
-        request.unread_bytes -= byte_count
-        if not request.unread_bytes:
+        request.output.unread_bytes -= byte_count
+        if not request.output.unread_bytes:
             of_namespace = self._requests[request.namespace]
             del of_namespace[request]
             if not of_namespace:
@@ -94,4 +95,4 @@ def bytes_of_values(logprobs: Sequence[TokenLogprobs]) -> int:
 
 
 def _droppable(request: Request) -> int:
-    return request.unread_bytes - request.being_read_bytes
+    return request.output.unread_bytes - request.output.being_read_bytes

@@ -53,7 +53,7 @@ def sample(
         logits: float32 `[rows, vocabulary]`; the token of a row that is not `are_finite` is meaningless.
         params: valid parameters of each row.
         generators: each row's generator from `new_generator`; greedy rows do not use theirs, and may have None.
-        choose: the device's implementation (`PagedAttention.choose`); default `choose_by_sorting`.
+        choose: the device's implementation (`PagedAttention.choose_tokens`); default `choose_by_sorting`.
 
     Raises:
         ValueError: `logits`, `params` and `generators` differ in length.
@@ -76,7 +76,7 @@ def sample(
 def choose_by_sorting(
     logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
-    """Returns one token per row, in plain torch; see `PagedAttention.choose`."""
+    """Returns one token per row, in plain torch; see `PagedAttention.choose_tokens`."""
     tokens = logits.argmax(dim=-1)
     rows = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
     if rows:

@@ -165,7 +165,7 @@ def draw(
         logits: float32 `[rows, vocabulary]`; not changed. If any sampler is not `is_plain` or wants logprobs, all rows
             must be `choice.are_finite`. Otherwise the token of a row that is not finite is meaningless.
         samplers: the sampler of each row.
-        choose: the device's implementation (`PagedAttention.choose`).
+        choose: the device's implementation (`PagedAttention.choose_tokens`).
         flags: bool `[any]` on the same device; read together with the tokens, because each read waits for the device.
     """
     asking = [row for row, sampler in enumerate(samplers) if sampler.logprob_count is not None]

@@ -75,4 +75,4 @@ def _decodes(item: Work) -> bool:
     """Tells whether only the last token of a sample is computed, and the sample continues without forks."""
     sample = item.sample
     is_last = item.start == len(sample.tokens) - 1 and item.is_complete and not item.is_restored
-    return is_last and not sample.is_scored and not sample.has_forks_to_come
+    return is_last and not sample.needs_all_logits and not sample.has_forks_to_come

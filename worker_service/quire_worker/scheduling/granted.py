@@ -70,6 +70,8 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
         if not sample.request.admitted:
             sample.request.admitted = True
             usage.cached_token_count = grown.matched_token_count
+            full_token_count = len(sample.tokens) // roster.block_size * roster.block_size
+            usage.cache_write_token_count = max(0, full_token_count - grown.matched_token_count)
             prompt_tokens = len(sample.tokens) - grown.matched_token_count
             roster.shares.charge(sample.request.namespace, prompt_tokens=prompt_tokens)
     else:

@@ -170,6 +170,7 @@ class Plan:
     Attributes:
         commits: samples that commit.
         frees: sequences that end.
+        keeps: of some of these, milliseconds to keep their prefix, and the tokens of it (0: all).
         forks: samples that share the blocks of others.
         grows: samples that ask for room.
 
@@ -186,6 +187,7 @@ class Plan:
 
     commits: list[Committing] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
+    keeps: dict[int, tuple[int, int]] = field(default_factory=dict)
     forks: list[Forking] = field(default_factory=list)
     grows: list[Growing] = field(default_factory=list)
     wanted: list[tuple[Sample, int]] = field(default_factory=list)
@@ -201,6 +203,6 @@ class Plan:
         return bool(self.commits or self.frees or self.forks or self.grows)
 
     @property
-    def admitted(self) -> set[Sample]:
+    def to_admit(self) -> set[Sample]:
         """Returns the waiting samples that are admitted if their room is granted."""
         return {each.sample for each in self.grows if each.entering is not None}

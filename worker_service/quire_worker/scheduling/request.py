@@ -24,19 +24,17 @@ Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from quire.errors import QuireError
 from quire.hashing import DigestChain
 from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
+from quire_worker.scheduling.output import FinishReason, Output
 from quire_worker.scheduling.slots import Beam, BranchTask, Draft, RequestBeams, Scored, Swapped
 from quire_worker.scheduling.trace import Trace
 
@@ -45,19 +43,8 @@ if TYPE_CHECKING:  # The worker's options read numbers from this folder without 
     from quire_worker.model.rotary import Rotation
     from quire_worker.model.sample_text import SampleText
     from quire_worker.model.tokenizer import StreamDecoder
-    from quire_worker.sampling.packed_logprobs import PackedLogprobs
     from quire_worker.sampling.params import SamplingParams
     from quire_worker.sampling.sampler import Sampler
-
-# Seconds between two deliveries of a request, except for its first one and those that end a sample.
-STREAM_INTERVAL_S = 0.02
-
-
-class FinishReason(Enum):
-    """Why a sample ended."""
-
-    STOP = "stop"  # end-of-text, a stop token or a stop text
-    LENGTH = "length"  # `max_tokens`, or the longest sequence that fits
 
 
 @dataclass(slots=True)
@@ -69,28 +56,7 @@ class Usage:
     granted_block_count: int = 0
     unshared_block_count: int = 0
     preemption_count: int = 0
-
-
-class Delivery(NamedTuple):
-    """Something for the caller of a request: new tokens of one sample, its end, or both.
-
-    Attributes:
-        is_last: whether it is the last delivery of the request.
-        logprobs: logprobs of the tokens; None if they were not requested.
-        prompt_logprobs: logprobs of the prompt; only in the request's first delivery.
-        score: the score of a text that a beam search has found.
-        stop_reason: the stop text or stop token that ended the sample.
-    """
-
-    sample: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    is_last: bool
-    logprobs: PackedLogprobs | None = None
-    prompt_logprobs: PackedLogprobs | None = None
-    score: float | None = None
-    stop_reason: str | int | None = None
+    cache_write_token_count: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -103,18 +69,13 @@ class Request:
         root: the digest that the prompt's chain starts from.
         rotation: how the rotation of its keys depends on its length; None if it does not.
         adapter: LoRA adapter of the request; None for the plain model.
-        deliveries: the queue that its caller reads; a `QuireError` in it ends the request.
-        delivered_s: the time of the latest delivery, by the event loop's clock.
-        interval_s: the least seconds that its caller wants between two deliveries.
+        output: what goes to its caller.
         priority: the caller's priority within its namespace; see `order.py`.
         deadline_s: when its caller stops waiting, by the clock of `arrived_s`.
         admitted_s: when it was first admitted.
-        prompt_logprobs: computed logprobs of its prompt from the second token on, until they are delivered.
-        is_read: whether the caller has taken the last delivery.
-        unread_bytes: bytes of its answer that count as unread.
-        being_read_bytes: the part of `unread_bytes` that is being written to its caller.
         beams: its beam search, whose beams are its samples; None without one.
         trace: its history, for logs.
+        keep_ms, keep_token_count: how long, and how many of its tokens (0: all), the allocator is asked to keep.
     """
 
     number: int
@@ -126,9 +87,7 @@ class Request:
     arrived_s: float
     samples: list[Sample] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
-    deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
-    delivered_s: float = -math.inf
-    interval_s: float = 0.0
+    output: Output = field(default_factory=Output)
     rotation: Rotation | None = None
     adapter: Adapter | None = None
     first_token_s: float | None = None
@@ -136,12 +95,10 @@ class Request:
     admitted_s: float | None = None
     priority: int = 0
     deadline_s: float = math.inf
-    prompt_logprobs: PackedLogprobs | None = None
-    is_read: bool = False
-    unread_bytes: int = 0
-    being_read_bytes: int = 0
     beams: RequestBeams | None = None
     trace: Trace = field(default_factory=Trace)
+    keep_ms: int = 0
+    keep_token_count: int = 0
 
     @property
     def is_done(self) -> bool:
@@ -267,12 +224,12 @@ class Sample:
     @property
     def matchable_token_count(self) -> int:
         """Returns how many leading tokens may be hit in the cache: none of those after which logits are wanted."""
-        if self.is_scored:
+        if self.needs_all_logits:
             return 0 if self.scored is None else self.scored.start - 1
         return len(self.tokens) - 1
 
     @property
-    def is_scored(self) -> bool:
+    def needs_all_logits(self) -> bool:
         """Tells whether logits are wanted after more than its last token: for a prompt's logprobs, or for scores."""
         wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
         return self.scored is not None or wants_prompt

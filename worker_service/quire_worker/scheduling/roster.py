@@ -13,9 +13,10 @@ from quire_worker.scheduling import room_ahead
 from quire_worker.scheduling.backfill import held_count, own_block_count
 from quire_worker.scheduling.displacing import displaced_by_head
 from quire_worker.scheduling.order import Shares, WaitingQueue, rank_of
+from quire_worker.scheduling.output import FinishReason
 from quire_worker.scheduling.pace import Pace
 from quire_worker.scheduling.plan import Plan, Work
-from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.resting import Resting
 from quire_worker.scheduling.swap import SwapOut, SwapSpace, can_swap
 

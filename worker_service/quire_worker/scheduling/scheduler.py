@@ -33,10 +33,11 @@ from quire_worker.scheduling.admission import Applicants, Peaks, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
 from quire_worker.scheduling.drafts import Drafting, with_drafts
 from quire_worker.scheduling.granted import REFUSED, take_commits, take_grow, work_of
+from quire_worker.scheduling.output import FinishReason
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
 from quire_worker.scheduling.plan import Batch, Committing, Entering, Forking, Growing, Plan, Round, Work
 from quire_worker.scheduling.ready import ready_after
-from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.roster import Roster
 
 
@@ -116,7 +117,7 @@ class Scheduler:
         self._commit(plan, filled, {**cut, **given_back})
         self.roster.make_room(plan)
         self.roster.begin_outgrown_again(plan)
-        plan.is_unfair = budget > 0 and not plan.admitted and self.roster.displaced() is not None
+        plan.is_unfair = budget > 0 and not plan.to_admit and self.roster.displaced() is not None
         return plan
 
     def plan_without_asking(self, under_way: Sequence[Work] = ()) -> Plan:
@@ -185,7 +186,7 @@ class Scheduler:
         squeezed = {growing.sample for growing, grown in rows if grown.result is Result.PASS_TOO_LONG}
         lacking = {sample for sample in denied - squeezed if not sample.has_ended}
         is_helped = bool(lacking) and self.roster.drop_resting(1)
-        if not is_helped and lacking - plan.admitted:
+        if not is_helped and lacking - plan.to_admit:
             denied.add(self.roster.preempt_last())
         elif plan.is_unfair:
             denied |= self.roster.preempt_displaced()
@@ -309,6 +310,8 @@ class Scheduler:
             [sample for sample in leaving if sample in parents],
         )
         plan.frees += [sample.sequence_id for sample in left]
+        kept = [sample for sample in left if sample.request.keep_ms]
+        plan.keeps |= {each.sequence_id: (each.request.keep_ms, each.request.keep_token_count) for each in kept}
         plan.frees += self.roster.to_free
         self.roster.to_free.clear()
         return self.roster.free_count_of(left)

@@ -92,7 +92,7 @@ class SwapSpace:
             block_size: tokens per block.
         """
         first = max(shared_tokens, max(sample.fallen, default=0) * block_size)
-        if not self.slot_count or sample.is_scored or sample.fork_of is not None or first >= sample.computed:
+        if not self.slot_count or sample.needs_all_logits or sample.fork_of is not None or first >= sample.computed:
             return None
         positions = range(first // block_size, -(-sample.computed // block_size))
         blocks = [table[position] for table in sample.tables for position in positions] + sample.states

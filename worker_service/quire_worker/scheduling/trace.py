@@ -25,12 +25,20 @@ class Trace:
         block_count_max: the most distinct blocks in its samples' tables. Tables only grow between two admissions, so
             counting is needed only when a sample ends or loses its blocks.
         error: name of the `Reason` that the request failed with, or "CANCELLED".
+        carried: the trace context that its call came with.
+        steps: when the steps that admitted its samples were sent and answered, the first `ENTRIES_MAX`.
+        step_count: steps that asked for its blocks.
+        step_s: seconds from sending these steps to their answers.
     """
 
     sequence_ids: list[int] = field(default_factory=list)
     stages: list[tuple[Stage, float]] = field(default_factory=list)
     block_count_max: int = 0
     error: str = ""
+    carried: tuple[tuple[str, str], ...] = ()
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    step_count: int = 0
+    step_s: float = 0.0
 
     def note_sequence(self, sequence_id: int) -> None:
         """Adds a new sequence of one of its samples."""
@@ -41,6 +49,13 @@ class Trace:
         """Adds an event that happens now."""
         if len(self.stages) < ENTRIES_MAX:
             self.stages.append((stage, now_s))
+
+    def note_step(self, sent_s: float, answered_s: float, *, admits: bool) -> None:
+        """Adds a step that asked for blocks of one of its samples."""
+        self.step_count += 1
+        self.step_s += answered_s - sent_s
+        if admits and len(self.steps) < ENTRIES_MAX:
+            self.steps.append((sent_s, answered_s))
 
     def note_blocks(self, block_count: int) -> None:
         """Records how many distinct blocks the request holds now."""

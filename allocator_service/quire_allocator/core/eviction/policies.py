@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Final
 
-from quire_allocator.core.eviction.queue import BURDEN_MAX, LED, Entry, EvictionPolicy
+from quire_allocator.core.eviction.queue import BURDEN_MAX, LED, RANKED, Entry, EvictionPolicy
 from quire_allocator.core.eviction.reuse_model import Family, Ghost, Ghosts, ReuseModel
 
 
@@ -164,9 +164,9 @@ class ReuseValue(EvictionPolicy):
         entry.released = self._time
         entry.kind = None
 
-    def ranked(self, entry: Entry) -> None:
-        """Stamps the entry, unless it was ranked when it was cached."""
-        if entry.kind is None:
+    def revalued(self, entry: Entry) -> None:
+        """Stamps a RANKED entry, unless it was ranked when it was cached."""
+        if entry.worth == RANKED and entry.kind is None:
             self.released(entry)
 
     def lane(self, entry: Entry) -> int:
@@ -240,8 +240,5 @@ class ReuseValue(EvictionPolicy):
         self._left_behind[origin] = round(self._medians[origin])
 
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "reuse": ReuseValue,
-    "lru": LeastRecentlyUsed,
-}
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"reuse": ReuseValue, "lru": LeastRecentlyUsed}
 DEFAULT_POLICY: Final = "reuse"

@@ -46,20 +46,20 @@ class Entry(ABC):
         origin: the kind of its parent when it was stored.
         is_whole: whether it was never shared, split or trimmed.
         is_successor: whether it replaced an entry of the same turn, so caching it does not advance the policy's clock.
+        keep_until_ms: until then, if it is RANKED, it leaves after all others that are; 0 unless a caller asked.
         worth: SPARE, ASIDE, RANKED or LED, while it is cached.
-        burden: floor(log2((own + led) / own)) in blocks since the previous stop, at most `BURDEN_MAX`.
-            Example: 4 own and 60 led blocks give 4.
+        burden: log2((own + led) / own) in blocks since the previous stop, rounded down, at most `BURDEN_MAX`.
     """
 
     __slots__ = (
         *("burden", "gap", "hits", "is_successor", "is_whole", "kind", "live", "origin", "released", "left_behind"),
-        *("ticket", "worth"),
+        *("keep_until_ms", "ticket", "worth"),
     )
 
     kind: int | None
 
     def __init__(self) -> None:
-        self.live = self.hits = self.released = self.ticket = 0
+        self.live = self.hits = self.released = self.ticket = self.keep_until_ms = 0
         self.kind = None
         self.worth = RANKED
 
@@ -75,6 +75,7 @@ class Entry(ABC):
     def copy_history(self, other: Entry) -> None:
         """Copies the history of `other`, from which this entry was cut."""
         self.worth = other.worth
+        self.keep_until_ms = other.keep_until_ms
         self.hits = other.hits
         self.released = other.released
         self.kind = other.kind
@@ -94,19 +95,15 @@ class Entry(ABC):
     def first_position(self) -> int:
         """Counts the positions before it in its prefix."""
 
-    @property
     @abstractmethod
-    def first_digest(self) -> bytes:
-        """Returns the digest of its first block."""
-
     def key_at(self, offset: int) -> bytes:
         """Returns a key of the content from block `offset` on, the same wherever it is stored; empty if none."""
-        return b"" if offset else self.first_digest
 
 
 class EvictionPolicy(ABC):
-    """Ranks candidates. Callers report each event in order."""
+    """Ranks candidates. Callers report each event in order, and set `now_ms` before."""
 
+    now_ms = 0
     lane_count = 1
     patience = 1  # evicted blocks after which the ends of all lanes are compared again
     evicted_count = 0
@@ -134,10 +131,8 @@ class EvictionPolicy(ABC):
         else:
             self.put_aside(entry, block_count)
 
-    def revalued(self, entry: Entry) -> None:
+    def revalued(self, entry: Entry) -> None:  # noqa: B027 - optional: by default the stamp stays
         """Notes that the worth of a cached entry changed."""
-        if entry.worth == RANKED:
-            self.ranked(entry)
 
     @abstractmethod
     def released(self, entry: Entry) -> None:
@@ -146,9 +141,6 @@ class EvictionPolicy(ABC):
     def put_aside(self, entry: Entry, block_count: int) -> None:
         """Stamps an entry of `block_count` blocks that is not RANKED, and learns nothing from it."""
         self.released(entry)
-
-    def ranked(self, entry: Entry) -> None:  # noqa: B027 - optional: by default the stamp stays
-        """Notes that an entry that was cached before is RANKED from now on."""
 
     def lane(self, entry: Entry) -> int:
         """Returns the lane of a candidate. Candidates of one lane are in the order of their stamps."""
@@ -203,7 +195,7 @@ class _Line:
     """Candidates that are evicted in the order of their stamps, under any policy.
 
     Most arrive in that order: a decoding sequence lets a block fall out of its window at every edge. Two lists hold
-    these, without an item for each; a heap holds the others. Each addition drops an outdated entry from their front.
+    these; a heap holds the others. Each addition drops an outdated entry from their front.
     """
 
     __slots__ = ("_begin", "_entries", "_heap", "_last", "_tickets")
@@ -279,8 +271,8 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._early = [_Line(), _Line()]  # entries that are SPARE or ASIDE
-        self._late = _Line()  # entries that are LED
+        self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two before the ranked ones, one after them
+        self._kept: list[tuple[int, int, int, Entry]] = []  # a heap of `keep_until_ms`, stamp, ticket and entry
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # least value of a lane's end outside `_near`
         self._compare_at = 0
@@ -291,7 +283,9 @@ class Candidates:
         policy = self._policy
         worth = entry.worth
         if worth != RANKED:
-            (self._late if worth == LED else self._early[worth]).push(entry)
+            self._lines[worth].push(entry)
+        elif entry.keep_until_ms > policy.now_ms:
+            heappush(self._kept, (entry.keep_until_ms, entry.released, entry.ticket, entry))
         else:
             lane, item = self._lanes[policy.lane(entry)], (entry.released, entry.ticket, entry)
             heappush(lane.heap, item)
@@ -305,11 +299,17 @@ class Candidates:
 
     def peek(self) -> Entry | None:
         """Returns the entry that leaves first, or None. It stays a candidate until it is discarded."""
-        for line in self._early:
-            early = line.first()
-            if early is not None:
-                return early
-        return self._peek_ranked() or self._late.first()
+        early = self._lines[0].first() or self._lines[1].first()
+        if early is not None:
+            return early
+        while self._kept:
+            until, _, ticket, entry = self._kept[0]
+            if ticket == entry.ticket and until > self._policy.now_ms:
+                return self._peek_ranked() or entry
+            heappop(self._kept)
+            if ticket == entry.ticket:
+                self.add(entry)
+        return self._peek_ranked() or self._lines[-1].first()
 
     def _peek_ranked(self) -> Entry | None:
         """Returns the entry that the policy evicts first."""
@@ -325,17 +325,19 @@ class Candidates:
     def items(self) -> list[tuple[int, int, Entry]]:
         """Returns stamp, ticket and entry of all candidates, outdated ones included, in no order."""
         ranked = [item for lane in self._lanes for item in lane.heap]
-        return [*self._early[0].items(), *self._early[1].items(), *ranked, *self._late.items()]
+        return [*ranked, *[item[1:] for item in self._kept], *(item for line in self._lines for item in line.items())]
 
     def _item_count(self) -> int:
         """Counts all items, outdated ones included."""
-        count = len(self._early[0]) + len(self._early[1]) + len(self._late)
+        count = len(self._kept) + sum([len(line) for line in self._lines])
         return count + sum([max(len(lane.heap), len(lane.stack)) for lane in self._lanes])
 
     def _sweep(self) -> int:
         """Drops outdated items everywhere; returns how many are left."""
-        count = self._early[0].sweep() + self._early[1].sweep() + self._late.sweep()
-        return count + sum([lane.sweep() for lane in self._lanes])
+        self._kept = [item for item in self._kept if item[2] == item[3].ticket]
+        heapify(self._kept)
+        left = sum([line.sweep() for line in self._lines]) + sum([lane.sweep() for lane in self._lanes])
+        return left + len(self._kept)
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
         """Returns the least valuable end of some lanes, and its value."""
@@ -379,8 +381,7 @@ class EvictionQueue(Candidates):
         return self._count
 
     def _sweep(self) -> int:
-        """Sweeps only when more than half of the items are outdated, because looking at an item costs more than adding
-        it."""
+        """Sweeps only if more than half of the items are outdated: looking at an item costs more than adding it."""
         count = self._item_count()
         return super()._sweep() if count > 2 * self._count else count
 

@@ -184,6 +184,15 @@ class Coordinator:
         if end > (0 if last is None else last.token_count):
             self._stop_at(sequence, end)
 
+    def keep(self, sequence: SequenceState, keep_ms: int, token_count: int) -> None:
+        """Asks that the first `token_count` tokens of a sequence are evicted late for `keep_ms`."""
+        last = self.managers[self._ending].last_end(sequence.parts[self._ending], sequence.committed_token_count)
+        end = min(last, token_count // self._edge_tokens * self._edge_tokens)
+        digest = self.managers[0].digest_at(sequence.parts[0], end) if end else b""
+        if digest:
+            pairs = zip(self.managers, sequence.parts)
+            self._blocks.keep(sequence.namespace, [e for m, p in pairs for e in m.entries_at(p, end, digest)], keep_ms)
+
     def _stop_at(self, sequence: SequenceState, token_count: int) -> None:
         """Makes a stop after `token_count` tokens of a sequence, if all groups can serve them from its blocks."""
         digest = self.managers[0].digest_at(sequence.parts[0], token_count)

@@ -330,6 +330,16 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         """Returns no units: a hit takes whole runs."""
         return []
 
+    def entries_at(self, part: RunPart, token_count: int, digest: bytes) -> Sequence[Scoped]:
+        run, path = self.run_at(part, token_count), list[Scoped]()
+        positions = token_count // self.block_size - run.first_position
+        if positions * DIGEST_BYTES < run.size:
+            run = self.tree.cut(run, positions)
+        while run.parent is not None:
+            path.append(run)
+            run = run.parent
+        return path
+
     def other_way_count(self, part: RunPart, token_count: int) -> int:
         run = self.run_at(part, token_count)
         if run.token_count() != token_count:

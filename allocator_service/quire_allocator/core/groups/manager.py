@@ -16,7 +16,7 @@ from quire_allocator.core.events import EventLog
 from quire_allocator.core.retention.partings import Behind
 from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.retention.stop import Run, Unit
-from quire_allocator.core.scopes import Evictor, Namespace, Scope
+from quire_allocator.core.scopes import Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import NEVER, Copy, GroupSpec, PoolSpec, Swap
 
@@ -214,6 +214,10 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     @abstractmethod
     def units_at(self, part: PartT, token_count: int, digest: bytes) -> list[Unit] | None:
         """Returns the units that a hit of `token_count` tokens of a sequence would take; None if one is missing."""
+
+    def entries_at(self, part: PartT, token_count: int, digest: bytes) -> Sequence[Scoped]:
+        """Returns the entries that a hit of so many tokens of a sequence takes, cut there; none if one is missing."""
+        return self.units_at(part, token_count, digest) or ()
 
     def last_end(self, part: PartT, committed: int) -> int:
         """Returns the last edge of a sequence, in tokens, at which a hit can end."""

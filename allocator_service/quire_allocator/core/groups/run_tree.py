@@ -80,7 +80,7 @@ class RunTree:
 
     def is_extendable(self, run: Run) -> bool:
         """Tells whether a run can take in the next blocks of the sequence that ends in it: they share one history."""
-        return run.live == 1 and not run.children and not run.hits and run.parent is not None
+        return run.live == 1 and not (run.children or run.hits or run.keep_until_ms) and run.parent is not None
 
     def extend(self, run: Run, digests: bytes, blocks: array[int], position: int) -> None:
         """Publishes blocks at the end of an extendable run."""
@@ -126,6 +126,8 @@ class RunTree:
         upper = Run(run.scope, parent, run.first_position, run.digests[:size], run.blocks[:count])
         upper.copy_history(run)
         upper.live = 1 if run.live else 0
+        if upper.keep_until_ms:
+            run.scope.namespace.kept.append(upper)
         parent.children[upper.first_digest] = upper
         run.drop_head(upper.size)
         run.parent = upper

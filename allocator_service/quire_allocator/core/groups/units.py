@@ -181,6 +181,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         assert isinstance(scope, UnitScope)
         self._log.removed(scope, unit.first_position, unit.first_digest, 0, DIGEST_BYTES)
         scope.remove(unit)
+        unit.keep_until_ms = 0
 
     def _digest_at(self, digests: bytes, token_count: int, first_digest: int = 0) -> bytes:
         """Returns the digest of the prefix of `token_count` tokens; `digests` begins with number `first_digest`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
+from quire_allocator.core.blocks import KEPT_SHARE
 from quire_allocator.core.drop import CacheDrop
 from quire_allocator.core.ownership.replay import StepLog
 from quire_allocator.core.pool import Pool
@@ -66,11 +67,15 @@ class Directory:
 
     Args:
         lease_s: seconds for which an owner may be silent.
+        kept_share: share of each pool that the callers of one namespace may ask to keep.
         pools_max, blocks_max: the most of one caller, if no other has any. All callers together may have twice as many,
             and each leaves at least as many free as it has.
     """
 
-    def __init__(self, *, lease_s: float, pools_max: int, blocks_max: int = BLOCKS_OF_CALLER_MAX) -> None:
+    def __init__(
+        self, *, lease_s: float, pools_max: int, blocks_max: int = BLOCKS_OF_CALLER_MAX, kept_share: float = KEPT_SHARE
+    ) -> None:
+        self._kept_share = kept_share
         self.lease_s = lease_s
         self.pools_max = pools_max
         self.blocks_max = blocks_max
@@ -142,6 +147,7 @@ class Directory:
         """
         self.check_blocks(owner.name, spec, owner.caller)
         pool = make_pool(spec)
+        pool.blocks.kept_block_count_max = int(self._kept_share * spec.block_count)
         self._sessions.pop(owner.session_id, None)
         owner.spec = spec
         owner.pool = pool
@@ -150,14 +156,7 @@ class Directory:
         self._sessions[session_id] = owner
 
     def open_unary(
-        self,
-        *,
-        name: str,
-        spec: PoolSpec,
-        request_id: str,
-        session_id: bytes,
-        now: float,
-        caller: Hashable = None,
+        self, *, name: str, spec: PoolSpec, request_id: str, session_id: bytes, now: float, caller: Hashable = None
     ) -> Ownership:
         """Takes a pool for a unary session; the same `request_id` again returns the session it opened.
 
@@ -175,9 +174,9 @@ class Directory:
             return owner
         self._admit(name, spec, caller, now)
         lease_end = now + self.lease_s
-        owner = Ownership(
-            name, spec, request_id.encode(), 1, 1, lease_end, None, True, Pool(spec), caller, session_id=session_id
-        )
+        pool, incarnation = Pool(spec), request_id.encode()
+        pool.blocks.kept_block_count_max = int(self._kept_share * spec.block_count)
+        owner = Ownership(name, spec, incarnation, 1, 1, lease_end, None, True, pool, caller, session_id=session_id)
         self._owners[name] = owner
         self._sessions[session_id] = owner
         return owner

@@ -21,7 +21,7 @@ from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
-class RebuiltRun(NamedTuple):
+class ReportedRunPart(NamedTuple):
     """The `end` of a sequence's published part (None if it has none), and its own blocks beyond.
 
     Attributes:
@@ -65,7 +65,7 @@ class RunBuilder:
         rebuilt = self._rebuilt(space, sequence)
         return lambda: self._part(rebuilt)
 
-    def _rebuilt(self, space: Namespace, sequence: ReportedSequence) -> RebuiltRun:
+    def _rebuilt(self, space: Namespace, sequence: ReportedSequence) -> ReportedRunPart:
         self._link()
         manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
         tables = [sequence.tables[group] for group in manager.groups]
@@ -103,7 +103,7 @@ class RunBuilder:
         if sequence.kept:
             kept = claim_kept(manager.groups, self._use, sequence, range(published), length)
             kept_count = sum([len(own) for _, own in kept])
-        return RebuiltRun(scope, end, published, tail, borrowed, shares, len(owned) + kept_count, kept)
+        return ReportedRunPart(scope, end, published, tail, borrowed, shares, len(owned) + kept_count, kept)
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files every stretch with a path to the root as runs."""
@@ -121,7 +121,7 @@ class RunBuilder:
             self._file(scope, stretch, ranks, cached)
         return cached
 
-    def _part(self, rebuilt: RebuiltRun) -> RunPart:
+    def _part(self, rebuilt: ReportedRunPart) -> RunPart:
         """Holds the run, and shares the half-filled block."""
         tree = self._manager.tree
         run = rebuilt.end.stretch.run_at(rebuilt.end.offset) if rebuilt.end is not None else rebuilt.scope.root

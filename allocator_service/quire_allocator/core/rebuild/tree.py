@@ -33,19 +33,8 @@ class JoinedStretch:
     """
 
     __slots__ = (
-        "blocks",
-        "cuts",
-        "digests",
-        "first_position",
-        "held",
-        "is_rooted",
-        "namespace",
-        "parent",
-        "parent_digest",
-        "parent_index",
-        "reach",
-        "runs",
-        "starts",
+        *("blocks", "cuts", "digests", "first_position", "held", "is_rooted", "namespace", "parent", "parent_digest"),
+        *("parent_index", "reach", "runs", "starts"),
     )
 
     def __init__(self, first: ReportedStretch, digests: bytes, blocks: array[int]) -> None:

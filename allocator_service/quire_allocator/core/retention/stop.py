@@ -62,7 +62,7 @@ class Unit(Scoped):
     def __init__(self, scope: Scope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
         self.scope = scope
         self.live = 1
-        self.hits = self.released = self.ticket = 0
+        self.hits = self.released = self.ticket = self.keep_until_ms = 0
         self.kind = None
         self.worth = RANKED
         self.blocks = blocks
@@ -89,9 +89,12 @@ class Unit(Scoped):
         """Returns the position and digest of a published unit; None while it is private."""
         return (self._position, self._digest) if self._digest else None
 
+    def key_at(self, offset: int) -> bytes:
+        return b"" if offset else self._digest
+
     def is_needed(self) -> bool:
-        """Tells whether a stop, or a live sequence that would make one, needs it."""
-        return self.needed_count > 0 or self.aside_count > 0
+        """Tells whether a stop, a live sequence that would make one, or a caller that asked to keep it needs it."""
+        return self.needed_count > 0 or self.aside_count > 0 or self.keep_until_ms > 0
 
     def now_published(self, position: int, digest: bytes) -> None:
         """Sets the key under which the unit is published; without a digest it is private."""
@@ -149,15 +152,7 @@ class Stop:
     """
 
     __slots__ = (
-        "answer_token_count",
-        "is_aside",
-        "is_early",
-        "is_gone",
-        "is_parting",
-        "key",
-        "needed",
-        "parent",
-        "runs",
+        *("answer_token_count", "is_aside", "is_early", "is_gone", "is_parting", "key", "needed", "parent", "runs"),
         "way_count",
     )
 

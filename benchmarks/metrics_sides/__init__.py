@@ -1,0 +1,1 @@
+"""The parts of `metrics.py`: servers whose metrics and log lines are timed."""

@@ -56,8 +56,8 @@ def picture() -> str:
     colors = [SHARED] * full + [COPIED] + [OWN] * (len(tables[0]) - full - 1)
     left, width = 96, 900
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="318" font-family="sans-serif"'
-        ' font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 318" width="{width}" height="318"'
+        ' font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/>',
         words(14, 24, "Block tables: one prompt, four samples", 'font-weight="bold"'),
         words(left, 48, f"prompt: {PROMPT_TOKENS} tokens in blocks of {BLOCK_SIZE}"),

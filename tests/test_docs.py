@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.page_blocks import HOW, REASONS, blocks_of, pages
+
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "docs" / "model"
 FOLDERS = (
@@ -51,6 +53,12 @@ def test_every_dependency_has_a_tested_version() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     assert requirement_names() <= pinned
+
+
+def test_no_transformers_beyond_the_tested_minor_release_is_allowed() -> None:
+    """Minor releases rename arguments of models: 5.24 has `cache` for `past_key_values`."""
+    (tested,) = re.findall(r"^transformers==5\.(\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f'"transformers>=5.17,<5.{int(tested) + 1}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_every_decision_has_a_number_of_its_own_and_says_it() -> None:
@@ -134,3 +142,11 @@ def test_the_makefile_lists_its_targets() -> None:
 def test_the_record_of_the_model_counts_the_mistakes_that_are_planted_in_it() -> None:
     listed = re.findall(r"^#define \w+ +\d+ +/\* rule \d+: .* \*/$", (MODEL / "session.pml").read_text(), re.MULTILINE)
     assert f"Each of the {len(listed)} mistakes" in (MODEL / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_block_of_a_document_is_run_by_a_test_or_says_why_not() -> None:
+    blocks = [block for page in pages() for block in blocks_of(page)]
+    assert len(blocks) > 60
+    assert not [(block.page, block.first) for block in blocks if block.key is None]
+    assert {block.key for block in blocks} == HOW.keys(), "no entry is left over"
+    assert not [how for how in HOW.values() if how not in REASONS and not (ROOT / how).is_file()]

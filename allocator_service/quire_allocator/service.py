@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from grpc import aio
 from quire import __version__
 from quire._serving.caller_shares import CallerShares
+from quire._serving.calls import Arrivals
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
 from quire.protocol.features import FEATURES
@@ -160,6 +161,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.clock = clock
         self.watching = Watching(directory)
         self.stream_shares = CallerShares(limits.STREAMS_MAX)
+        self.attaching = Arrivals()
         self.sessions = SessionRegistry(
             directory,
             _Witness(counters, self.watching, clock),

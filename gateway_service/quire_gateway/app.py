@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -36,6 +36,8 @@ from quire_gateway.texts import DetokenizeBody, TokenizeBody
 from quire_gateway.work import Work
 
 PATH_SHOWN: Final = 256  # characters of an unknown path that an error shows
+# The gate counts requests. FastAPI's telemetry would look for its providers at each request.
+_OFF: Final[Any] = {"tracing": False, "metrics": False, "logs": False}
 BodyT = TypeVar("BodyT", bound=Body)
 # Endpoints of OpenAI and vLLM for models that do not generate text.
 POOLING_PATHS: Final = (
@@ -57,7 +59,7 @@ def make_app(
 ) -> FastAPI:
     """Returns the endpoints as an ASGI application."""
     # FastAPI's pages would load scripts from other servers; /openapi.json tells programs the same.
-    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_OFF)
     app.router.route_class = PlainRoute
     work = Work(fleet, telemetry, Reader(), request_timeout_s, keep_alive_s)
 

@@ -178,6 +178,8 @@ class Fleet:
         self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
+        self._seen: list[tuple[bool, WorkerStatus | None, dict[str, bytes]]] = []  # by backend, for `_served`
+        self._served: dict[str, Model] = {}
         self.spelled: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
         self.settled: dict[str, bool] = {}
         self.turn = asyncio.Lock()
@@ -204,6 +206,13 @@ class Fleet:
         Checkpoints come first, then adapters, then aliases of checkpoints, each group sorted. If several models have
         one name, requests get the first.
         """
+        # Polls replace these objects, so between polls the comparison is one of identities.
+        seen = [(backend.is_ready, backend.status, backend.adapters) for backend in self.backends]
+        if seen != self._seen:
+            self._seen, self._served = seen, self._found()
+        return self._served
+
+    def _found(self) -> dict[str, Model]:
         longest: dict[tuple[bool, str, str], int] = {}
         fingerprints: dict[str, str] = {}
         aliases: dict[str, str] = {}

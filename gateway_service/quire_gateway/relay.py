@@ -129,11 +129,6 @@ async def prepare(
     return call if ask.tells_reasoning is None else await _planned(fleet, call)
 
 
-async def _behind(fleet: Fleet, model: Model, tokens: Sequence[int], place: int) -> list[bytes]:
-    """Returns the bytes of a text's tokens from this place on."""
-    return await Speller(fleet, model, tokens[:place], keeps_special=True).texts(tokens[place:]) if tokens else []
-
-
 async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) -> CachePolicy:
     """Returns what the worker is told about the cache. A breakpoint is where the marked messages end in the prompt.
 
@@ -151,6 +146,11 @@ async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) 
             common = next((n for n, (a, b) in enumerate(zip(alone, tokens, strict=False)) if a != b), len(alone))
             tokens = tokens[:common]
     return CachePolicy(keep_s, (len(tokens),)) if tokens else CachePolicy()
+
+
+async def _behind(fleet: Fleet, model: Model, tokens: Sequence[int], place: int) -> list[bytes]:
+    """Returns the bytes of a text's tokens from this place on."""
+    return await Speller(fleet, model, tokens[:place], keeps_special=True).texts(tokens[place:]) if tokens else []
 
 
 async def _planned(fleet: Fleet, call: Call) -> Call:
@@ -267,7 +267,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     options["max_tokens"] = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
-    refusal = unavailable("no worker answers")
+    refusal: ApiError | None = None
     while (backend := fleet.backend(call.model, tokens, call.namespace, asked, ask.cache_salt)) is not None:
         asked.append(backend)
         call.entry.workers.append(backend.client.address)
@@ -303,7 +303,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
             # The adapter may have been unloaded since that worker last listed its adapters.
             if has_begun or not (error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN):
                 raise refusal from None
-    raise refusal
+    raise refusal or unavailable("no worker answers")
 
 
 async def _of_branch(call: Call, held: Held) -> AsyncGenerator[Chunk, None]:

@@ -116,7 +116,7 @@ async def _asked(
         ApiError: the call is refused, or no worker answers.
     """
     asked: list[Backend] = []
-    refusal = unavailable("no worker answers")
+    refusal = None  # Making an error costs as much as reading a small body.
     while (backend := fleet.backend(model, without=asked)) is not None:
         asked.append(backend)
         try:
@@ -125,4 +125,4 @@ async def _asked(
             refusal = of_quire(error, names)
             if error.code not in ELSEWHERE:
                 raise refusal from None
-    raise refusal
+    raise refusal or unavailable("no worker answers")

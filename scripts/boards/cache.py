@@ -52,8 +52,7 @@ WORTH: Final = Row(
         ),
         Tile(
             "What twice the pool would add",
-            "Share of the tokens of new prompts that pools of twice the size would have found, and these did not, "
-            "in the last 10 minutes; both evicting the least recently used.",
+            "Hit ratio that pools of twice the size would have gained in the last 10 minutes; both with LRU eviction.",
             "percentunit",
             [(or_idle(gain("[10m]"), _REPORTING), "")],
             width=6,
@@ -62,7 +61,7 @@ WORTH: Final = Row(
         ),
         Tile(
             "Blocks saved by sharing",
-            "Blocks more that sequences would hold now if none were shared.",
+            "Additional blocks that sequences would hold now if no block were shared.",
             "short",
             [(f"sum (quire_allocator_saved_blocks{{{POOL}}})", "")],
             width=6,
@@ -70,7 +69,7 @@ WORTH: Final = Row(
         ),
         Tile(
             "Blocks held, fullest pool",
-            "What sequences hold cannot cache. Near 100 % there is no cache.",
+            "Blocks that sequences hold cannot serve as cache. Near 100 % there is no cache.",
             "percentunit",
             [
                 (
@@ -94,8 +93,8 @@ WORTH: Final = Row(
         ),
         Plot(
             "Hit ratio of pools of other sizes",
-            "What pools of 0.5, 1, 2 and 4 times the size would hit, evicting the least recently used. "
-            "If twice the size hits little more, memory is better spent elsewhere.",
+            "Hit ratio of pools of 0.5, 1, 2 and 4 times the size, with LRU eviction. If twice the size hits little "
+            "more, memory is better spent elsewhere.",
             "percentunit",
             [
                 (
@@ -125,7 +124,7 @@ HITS: Final = Row(
         ),
         Plot(
             "Tokens of prompts, and those found",
-            "Tokens of new sequences, and the same of preempted requests that return.",
+            "Tokens of new sequences, and the same for preempted requests that return.",
             "short",
             [
                 (
@@ -136,7 +135,7 @@ HITS: Final = Row(
         ),
         Plot(
             "Evictions by need",
-            "Cached blocks evicted a second: for the namespace's own room, for another one's, or beyond its quota.",
+            "Evicted cached blocks per second: for their own namespace, for another one, or above the quota.",
             "ops",
             [
                 (
@@ -183,7 +182,7 @@ MEMORY: Final = Row(
         ),
         Plot(
             "Blocks by group",
-            "As bytes by group, in blocks: groups of layers have blocks of different sizes.",
+            "Like bytes by group, but in blocks: groups of layers have blocks of different sizes.",
             "short",
             [
                 (
@@ -194,7 +193,10 @@ MEMORY: Final = Row(
         ),
         Plot(
             "Blocks granted, copied and dropped",
-            "Blocks a second: granted to sequences, copied because a shared one was written, and forgotten on request.",
+            (
+                "Blocks per second: granted to sequences, copied because a shared block was written, and dropped on "
+                "request."
+            ),
             "ops",
             [
                 (f"sum by (pool) (rate(quire_allocator_{name}_total{{{POOL}}}{RATE}))", f"{{{{pool}}}} {word}")

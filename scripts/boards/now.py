@@ -81,7 +81,7 @@ TILES: Final = Row(
         ),
         Tile(
             "Samples waiting",
-            "Samples that workers have taken and not begun. `quire request list` says why each waits.",
+            "Samples that wait at workers. `quire request list` shows why each one waits.",
             "short",
             [(f'sum (quire_worker_samples{{{WORKER}, state="waiting"}})', "")],
             width=4,
@@ -180,7 +180,7 @@ LOAD: Final = Row(
     [
         Plot(
             "Answers by status",
-            "Answers of all gateways by HTTP status. 429: a queue or a key is at its limit. 503: nobody is ready.",
+            "Answers of all gateways by HTTP status. 429: a queue or a key is at its limit. 503: no worker is ready.",
             "reqps",
             [(f"sum by (code) (rate(quire_gateway_requests_total{RATE}))", "{{code}}")],
         ),
@@ -193,7 +193,7 @@ LOAD: Final = Row(
         ),
         Plot(
             "Samples by worker",
-            "Samples that run and wait. Waiting ones beside free blocks wait for something else than memory.",
+            "Samples that run and wait. If blocks are free, waiting samples wait for something other than memory.",
             "short",
             [(f"sum by (instance, state) (quire_worker_samples{{{WORKER}}})", "{{instance}} {{state}}")],
         ),
@@ -249,7 +249,7 @@ PROCESSES: Final = Row(
         ),
         Plot(
             "Lines of logs that were lost",
-            "Lines a second that nobody took from a service's output. Above 0 a disk is full or a reader hangs.",
+            "Log lines per second that were dropped. Above 0, the reader of the output hangs or its disk is full.",
             "ops",
             [
                 (f"rate(quire_{service}_log_lines_dropped_total{RATE})", f"{service} {{{{instance}}}}")
@@ -299,6 +299,6 @@ GATEWAYS: Final = Row(
 NOW: Final = Board(
     "now",
     "Quire: Now",
-    "Whether everything is healthy. Tiles are of this moment, and red where nobody reports.",
+    "Whether everything is healthy. Tiles show this moment, and are red if no process reports.",
     [TILES, LOAD, PROCESSES, GATEWAYS],
 )

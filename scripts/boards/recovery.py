@@ -48,7 +48,7 @@ LOSSES: Final = Row(
         ),
         faults(
             "Quarantines, last hour",
-            "Pools that were stopped because an invariant broke. Each is a defect to report.",
+            "Pools that were stopped because an invariant broke. Each is a bug to report.",
             reported("sum (increase(quire_allocator_quarantines_total[1h]))", "quire_allocator_pools"),
             width=6,
             runbook="QuirePoolQuarantined",
@@ -56,7 +56,7 @@ LOSSES: Final = Row(
         ),
         faults(
             "Disagreements about state, last hour",
-            "Times that a worker and the allocator had different states of a pool. Each is a defect to report.",
+            "Times that a worker and the allocator had different states of a pool. Each is a bug to report.",
             reported(
                 f"sum (increase(quire_worker_state_disagreements_total{{{WORKER}}}[1h]))",
                 f"quire_worker_blocks{{{WORKER}}}",
@@ -89,7 +89,10 @@ COURSE: Final = Row(
     [
         Plot(
             "Sessions of workers",
-            "1 while a worker has its session. A gap is an allocator that was away; texts go on meanwhile.",
+            (
+                "1 while a worker has its session. A gap means that the allocator was away; running texts continue "
+                "meanwhile."
+            ),
             "short",
             [(f"quire_worker_allocator_connected{{{WORKER}}}", "{{instance}}")],
             largest=1,
@@ -97,7 +100,7 @@ COURSE: Final = Row(
         ),
         Plot(
             "Time of a recovery, mean",
-            "From asking an owner for its report to the pool made of it.",
+            "Time from asking an owner for its report to the rebuilt pool.",
             "s",
             [
                 (
@@ -115,7 +118,7 @@ COURSE: Final = Row(
         ),
         Plot(
             "Pools and sessions",
-            "Pools attached, sessions by kind of owner, and pools that nobody may attach for now.",
+            "Pools attached, sessions by kind of owner, and pools that cannot be attached for now.",
             "short",
             [
                 ("quire_allocator_pools", "{{instance}} pools"),

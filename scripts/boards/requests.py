@@ -118,7 +118,7 @@ ENDS: Final = Row(
         ),
         Plot(
             "Failures and second tries of workers",
-            "Requests a second that the worker itself could not finish, and passes that it computed again in parts.",
+            "Requests per second that failed because of the worker, and passes that it recomputed in parts.",
             "ops",
             [
                 (
@@ -140,7 +140,7 @@ ENDS: Final = Row(
         ),
         Plot(
             "Callers that left, and responses that are kept",
-            "Callers a second that went before their answer was whole; responses that others may continue.",
+            "Callers per second that disconnected before their answer was complete, and stored responses.",
             "short",
             [
                 (f"sum by (instance) (rate(quire_gateway_callers_left_total{RATE}))", "{{instance}} callers left"),
@@ -246,7 +246,7 @@ COSTS: Final = Row(
         ),
         Plot(
             "Drafted tokens, and those accepted",
-            "Tokens a second that were drafted behind others, and those of them that the model took.",
+            "Drafted tokens per second, and the accepted ones among them.",
             "short",
             [
                 (

@@ -143,7 +143,7 @@ NAMESPACES: Final = Row(
         ),
         Plot(
             "Blocks that refused growth was short of",
-            "Blocks short, a second, by result: what a larger pool or quota would have to have.",
+            "Missing blocks per second, by result: how much larger the pool or quota would have to be.",
             "short",
             [
                 (

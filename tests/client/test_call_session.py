@@ -133,7 +133,7 @@ async def test_for_threads_a_step_is_repeated_after_its_deadline(scene: Scene) -
 async def test_a_refused_step_says_which_field_and_its_number_is_used_again(scene: Scene) -> None:
     async with scene.session() as session:
         await session.step(StepBuilder().allocate(1, 8))
-        with pytest.raises(InvalidArgumentError, match="0 digests for 2 full blocks") as raised:
+        with pytest.raises(InvalidArgumentError, match="0 digests for 2 newly full blocks") as raised:
             await session.step(StepBuilder().commit(1, 8))
         assert (raised.value.reason, raised.value.field) == (Reason.MALFORMED, "commits.digest_counts")
         assert (await session.step(StepBuilder().commit(1, 8, d("ab")))).commits == [Result.OK]

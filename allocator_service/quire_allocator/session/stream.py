@@ -127,7 +127,7 @@ class SessionStream:
 
     async def _read_first(self) -> packed.SessionRequest | None:
         try:
-            async with asyncio.timeout(limits.ATTACH_TIMEOUT_S):
+            async with asyncio.timeout(limits.ATTACH_TIMEOUT_S), self._service.attaching.of(self._caller):
                 return await self._read()
         except TimeoutError:
             raise Refusal(

@@ -6,7 +6,7 @@ Lifecycle of a call:
     2. unread     it has a place, and the server waits up to `MESSAGE_S` seconds for its message. If places run out, the
                   caller with the most unread calls loses the one that has waited longest
     3. served     its message has arrived, and its handler runs
-    4. ended      its place is free
+    4. ended      its answer has left or its caller has gone. Its place is free
 
 gRPC reads the message of a unary call before any check. Callers without a token could then fill a server with calls
 whose messages never arrive. Handlers of unary requests are therefore registered as stream handlers that read one
@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -35,8 +36,9 @@ from quire.errors import QuireError, Reason
 
 MESSAGE_S: Final = 10.0  # time for a unary call's message to arrive after its headers
 MESSAGES_AT_ONCE_MAX: Final = 16  # concurrent reads per caller. Further messages wait unread and take no memory.
-MESSAGES_BYTES_MAX: Final = 64 << 20  # message bytes per caller. All callers together may hold twice this.
-SMALL_BYTES: Final = 8 << 10  # Messages up to this size are not counted.
+MESSAGES_BYTES_MAX: Final = 64 << 20  # bytes of requests and answers per caller. All callers may hold twice this.
+SMALL_BYTES: Final = 8 << 10  # Requests and answers up to this size are not counted.
+ANSWER_COPIES: Final = 2  # An answer counts twice, because gRPC copies it.
 HEALTH_CALLS_MAX: Final = 256
 HEALTH_WATCHES_MAX: Final = 256
 _HEALTH: Final = "/grpc.health.v1.Health/"
@@ -49,9 +51,10 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     - Wrong or missing `authorization: Bearer TOKEN`: the call fails with UNAUTHENTICATED / TOKEN.
     - No free place: RESOURCE_EXHAUSTED / LIMIT.
     - No message in time: DEADLINE_EXCEEDED / IDLE.
+    - Requests and unread answers of the caller hold too many bytes: RESOURCE_EXHAUSTED / LIMIT.
     - Bytes that do not parse: INVALID_ARGUMENT / MALFORMED.
 
-    The last two checks do not apply to streams of requests: their handlers read the messages one by one.
+    The last three checks do not apply to streams of requests: their handlers read the messages one by one.
 
     Args:
         token: bearer token that callers must show; None admits every caller.
@@ -89,7 +92,8 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         behave = behavior(calls, handler)
         if traced := trace_context.read(handler_call_details.invocation_metadata or ()):
             behave = self._in_trace(behave, traced, method, is_unary=kind == (False, False))
-        return make(_forgetting(behave), handler.request_deserializer, handler.response_serializer)
+        serializer = handler.response_serializer if handler.response_streaming else None  # `_answering` has serialized
+        return make(_forgetting(behave), handler.request_deserializer, serializer)
 
     def _in_trace(self, behave: Behavior, parent: Metadata, method: str, *, is_unary: bool) -> Behavior:
         """Returns a handler that runs inside its caller's trace. A unary call gets a span; streams record their own."""
@@ -130,7 +134,7 @@ class _Place:
 
     Attributes:
         timeout: the deadline for the call's message, while the server waits for it.
-        byte_count: size of the message, 0 for small ones.
+        byte_count: size of the request, and then of the answer; 0 for small ones.
     """
 
     def __init__(self, caller: Hashable) -> None:
@@ -140,22 +144,38 @@ class _Place:
         self.timeout: asyncio.Timeout | None = None
 
 
+class Arrivals:
+    """Lets the messages of each caller arrive `MESSAGES_AT_ONCE_MAX` at a time."""
+
+    def __init__(self) -> None:
+        self._of_callers = weakref.WeakValueDictionary[Hashable, asyncio.Semaphore]()
+
+    def of(self, caller: Hashable) -> asyncio.Semaphore:
+        """Returns the caller's semaphore, which holders of it share."""
+        semaphore = self._of_callers.get(caller)
+        if semaphore is None:
+            semaphore = self._of_callers[caller] = asyncio.Semaphore(MESSAGES_AT_ONCE_MAX)
+        return semaphore
+
+
 class _Calls:
     """Holds the places of one kind of calls."""
 
     def __init__(self, count_max: int) -> None:
         self._places = CallerShares(count_max // 2)
         self._bytes = CallerShares(MESSAGES_BYTES_MAX)
-        self._arriving: dict[Hashable, asyncio.Semaphore] = {}  # by caller
+        self._arrivals = Arrivals()
         self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, longest wait first
 
-    @contextlib.contextmanager
-    def place(self, caller: Hashable) -> Iterator[_Place]:
-        """Reserves a place for a call.
+    def place(self, context: Context) -> _Place:
+        """Reserves a place for a call until it ends.
+
+        A handler returns before its answer leaves. An answer that nobody reads therefore keeps its place.
 
         Raises:
             QuireError: LIMIT, no place is free.
         """
+        caller = caller_of(context)
         while not self._places.take(caller):
             if not self._unread:
                 text = (
@@ -166,15 +186,14 @@ class _Calls:
             most = caller if caller in self._unread else max(self._unread, key=lambda each: len(self._unread[each]))
             self._lose(next(iter(self._unread[most])))
         place = _Place(caller)
-        try:
-            yield place
-        finally:
-            if not place.is_lost:
-                self._places.leave(caller)
-            if place.byte_count:
-                self._bytes.leave(caller, place.byte_count)
-            if not self._places.held_by(caller):
-                self._arriving.pop(caller, None)
+        context.add_done_callback(lambda _: self._leave(place))  # type: ignore[arg-type]  # its stubs are wrong
+        return place
+
+    def _leave(self, place: _Place) -> None:
+        if not place.is_lost:
+            self._places.leave(place.caller)
+        if place.byte_count:
+            self._bytes.leave(place.caller, place.byte_count)
 
     async def read(self, place: _Place, context: Context) -> Any:
         """Returns the call's message.
@@ -183,9 +202,7 @@ class _Calls:
             QuireError: IDLE, the message did not arrive in time; MALFORMED, it does not parse; LIMIT, its caller's
                 messages take too many bytes, or another call took its place.
         """
-        arriving = self._arriving.get(place.caller)
-        if arriving is None:
-            arriving = self._arriving[place.caller] = asyncio.Semaphore(MESSAGES_AT_ONCE_MAX)
+        arriving = self._arrivals.of(place.caller)
         try:
             async with asyncio.timeout(MESSAGE_S) as place.timeout:
                 self._unread.setdefault(place.caller, {})[place] = None
@@ -204,10 +221,18 @@ class _Calls:
             )
         if message is aio.EOF:  # type: ignore[attr-defined]
             raise QuireError.of(Reason.MALFORMED, "the request cannot be decoded as the message of this call")
-        self._count(place, message.ByteSize())
+        self.count(place, message.ByteSize())
         return message
 
-    def _count(self, place: _Place, size: int) -> None:
+    def count(self, place: _Place, size: int) -> None:
+        """Counts the bytes of a call's answer instead of its request's, or first those of its request.
+
+        Raises:
+            QuireError: LIMIT, the caller's requests and answers take too many bytes.
+        """
+        if place.byte_count:
+            self._bytes.leave(place.caller, place.byte_count)
+            place.byte_count = 0
         if size <= SMALL_BYTES:
             return
         if not self._bytes.take(place.caller, size):
@@ -255,13 +280,17 @@ def _forgetting(behavior: Behavior) -> Behavior:
 
 
 def _answering(calls: _Calls, handler: Handler) -> Callable[[object, Context], Awaitable[Any]]:
-    inner = handler.unary_unary
+    """Returns a handler for one answer in bytes: gRPC would keep the message, which is larger, until the bytes
+    leave."""
+    inner, serialize = handler.unary_unary, handler.response_serializer
 
     async def answer(_requests: object, context: Context) -> Any:
         try:
-            with calls.place(caller_of(context)) as place:
-                made = inner(await calls.read(place, context), context)
-                return await made if inspect.isawaitable(made) else made
+            place = calls.place(context)
+            made = inner(await calls.read(place, context), context)
+            answered: bytes = serialize(await made if inspect.isawaitable(made) else made)
+            calls.count(place, ANSWER_COPIES * len(answered))
+            return answered
         except QuireError as error:
             return await abort(context, error)
 
@@ -274,14 +303,13 @@ def _streaming(calls: _Calls, handler: Handler) -> Callable[[object, Context], A
 
     async def stream(_requests: object, context: Context) -> None:
         try:
-            with calls.place(caller_of(context)) as place:
-                request = await calls.read(place, context)
-                if not inspect.isasyncgenfunction(inner):
-                    await inner(request, context)
-                    return
-                async with contextlib.aclosing(inner(request, context)) as messages:
-                    async for message in messages:
-                        await context.write(message)
+            request = await calls.read(calls.place(context), context)
+            if not inspect.isasyncgenfunction(inner):
+                await inner(request, context)
+                return
+            async with contextlib.aclosing(inner(request, context)) as messages:
+                async for message in messages:
+                    await context.write(message)
         except QuireError as error:
             await abort(context, error)
 
@@ -293,8 +321,8 @@ def _conversing(calls: _Calls, handler: Handler) -> Callable[[Any, Context], Awa
 
     async def converse(requests: Any, context: Context) -> None:
         try:
-            with calls.place(caller_of(context)):
-                await inner(requests, context)
+            calls.place(context)
+            await inner(requests, context)
         except QuireError as error:
             await abort(context, error)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from quire._transport.messages import fill
 from quire.v1 import worker_pb2 as worker_pb
+
+# Escaping to ASCII would hide invalid text, and make other text longer.
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 
 
 def tokenize_request(
@@ -35,14 +38,9 @@ def tokenize_request(
     )
     fill(
         conversation,
-        messages_json=_dumped(list(prompt)),
-        tools_json=_dumped(list(tools)) if tools else "",
-        variables_json=_dumped(dict(variables)) if variables else "",
+        messages_json=_ENCODER.encode(list(prompt)),
+        tools_json=_ENCODER.encode(list(tools)) if tools else "",
+        variables_json=_ENCODER.encode(dict(variables)) if variables else "",
         chat_template=chat_template,
     )
     return worker_pb.TokenizeRequest(conversation=conversation, add_special_tokens=add_special_tokens)
-
-
-def _dumped(value: object) -> str:
-    # Escaping to ASCII would hide invalid text, and make other text longer.
-    return json.dumps(value, ensure_ascii=False)

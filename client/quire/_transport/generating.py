@@ -56,8 +56,13 @@ def generate_request(
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
     request = worker_pb.GenerateRequest()
-    fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority)
-    fill(request, request_id, cache_salt=cache_salt)
+    named: dict[str, Any] = {
+        "namespace": namespace,
+        "adapter": adapter,
+        "request_id": request_id,
+        "cache_salt": cache_salt,
+    }
+    fill(request, request_id, priority=priority, **named)
     if cache is not None:
         fill_cache(request.cache, cache, request_id)
     ranges.check("interval_s", interval_s, _INTERVAL_S, request_id=request_id)

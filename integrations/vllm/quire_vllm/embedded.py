@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from quire_allocator.core import pool as pool_module
 from quire_allocator.core.drop import drop_cached
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Result
 
 from quire_vllm.pool import PoolShape
+
+CORE: Final = "python" if str(pool_module.__file__).endswith(".py") else "compiled"
 
 
 class Admitted(NamedTuple):
@@ -55,6 +58,7 @@ class EmbeddedPool:
     """One pool in this process. Only the scheduler's thread calls it."""
 
     asks_ahead = False  # Not needed: an answer takes microseconds.
+    core = CORE
 
     def __init__(self, shape: PoolShape) -> None:
         self.shape = shape

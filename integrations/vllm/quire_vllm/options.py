@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from quire_vllm.releases import UnsupportedError
 
-NAMES: Final = ("allocator", "pool", "namespace", "open_timeout_s")
+NAMES: Final = ("allocator", "pool", "namespace", "open_timeout_s", "metrics")
 OPEN_TIMEOUT_S: Final = 30.0  # The lease of a former engine ends after 10 s.
 OPEN_TIMEOUT_MAX_S: Final = 3_600.0
 
@@ -32,12 +32,14 @@ class Options:
         pool: name of the pool at the allocator; each data-parallel rank needs its own.
         namespace: the namespace of shared prefixes.
         open_timeout_s: how long to wait at the start for an allocator that is down, or a pool that another engine has.
+        metrics: host:port of this process's `/metrics`; empty for none. Each engine of a host needs its own.
     """
 
     allocator: str = ""
     pool: str = ""
     namespace: str = ""
     open_timeout_s: float = OPEN_TIMEOUT_S
+    metrics: str = ""
 
 
 def options_of(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> Options:
@@ -57,10 +59,10 @@ def options_of(vllm_config: Any, environment: Mapping[str, str] = os.environ) ->
         timeout_s = 0.0
     if not 0 < timeout_s <= OPEN_TIMEOUT_MAX_S:
         raise UnsupportedError(f"open_timeout_s must be above 0 and at most {OPEN_TIMEOUT_MAX_S:g} seconds")
-    if not all(isinstance(values[name], str) for name in ("allocator", "pool", "namespace")):
-        raise UnsupportedError("allocator, pool and namespace must be strings")
+    if not all(isinstance(values[name], str) for name in ("allocator", "pool", "namespace", "metrics")):
+        raise UnsupportedError("allocator, pool, namespace and metrics must be strings")
     pool = values["pool"] or f"vllm-{socket.gethostname()}"
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size > 1:
         pool = f"{pool}-dp{parallel.data_parallel_index}"
-    return Options(values["allocator"], pool, values["namespace"], timeout_s)
+    return Options(values["allocator"], pool, values["namespace"], timeout_s, values["metrics"])

@@ -66,7 +66,12 @@ class Sent(NamedTuple):
 
 
 class RemotePool:
-    """One pool at an allocator. Only the scheduler's thread calls it."""
+    """One pool at an allocator. Only the scheduler's thread calls it.
+
+    Attributes:
+        core: how the allocator's core ran at the start, "compiled" or "python".
+        is_silent: whether the last wait for an answer was in vain. The metrics server's thread reads it.
+    """
 
     asks_ahead = True
 
@@ -90,6 +95,7 @@ class RemotePool:
         self.on_cleared: Callable[[], None] = lambda: None
         self._last_id = 0
         self._begin()
+        self.core = self._client.server_info().core
 
     def _begin(self) -> None:
         """Opens the session with an empty pool."""
@@ -111,7 +117,7 @@ class RemotePool:
         self._frees: list[int] = []
         self._on_stored: list[Callable[[], None]] = []
         self._under_way: deque[Sent] = deque()
-        self._is_silent = False
+        self.is_silent = False
         self._free_block_count = self.shape.block_count
         self._ahead_tokens = AHEAD_TOKENS
 
@@ -329,7 +335,7 @@ class RemotePool:
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Waits for answers until `is_over` returns True, or at most `WAIT_S`."""
-        deadline = time.monotonic() + (0.0 if self._is_silent else WAIT_S)
+        deadline = time.monotonic() + (0.0 if self.is_silent else WAIT_S)
         self._take()
         while self._under_way and not is_over():
             try:
@@ -337,7 +343,7 @@ class RemotePool:
             except TimeoutError as error:
                 if self._under_way[0].answer.done():  # The answer itself is a TimeoutError.
                     raise self._lost() from error
-                self._is_silent = True
+                self.is_silent = True
                 return
             except Exception as error:
                 raise self._lost() from error
@@ -351,7 +357,7 @@ class RemotePool:
                 outcome = sent.answer.result()
             except Exception as error:
                 raise self._lost() from error
-            self._is_silent = False
+            self.is_silent = False
             self._free_block_count = outcome.free_block_count
             for tell in sent.on_stored:
                 tell()

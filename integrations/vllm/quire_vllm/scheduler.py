@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -10,10 +11,13 @@ from vllm.v1.request import Request
 
 from quire_vllm.embedded import EmbeddedPool
 from quire_vllm.manager import NULL_BLOCKS, QuireCacheManager
+from quire_vllm.metrics import serve_metrics
 from quire_vllm.options import Options, options_of
 from quire_vllm.pool import PoolShape, pool_shape
 from quire_vllm.releases import check_release
 from quire_vllm.support import check_engine
+
+log = logging.getLogger("vllm.quire_vllm")  # inherits level and format from vLLM's logger
 
 
 class _OnQuire(Scheduler):
@@ -27,8 +31,12 @@ class _OnQuire(Scheduler):
         check_engine(self.vllm_config, self.kv_cache_config, hash_block_size=self.hash_block_size)
         chosen = options_of(self.vllm_config)
         shape = pool_shape(self.vllm_config, self.kv_cache_config, first_block=NULL_BLOCKS)
+        pool = _pool(shape, chosen)
+        if chosen.metrics:
+            serve_metrics(pool, chosen)
+        _log_choice(pool, chosen)
         self.kv_cache_manager = QuireCacheManager(
-            _pool(shape, chosen),
+            pool,
             self,
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
@@ -78,6 +86,16 @@ def _pool(shape: PoolShape, options: Options) -> Any:
     from quire_vllm.remote import RemotePool
 
     return RemotePool(shape, options)
+
+
+def _log_choice(pool: Any, options: Options) -> None:
+    """Logs which core decides over the blocks, and where its metrics are."""
+    where = f"at the allocator {options.allocator}" if options.allocator else "in this process"
+    metrics = f"metrics at http://{options.metrics}/metrics" if options.metrics else "no metrics of its own"
+    log.info(
+        "Quire's block manager is in use: pool %s with %d blocks, %s core %s, %s",
+        *(options.pool, pool.shape.block_count, pool.core, where, metrics),
+    )
 
 
 class QuireScheduler(_OnQuire):

@@ -94,5 +94,6 @@ told({}, QUIRE_VLLM_OPEN_TIMEOUT_S="soon")
     lines = [line for line in in_vllm("-c", code).splitlines() if line.startswith(("GIVEN", "REFUSED"))]
     assert "allocator='', pool='a'" in lines[0]
     assert "allocator='h:1', pool='b-dp1'" in lines[1]
-    assert lines[2] == "REFUSED additional_config: quire accepts only allocator, pool, namespace, open_timeout_s"
+    names = "allocator, pool, namespace, open_timeout_s, metrics"
+    assert lines[2] == f"REFUSED additional_config: quire accepts only {names}"
     assert lines[3].startswith("REFUSED open_timeout_s")

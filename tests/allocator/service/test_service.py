@@ -176,7 +176,7 @@ async def test_a_commit_that_goes_back_is_refused_with_both_numbers(allocator: R
     await owner.commit(sequence_id=1, token_count=6, digests=d("a"))
     with refused(Reason.MALFORMED, "commit of sequence 1: token_count 3 is below the 6 committed before"):
         await owner.commit(sequence_id=1, token_count=3)
-    with refused(Reason.MALFORMED, "commit of sequence 1: 0 digests for 1 full blocks"):
+    with refused(Reason.MALFORMED, "commit of sequence 1: 0 digests for 1 newly full blocks"):
         await owner.commit(sequence_id=1, token_count=8)
     assert (await owner.commit(sequence_id=1, token_count=9)).result == pb.RESULT_TOO_LONG
 

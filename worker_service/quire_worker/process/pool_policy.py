@@ -27,7 +27,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         "--eviction-policy",
         default="",
         metavar="NAME",
-        help=("eviction policy, such as lru (default: the allocator's)"),
+        help="eviction policy, such as lru (default: the allocator's)",
     )
     policy.add_argument(
         "--watermark-blocks",

@@ -79,8 +79,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
-        self.session, self.scheduler = session, scheduler
-        self.telemetry = telemetry
+        self.session, self.scheduler, self.telemetry = session, scheduler, telemetry
         self.adapters, self.clock = Adapters(model), clock
         self._thread = ModelThread(lane)
         self.wake = asyncio.Event()  # set by each change of the roster

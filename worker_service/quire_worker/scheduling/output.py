@@ -1,4 +1,4 @@
-"""What goes to the caller of a request: its deliveries, and how far the caller has read them."""
+"""The output of a request to its caller: its deliveries, and how far the caller has read them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_an_owner_drops_its_cache_and_is_told_what_left_and_what_others_drop(all
         assert outcome.grows[0].matched_token_count == 0
         assert [drop.namespace for drop in outcome.outside_drops] == ["other", None]
         assert [each.digests for each in outcome.removed] == digests(0, 1)
-        with pytest.raises(ValueError, match="of one namespace"):
+        with pytest.raises(ValueError, match="digests need the namespace"):
             step.drop(None, digests(0, 1))
 
 

@@ -69,7 +69,7 @@ def test_one_request_is_shown_with_times(server: ScriptedServer) -> None:
 
 
 def test_a_request_is_cancelled_by_its_id(server: ScriptedServer) -> None:
-    assert run(server, "cancel", "chat-1") == "chat-1: 1 cancelled\n"
+    assert run(server, "cancel", "chat-1") == "chat-1: 1 canceled\n"
     with pytest.raises(NotFoundError, match="'nobody'"):
         run(server, "cancel", "nobody")
 

@@ -78,7 +78,7 @@ def test_generate_gathers_interleaved_samples_in_order(server: ScriptedServer) -
         ("ab", (1, 2), FinishReason.STOP),
         ("xy", (3, 4), FinishReason.LENGTH),
     ]
-    assert dataclasses.astuple(generation.usage) == (3, 2, 4, 5, 9, 1, 0)
+    assert dataclasses.astuple(generation.usage) == (3, 2, 4, 5, 9, 1, 0, 0)
     assert (generation.request_id, generation.text) == ("mine", "ab")
 
 

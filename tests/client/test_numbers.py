@@ -36,7 +36,7 @@ SPEC = PoolSpec.full_attention(block_count=8, block_size=4, cache_layout="l", mo
 NO_INTEGERS: list[Any] = ["5", True, 1.5, math.nan, math.inf, [1], -(10**5000), 10**5000, 2**64, -(2**63) - 1]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, 1e300]
 # Columns of operations. A step does not send a column that holds only zeros.
-LEFT_OUT = ("keep_token_count", "prompt_token_count", "priority", "defer_token_count")
+LEFT_OUT = ("keep_ms", "keep_token_count", "prompt_token_count", "priority", "defer_token_count")
 # Arguments of the calls below, by name. Each test case then replaces one number.
 GIVEN: dict[str, Any] = {
     "prompt": "p", "many": ["p"], "conversation": [{"role": "user", "content": "u"}], "pool": "p", "spec": SPEC,

@@ -52,7 +52,7 @@ def test_an_empty_list_of_tools_is_none() -> None:
     (prompt,) = chat(tools=[]).prompts
     assert isinstance(prompt, Chat)
     assert prompt.tools == ()
-    with pytest.raises(ApiError, match="there are none"):
+    with pytest.raises(ApiError, match="tool_choice needs tools"):
         chat(tools=[], tool_choice="required")
 
 

@@ -40,7 +40,7 @@ def test_a_batch_lays_out_chunks_one_after_another() -> None:
         ([Chunk([], 0, [BLOCKS], needs_logits=True)], "0 tokens"),
         ([Chunk([1], -1, [BLOCKS], needs_logits=True)], "position -1"),
         ([Chunk([1, 2], 47, [BLOCKS], needs_logits=True)], "past its 3 blocks"),
-        ([Chunk([1], 5, [[4]], needs_logits=True), Chunk([2], 5, [[4]], needs_logits=True)], "one slot"),
+        ([Chunk([1], 5, [[4]], needs_logits=True), Chunk([2], 5, [[4]], needs_logits=True)], "the same slot"),
     ],
 )
 def test_a_batch_that_would_write_where_it_must_not_is_refused(chunks: list[Chunk], message: str) -> None:

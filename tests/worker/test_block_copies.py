@@ -35,7 +35,12 @@ def test_copied_blocks_equal_their_sources_in_every_layer_and_nothing_else_chang
 
 @pytest.mark.parametrize(
     ("sources", "destinations", "message"),
-    [([0], [1, 2], "2 for 1 sources"), ([0, 1], [2, 2], "twice"), ([0], [6], "outside"), ([-1], [0], "outside")],
+    [
+        ([0], [1, 2], "must have 1 blocks, like sources, not 2"),
+        ([0, 1], [2, 2], "twice"),
+        ([0], [6], "outside"),
+        ([-1], [0], "outside"),
+    ],
 )
 def test_copies_that_make_no_sense_are_refused(
     sources: list[int], destinations: list[int], message: str, attention: PagedAttention

@@ -131,7 +131,7 @@ def test_two_samples_that_come_to_one_block_are_refused_as_before() -> None:
     laid_out.of(parts())
     for sample in pretended.samples:
         sample.tokens.append(1)
-    with pytest.raises(ValueError, match="one slot"):
+    with pytest.raises(ValueError, match="the same slot"):
         laid_out.of(parts())
 
 

@@ -235,5 +235,5 @@ def test_rotary_embeddings_that_compute_otherwise_are_refused_by_name(
 def test_frequencies_that_follow_lengths_in_some_layers_only_are_refused_by_name() -> None:
     layers = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
     config = Gemma3TextConfig(**(tiny_shape() | {"rope_parameters": layers}))
-    with pytest.raises(UnsupportedModelError, match="type default and longrope by kind of layer"):
+    with pytest.raises(UnsupportedModelError, match="type default and longrope differs by kind of layer"):
         rotation_of(config)

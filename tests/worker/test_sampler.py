@@ -192,7 +192,7 @@ def test_a_number_that_rounds_to_one_still_chooses_a_token_that_is_kept(attentio
 
 def test_no_rows_give_no_tokens_and_lists_of_other_length_are_refused() -> None:
     assert sample(random_logits(0), [], []).tolist() == []
-    with pytest.raises(ValueError, match="2 rows of logits, 1 params"):
+    with pytest.raises(ValueError, match=r"rows of logits \(2\) as params \(1\)"):
         sample(random_logits(2), [SamplingParams()], [new_generator(0, 0)]).tolist()
 
 

@@ -126,7 +126,7 @@ class Blocks:
         count = sum([entry.block_count for entry in new])
         is_due = now_ms >= space.kept_counted_ms + _COUNT_AFTER_MS
         if space.kept_block_count + count > self.kept_block_count_max and is_due:
-            space.kept = [entry for entry in space.kept if entry.keep_until_ms > now_ms and entry.block_count]
+            space.kept = list({e: 0 for e in space.kept if e.keep_until_ms > now_ms and e.block_count})  # each once
             space.kept_block_count = sum([entry.block_count for entry in space.kept])
             space.kept_counted_ms = now_ms
         if space.kept_block_count + count <= self.kept_block_count_max:

@@ -194,9 +194,8 @@ class StepBuilder:
             commits.digest_counts = pack_column([len(data) // DIGEST_BYTES for data in self._commit_digests])
         if self._frees:
             step.frees.sequences = pack_uint64(self._frees, "sequence_id")
-            if any(self._keep_ms):
-                step.frees.keep_ms = pack_uint32(self._keep_ms, "keep_ms")
-                step.frees.keep_token_counts = pack_column(self._kept_token_counts, "keep_token_count")
+            step.frees.keep_ms = pack_column(self._keep_ms, "keep_ms")
+            step.frees.keep_token_counts = pack_column(self._kept_token_counts, "keep_token_count")
         if self._drops:
             step.drops.extend(self._drops)
         if self._parents:

@@ -101,7 +101,7 @@ def test_a_fork_has_the_published_block_where_its_parent_keeps_one() -> None:
 
 
 def test_states_are_none_of_an_append_only_pool() -> None:
-    with pytest.raises(AssertionError, match="no states"):
+    with pytest.raises(AssertionError, match="cannot have groups of states"):
         make_pool(8, state(4), append_only=True)
 
 

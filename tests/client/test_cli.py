@@ -117,7 +117,7 @@ def test_blocks_says_where_the_memory_goes(allocator: str) -> None:
     lines = quire("pool", "show", "chat/demo", "--allocator", allocator).stdout.splitlines()
     rows = [line.split() for line in lines]
     assert ["0", "full", "4", "4", "1"] in rows, "blocks by group"
-    assert any(line.startswith("waste: 8 tokens of room") and "0 evicted" in line for line in lines)
+    assert any(line.startswith("waste: 8 tokens of held blocks") and "0 evicted" in line for line in lines)
     assert any(line.startswith("fragmentation: stretches of free blocks 1 for 60 blocks") for line in lines)
     assert ["tenant", "4", "1", "2"] in rows, "its namespace"
     longest, shared = (index for index, line in enumerate(lines) if " prefixes " in line)

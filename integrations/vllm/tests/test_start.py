@@ -38,7 +38,7 @@ def test_the_tested_release_is_taken() -> None:
 
 def test_another_release_is_refused_unless_asked_for() -> None:
     change = "vllm.__version__ = '0.99.0'"
-    assert "REFUSED quire_vllm was tested with vLLM 0.32.0, this is 0.99.0" in checked(change)
+    assert "REFUSED quire_vllm was tested with vLLM 0.32.0, but this is 0.99.0" in checked(change)
     assert checked(change, QUIRE_VLLM_ANY_RELEASE="1") == "TAKEN"
 
 

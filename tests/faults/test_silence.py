@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +154,27 @@ async def test_places_of_watchers_that_vanished_are_free_again(tmp_path: Path) -
         place.stop()
 
 
+@contextlib.asynccontextmanager
+async def proxied(address: str) -> AsyncIterator[Http2Proxy]:
+    """Starts a proxy, and stops it also where the test fails: pytest would wait for its threads for ever."""
+    proxy = Http2Proxy(address)
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()
+
+
 async def test_silence_behind_a_proxy_that_answers_pings_is_noticed(tmp_path: Path) -> None:
     place = Place(tmp_path)
     await place.start()
-    proxy = Http2Proxy(place.address)
-    await proxy.start()
     heard: list[CacheEvent] = []
     waits: list[QuireError] = []
-    async with AsyncAllocator(place.address) as owner, AsyncAllocator(proxy.address) as client:
+    async with (
+        contextlib.AsyncExitStack() as ending, proxied(place.address) as proxy,
+        AsyncAllocator(place.address) as owner, AsyncAllocator(proxy.address) as client,
+    ):  # fmt: skip
+        ending.callback(place.stop)
         session = client.session("q", SPEC)
         await session.open()
         threads_client = Allocator(proxy.address)
@@ -195,26 +210,22 @@ async def test_silence_behind_a_proxy_that_answers_pings_is_noticed(tmp_path: Pa
                 await asyncio.gather(*following, return_exceptions=True)
         await session.close()
         threads_client.close()
-    await proxy.stop()
-    place.stop()
 
 
 async def test_a_gateway_gives_up_the_answers_of_a_worker_that_is_silent(tmp_path: Path) -> None:
     with scripted_server() as silent:
         script(silent)
         silent.answers["Generate"] = endless(silent)
-        proxy = Http2Proxy(silent.address)
-        await proxy.start()
-        with gateway(tmp_path, "--worker", proxy.address) as process:
-            body = {"prompt": "p", "max_tokens": 2, "stream": True}
-            async with asyncio.timeout(2 * NOTICED_S):
-                while (await asyncio.to_thread(curl, process, "/readyz")).status != 200:
-                    pass
-                asking = asyncio.create_task(asyncio.to_thread(curl, process, "/v1/completions", body=body))
-                while not silent.attempts["Generate"]:
-                    await asyncio.wait([asking], timeout=0.05)
-                proxy.strand()
-                answer = await asking
+        async with proxied(silent.address) as proxy:
+            with gateway(tmp_path, "--worker", proxy.address) as process:
+                body = {"prompt": "p", "max_tokens": 2, "stream": True}
+                async with asyncio.timeout(2 * NOTICED_S):
+                    while (await asyncio.to_thread(curl, process, "/readyz")).status != 200:
+                        pass
+                    asking = asyncio.create_task(asyncio.to_thread(curl, process, "/v1/completions", body=body))
+                    while not silent.attempts["Generate"]:
+                        await asyncio.wait([asking], timeout=0.05)
+                    proxy.strand()
+                    answer = await asking
         assert b"stopped answering" in answer.body
         assert answer.body.endswith(b"data: [DONE]\n\n")
-        await proxy.stop()

@@ -82,6 +82,8 @@ def test_lint_is_content(chart_tools: None) -> None:
         ([*KEYS, "--set", "gateway.replica=2"], "replica"),
         ([*KEYS, "--set", "workers[0].gpus=-1"], "gpus"),
         ([*KEYS, "--set", "workers[0].name=Not_A_Name"], "name"),
+        ([*KEYS, "--set", "workers[0].name=gateway"], "name"),
+        ([*KEYS, "-f", str(Path(__file__).with_name("one_name.yaml"))], "workers: two of them have the name small"),
         ([*KEYS, "--set", "workers=null"], "workers"),
         ([*KEYS, "--set", "workers[0].resources=null"], "resources"),
         ([*KEYS, "--set", "certificates.duration=90 days"], "duration"),

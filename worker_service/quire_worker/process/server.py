@@ -109,7 +109,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         part, leader = lead(options, ranks, load_part)
     shortcut = None
     if options.device == "cuda":
-        shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
+        shortcut = capture_decode(part, min(options.max_cuda_graph_batch, options.max_running))
     names = tuple(options.served_model_name or [Path(options.model).resolve().name])
     return Loaded(names, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
 

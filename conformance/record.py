@@ -135,12 +135,14 @@ def _script() -> list[StepBuilder]:
     return [
         StepBuilder().allocate(1, 10, first[:2], priority=3).allocate(2, 9, second[:2], "tenant"),
         # 1 is computing the same prefix, so 3 is PENDING. 4 does not wait for it.
-        StepBuilder().allocate(3, 9, first[:2], defer_token_count=4).allocate(4, 5, first[:1], priority=1),
+        StepBuilder().allocate(3, 9, first[:2], defer_token_count=4).allocate(4, 5, first[:1], priority=-1),
         # Commits of a sequence that is not live, and beyond what is granted.
         StepBuilder().commit(1, 8, first[:2]).commit(77, 4, first[:1]).commit(2, 12, second[:3]),
         StepBuilder().commit(2, 9, second[:2], keep_token_count=9).commit(4, 4, first[:1]).free(88),
         # 4 was preempted, and returns as 5. Its free keeps one block for a minute.
-        StepBuilder().free(4, keep_ms=60_000, keep_token_count=4).allocate(5, 7, first[:1], is_return=True, priority=1),
+        StepBuilder()
+        .free(4, keep_ms=60_000, keep_token_count=4)
+        .allocate(5, 7, first[:1], is_return=True, priority=-1),
         StepBuilder().free(1).free(2, keep_ms=1_000).free(1).fork(5, 6).fork(99, 7),
         # A prompt of the whole pool evicts all that is cached.
         StepBuilder().free(5).free(6).allocate(8, 44, b"", priority=7),

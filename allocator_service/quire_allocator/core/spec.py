@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 DIGEST_BYTES: Final = 32
-NULL_BLOCK: Final = 0xFFFFFFFF  # table entry of a block that was given back, because it fell out of the window
+NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the window and was given back
 RETENTIONS: Final = ("auto", "dense")
 OTHERS: Final = "*"  # in a quota: every namespace without its own
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
@@ -29,8 +29,8 @@ class Result(enum.IntEnum):
     QUOTA = 6  # The namespace would exceed its quota of blocks.
     UNCOMMITTED = 7  # A recurrent state cannot be forked beyond the committed tokens.
     FORBIDDEN = 8  # The caller's certificate does not permit the namespace. The core itself permits everything.
-    PASS_TOO_LONG = 9  # The sequence would fit if it were computed in smaller passes.
-    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has it.
+    PASS_TOO_LONG = 9  # The sequence would fit in smaller passes.
+    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has this id.
 
 
 class GroupKind(enum.Enum):
@@ -39,7 +39,7 @@ class GroupKind(enum.Enum):
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2  # Tokens attend to the last `window` tokens, including themselves.
     CHUNKED_LOCAL = 3  # Tokens attend only inside their own chunk of `window` tokens.
-    STATE = 4  # recurrent layers: a block holds a state instead of tokens, and a table has one entry
+    STATE = 4  # recurrent layers: a block has a state instead of tokens, and a table has one entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class Quota:
 
     Attributes:
         namespace: its name. "*" means every namespace without its own quota.
-        held_blocks_max: blocks that its sequences may hold, with shared ones counted once. Beyond it, operations get
-            Result.QUOTA.
-        cached_blocks_max: blocks that it may leave in the cache. Beyond it, its own blocks are evicted first.
+        held_blocks_max: the most blocks that its sequences may hold; a shared block counts once. Beyond this limit,
+            operations get Result.QUOTA.
+        cached_blocks_max: the most blocks that it may leave in the cache. Beyond it, its own are evicted first.
     """
 
     namespace: str
@@ -78,13 +78,13 @@ class PoolSpec:
     """A pool's specification, which its owner declares once. Layout and fingerprint are part of each digest's root.
 
     Attributes:
-        block_count: physical blocks. They have one size in bytes, and all groups share them.
+        block_count: physical blocks. Blocks have one size in bytes, and all groups share them.
         watermark_block_count: free blocks that a new sequence must leave for running sequences.
         quotas: at most one per namespace.
         eviction_policy: name of the policy that chooses the cached blocks to evict first; empty for the default.
         retention: windows and states that stay cached: `dense` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 if unknown.
-        append_only: tables change only at their end. A commit swaps nothing: a sequence keeps its own blocks. Such a
+        append_only: tables change only at their end. A commit swaps no blocks: a sequence keeps its own. An append-only
             pool has no groups of states. Blocks that fell out of a window are given back; an engine may keep their
             entries.
         first_block_id: the lowest block id, for engines that use lower ids themselves; at most 65,536.

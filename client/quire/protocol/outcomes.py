@@ -16,7 +16,7 @@ _Told: TypeAlias = dict[str, Any]  # non-empty fields of a reply, by name
 _SELDOM_TOLD: Final = frozenset({"swaps", "copies", "takeovers", "emptied_blocks", "outside_drops", "removed"})
 _NOTHING_REMOVED: Final = pb.Removed()
 # Shared with the core: scripts/shared_values.py
-NULL_BLOCK: Final = 0xFFFFFFFF  # table entry of a block that was given back, because it fell out of the window
+NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the window and was given back
 
 
 # Shared with the core: scripts/shared_values.py
@@ -32,8 +32,8 @@ class Result(OpenEnum):
     QUOTA = 6  # The namespace would exceed its quota of blocks.
     UNCOMMITTED = 7  # A recurrent state cannot be forked beyond the committed tokens.
     FORBIDDEN = 8  # The caller's certificate does not permit the namespace. The core itself permits everything.
-    PASS_TOO_LONG = 9  # The sequence would fit if it were computed in smaller passes.
-    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has it.
+    PASS_TOO_LONG = 9  # The sequence would fit in smaller passes.
+    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has this id.
 
     def __bool__(self) -> bool:
         """Returns whether this is OK. Any other result, even an unknown one, is false."""
@@ -64,7 +64,7 @@ class Takeover(NamedTuple):
 
 # Shared with the core: scripts/shared_values.py
 class CacheDrop(NamedTuple):
-    """A part of the cache to drop: of a namespace (None: of all), behind the kept digests of a prefix."""
+    """A part of the cache to drop: in one namespace (None: in all), all blocks after the kept digests of a prefix."""
 
     namespace: str | None
     digests: bytes

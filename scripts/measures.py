@@ -124,7 +124,7 @@ def glossary() -> list[str]:
 
 
 def measures() -> list[Measure]:
-    """Returns all measures."""
+    """Returns all measures with their goals."""
     core = sources(CORE)
     deciding = [path for path in core if path.parent.name not in {"readers", "rebuild"}]
     product = sources(*(ROOT / folder for folder in PRODUCT))

@@ -166,7 +166,7 @@ async def serve(options: argparse.Namespace) -> None:
             telemetry,
             Store(
                 telemetry,
-                bytes_max=options.responses_bytes_max,
+                bytes_max=options.max_responses_bytes,
                 lifetime_s=options.responses_lifetime,
                 are_several=keys is not None and keys.namespace_count > 1,
             ),
@@ -182,8 +182,8 @@ async def serve(options: argparse.Namespace) -> None:
             keys=keys,
             operator_token=token,
             names=Hosts(options.host) if options.host or is_local(options.listen) else None,
-            body_bytes_max=options.body_bytes_max,
-            in_flight_max=options.in_flight_max,
+            body_bytes_max=options.max_body_bytes,
+            in_flight_max=options.max_in_flight,
             request_log=RequestLog(options.log_requests),
             tracing=tracing,
         )
@@ -226,7 +226,7 @@ def waiting_max(in_flight_max: int) -> int:
 
 
 def _configuration(options: argparse.Namespace, app: ASGIApp, tls: ServerTls | None) -> uvicorn.Config:
-    connections = Connections(waiting_max(options.in_flight_max))
+    connections = Connections(waiting_max(options.max_in_flight))
     configuration = uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", functools.partial(BoundedHttp, connections=connections)),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from quire.cli.servers import completions
 from quire_allocator.server import make_parser as parser_of_allocator
+from quire_gateway.options import make_parser as parser_of_gateway
 from quire_worker.process.options import VLLM_NAMES, make_parser, parse_arguments
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo")
@@ -27,7 +28,9 @@ def test_vllms_names_mean_the_same_and_are_left_out_of_help_and_completion() -> 
 VLLMS_WORDS = {"--prompt-lookup-max", "--prompt-lookup-min"}  # keys of its speculative configuration
 
 
-@pytest.mark.parametrize("parser", [make_parser(), parser_of_allocator()], ids=lambda parser: parser.prog)
+@pytest.mark.parametrize(
+    "parser", [make_parser(), parser_of_allocator(), parser_of_gateway()], ids=lambda parser: parser.prog
+)
 def test_limits_begin_with_max_and_durations_are_seconds_unless_their_name_says_ms(
     parser: argparse.ArgumentParser,
 ) -> None:

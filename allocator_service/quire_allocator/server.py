@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 import uvloop
@@ -69,7 +69,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--streams-per-caller",
-        type=_streams,
+        type=_up_to(limits.STREAMS_OF_ALL_MAX // 2),
         default=limits.STREAMS_MAX,
         metavar="COUNT",
         help=f"owners' streams of one client certificate, or of one connection without any, 1 to"
@@ -77,10 +77,10 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--blocks-per-caller",
-        type=int,
+        type=_up_to(BLOCKS_OF_CALLER_MAX),
         default=BLOCKS_OF_CALLER_MAX,
         metavar="COUNT",
-        help="blocks of all pools of one caller; each takes from 4 bytes to 1 KiB here (default: %(default)d)",
+        help="blocks of all pools of one caller; each takes from 4 bytes to about 700 here (default: %(default)d)",
     )
     parser.add_argument(
         "--cpu", type=int, help="run only on this CPU: under load a message then costs a third less CPU time"
@@ -99,11 +99,15 @@ def _share(text: str) -> float:
     return share
 
 
-def _streams(text: str) -> int:
-    """Returns a number of streams."""
-    count, most = int(text), limits.STREAMS_OF_ALL_MAX // 2
-    if not 1 <= count <= most:
-        raise argparse.ArgumentTypeError(f"it is from 1 to {most}, not {count}")
+def _up_to(most: int) -> Callable[[str], int]:
+    """Returns a reader of a count from 1 to `most`."""
+
+    def count(text: str) -> int:
+        number = int(text)
+        if not 1 <= number <= most:
+            raise argparse.ArgumentTypeError(f"it is from 1 to {most}, not {number}")
+        return number
+
     return count
 
 

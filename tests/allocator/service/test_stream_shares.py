@@ -9,6 +9,7 @@ from quire._serving.caller_shares import CallerShares
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits, server
+from quire_allocator.core.ownership.directory import BLOCKS_OF_CALLER_MAX
 
 from tests.allocator.service.harness import EMPTY_REPORT, RunningAllocator, grows, refused, running_allocator, spec
 
@@ -64,15 +65,15 @@ async def test_a_reply_that_takes_too_many_bytes_ends_its_stream_and_its_owner_r
         assert not allocator.service.unread_shares.count
 
 
-@pytest.mark.parametrize("count", [1, limits.STREAMS_MAX, limits.STREAMS_OF_ALL_MAX // 2])
-def test_streams_per_caller_are_an_option(count: int) -> None:
-    assert server.parse_arguments(["--streams-per-caller", str(count)]).streams_per_caller == count
+MOST = {"--streams-per-caller": limits.STREAMS_OF_ALL_MAX // 2, "--blocks-per-caller": BLOCKS_OF_CALLER_MAX}
 
 
-@pytest.mark.parametrize("count", ["0", str(limits.STREAMS_OF_ALL_MAX // 2 + 1), "many"])
-def test_streams_per_caller_that_leave_none_for_others_are_refused(
-    count: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        server.parse_arguments(["--streams-per-caller", count])
-    assert "--streams-per-caller" in capsys.readouterr().err
+@pytest.mark.parametrize("option", MOST)
+def test_streams_and_blocks_of_a_caller_are_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for count in (1, MOST[option]):
+        options = server.parse_arguments([option, str(count)])
+        assert getattr(options, option[2:].replace("-", "_")) == count
+    for wrong in ("0", str(MOST[option] + 1), "many"):
+        with pytest.raises(SystemExit):
+            server.parse_arguments([option, wrong])
+        assert option in capsys.readouterr().err

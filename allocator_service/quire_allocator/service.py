@@ -259,6 +259,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:
         owner = self._observed(request.pool, permissions)
+        views.refuse_old_views(request)
         return pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
 
     @unary

@@ -13,6 +13,7 @@ from quire.cli import (
     about,
     adapter,
     bench,
+    branch,
     cache,
     certs,
     chat,
@@ -28,12 +29,12 @@ from quire.cli import (
     top,
     up,
 )
-from quire.cli.names import Group
+from quire.cli.names import CommandGroup
 from quire.errors import QuireError
 
 app = typer.Typer(
     name="quire",
-    cls=Group,
+    cls=CommandGroup,
     help="Paged KV cache as a service: run it, use it, look into it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -72,6 +73,7 @@ status.register(app)
 top.register(app)
 adapter.register(app)
 requests.register(app)
+branch.register(app)
 plan.register(app)
 certs.register(app)
 doctor.register(app)

@@ -62,7 +62,10 @@ HANDSHAKE_S: Final = 10.0  # for TLS
 KEEP_ALIVE_S: Final = 75  # seconds that an idle connection is kept; longer than clients and proxies keep theirs
 WAITING_MAX: Final = 4_096  # idle connections
 FILES_BESIDE: Final = 128  # open files other than callers' connections
-ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+# Browsers send names in lower case, and leave out the default port.
+ORIGIN: Final = re.compile(
+    r"(?!https?://.*[A-Z])(?!http://.*:80$)(?!https://.*:443$)[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+"
+)
 ANY_ORIGIN: Final = "*"
 KEYS_LOOK_S: Final = 1.0  # seconds between two checks of the key file
 LAST_S: Final = 2  # seconds for cancelled answers to end

@@ -183,6 +183,9 @@ def test_keys_that_are_none_are_refused_without_being_shown(text: str, message: 
         (["--listen", "203.0.113.1:80"], "can be reached from other machines"),
         (["--listen", "127.0.0.1:0", "--cors-origin", "app.example"], "--cors-origin app.example: write an origin as"),
         (["--listen", "127.0.0.1:0", "--cors-origin", "https://app.example/"], "write an origin as browsers send it"),
+        (["--listen", "127.0.0.1:0", "--cors-origin", "https://App.example"], "write an origin as browsers send it"),
+        (["--listen", "127.0.0.1:0", "--cors-origin", "https://a.example:443"], "write an origin as browsers send it"),
+        (["--listen", "127.0.0.1:0", "--cors-origin", "https://*.example"], "write an origin as browsers send it"),
     ],
 )
 def test_what_is_unsafe_or_no_address_is_refused_before_anything_starts(

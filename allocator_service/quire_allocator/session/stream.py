@@ -122,7 +122,8 @@ class SessionStream:
         finally:  # counted after the write, because the owner waits for that, and even if the write fails
             if applied is not None and counted is not None:
                 numbers, pool = counted
-                numbers.observe_step(pool, applied, replies[0].step_reply, seconds, now)
+                numbers.observe_step(pool, applied, replies[0].step_reply, seconds)
+                numbers.observe_blocks(pool, applied, replies[0].step_reply, now)
                 machine.applied = None
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())

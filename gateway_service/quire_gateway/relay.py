@@ -126,7 +126,7 @@ async def prepare(
     call = Call(bounded(ask, tokens), model, tokens, namespace, request_id, timeout_s, entry, as_split)
     if ask.wish.keep_ms:
         call = call._replace(cache=await _policy(fleet, call, special))
-    return call if ask.tells_reasoning is None else await _planned(fleet, call)
+    return call if ask.tells_reasoning is None or ask.is_prompt_alone else await _planned(fleet, call)
 
 
 async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) -> CachePolicy:
@@ -264,7 +264,8 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     options = cast("SamplingOptions", dict(ask.options))
     options.pop("echo", None)  # A worker would return the text of its tokens; the gateway knows what the caller sent.
     room = call.model.sequence_tokens_max - len(tokens)
-    options["max_tokens"] = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
+    longest = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
+    options["max_tokens"] = 1 if ask.is_prompt_alone else longest
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
     refusal: ApiError | None = None

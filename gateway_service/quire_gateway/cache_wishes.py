@@ -60,6 +60,15 @@ def wish_of(body: ChatBody) -> Wish:
     return Wish(max(marks.values()), max(marks)) if marks else Wish()
 
 
+def of_ttl(ttl: str | None) -> Wish:
+    """Returns the wish to keep a whole prompt for a time such as "30m"; without one, as long as it may.
+
+    Raises:
+        ApiError: it is no time, or more than a day.
+    """
+    return Wish() if ttl is None else Wish(_ttl(ttl, "", "ttl"))
+
+
 def _retention(given: str | None) -> int:
     if given is None:
         return 0

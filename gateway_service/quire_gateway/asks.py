@@ -98,7 +98,7 @@ class Ask(NamedTuple):
         cache_salt: only requests with the same salt share prefixes.
         prompt_tokens_max: tokens kept at the end of a prompt; 0 for as many as fit, None for all.
         logprob_tellings: how many times an answer sends its logprobs. If more than once, a stream keeps them.
-        wish: how long its prefix should stay cached.
+        wish: what the cache should do with its blocks.
     """
 
     model: str | None
@@ -148,7 +148,8 @@ def of_completion(body: CompletionBody) -> Ask:
     """
     names = {PROMPT: "prompt", "max_tokens": "max_tokens", "logprobs": "logprobs"}
     max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else body.max_tokens
-    return _ask(body, body.prompt, max_tokens, body.logprobs, names)
+    ask = _ask(body, body.prompt, max_tokens, body.logprobs, names)
+    return ask._replace(wish=Wish(is_hidden=bool(body.cache_no_store)))
 
 
 def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int | None) -> Ask:
@@ -157,6 +158,8 @@ def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int |
     Raises:
         ApiError: a parameter is not supported; the error names it.
     """
+    if body.cache_no_store:
+        raise unsupported("cache_no_store", "must be given when a branch is made: it is true of the whole branch")
     names = {PROMPT: PROMPT, "max_tokens": "max_tokens", "logprobs": "logprobs"}
     return _ask(body, ((),), max_tokens or MAX_TOKENS_DEFAULT, top_logprob_count, names)
 

@@ -178,6 +178,7 @@ class Body(BaseModel):
     # The special tokens that a tokenizer puts around a text. A chat template writes a chat's own.
     add_special_tokens: Flag | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_MAX)] | None = None
+    cache_no_store: Flag | None = None  # Quire's own: no other request hits what this one computes
 
     # vLLM's parameters; only values that change nothing are accepted.
     logprob_token_ids: Annotated[list[Token], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None

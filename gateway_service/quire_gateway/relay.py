@@ -124,7 +124,7 @@ async def prepare(
             code="context_length_exceeded",
         )
     call = Call(bounded(ask, tokens), model, tokens, namespace, request_id, timeout_s, entry, as_split)
-    if ask.wish.keep_ms:
+    if ask.wish.keep_ms or ask.wish.is_hidden:
         call = call._replace(cache=await _policy(fleet, call, special))
     return call if ask.tells_reasoning is None or ask.is_prompt_alone else await _planned(fleet, call)
 
@@ -135,9 +135,9 @@ async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) 
     Where the template does not render the marked messages alone, the whole prompt is meant.
     """
     ask, prompt = call.ask, call.ask.prompts[0]
-    keep_s, count = ask.wish.keep_ms / 1e3, ask.wish.message_count
+    keep_s, count, is_hidden = ask.wish.keep_ms / 1e3, ask.wish.message_count, ask.wish.is_hidden
     if count is None or not isinstance(prompt, Chat):
-        return CachePolicy(keep_s)
+        return CachePolicy(keep_s, no_store=is_hidden)
     tokens = call.tokens[0]
     if count < len(prompt.messages):
         marked = prompt._replace(messages=prompt.messages[:count], with_generation_prompt=False, continues_final=False)
@@ -344,6 +344,7 @@ async def prefilled(
     ttl_s: float,
     timeout_s: float,
     names: Mapping[str, str],
+    cache: CachePolicy | None = None,
 ) -> Held:
     """Returns a new branch of these tokens, at the first worker that accepts it.
 
@@ -356,7 +357,9 @@ async def prefilled(
         asked.append(backend)
         try:
             with busy(backend):
-                branch = await backend.client.prefill(tokens, namespace=namespace, ttl_s=ttl_s, timeout_s=timeout_s)
+                branch = await backend.client.prefill(
+                    tokens, namespace=namespace, ttl_s=ttl_s, timeout_s=timeout_s, cache=cache
+                )
             return Held(backend, branch)
         except QuireError as error:
             refusal = of_quire(error, names)

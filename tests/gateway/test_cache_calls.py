@@ -204,6 +204,40 @@ def test_tools_and_reasoning_beside_no_tokens_cost_no_format(served: ServerProce
     assert (message["content"], message.get("tool_calls")) == ("", None)
 
 
+# -- cache_no_store ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": prompt(20), "max_tokens": 8}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Tell nobody. " * 30}], "max_tokens": 8}),
+        ("/v1/responses", {"input": "Not even him. " * 30, "max_output_tokens": 16}),
+        ("/v1/branches", {"prompt": prompt(21), "ttl_s": 60}),
+    ],
+)
+def test_what_is_not_to_be_stored_matches_for_nobody(served: ServerProcess, path: str, body: dict[str, Any]) -> None:
+    told(served, path, {**body, "cache_no_store": True})
+    if "input" in body:
+        same: dict[str, Any] = {"messages": [{"role": "user", "content": body["input"]}]}
+    else:
+        same = {name: body[name] for name in ("prompt", "messages") if name in body}
+    assert cached(served, same) == 0
+    # The same request without the word is stored, so the prompts are equal.
+    assert warm(served, same)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_prompt_is_not_kept_and_hidden_at_once(served: ServerProcess) -> None:
+    body = {"messages": QUESTION, "prompt_cache_retention": "24h", "cache_no_store": True}
+    assert ask(served, "/v1/chat/completions", body).error["param"] == "cache_no_store"
+
+
+def test_a_branch_hides_all_or_nothing(served: ServerProcess) -> None:
+    branch = told(served, "/v1/branches", {"prompt": prompt(22)})["id"]
+    answer = ask(served, f"/v1/branches/{branch}/generate", {"cache_no_store": True})
+    assert (answer.status, answer.error["param"]) == (400, "cache_no_store")
+
+
 # -- prompts with more blocks than a drop may name ---------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from quire_gateway.bodies import Body, Count, Logprobs, Number, PromptBody, PromptTokens
+from quire_gateway.bodies import Body, Count, Flag, Logprobs, Number, PromptBody, PromptTokens
 
 CANDIDATES_MAX = 256
 FORKS_MAX = 64
@@ -21,6 +21,7 @@ class PrefillBody(PromptBody):
     """Body of POST /v1/branches: a text, tokens or a chat."""
 
     ttl_s: Annotated[Number, Field(ge=TTL_S_MIN, le=TTL_S_MAX)] = TTL_S_DEFAULT
+    cache_no_store: Flag = False
 
 
 class ForkBody(_Strict):

@@ -9,6 +9,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from quire.errors import QuireError
+from quire.sampling import CachePolicy
 from starlette.types import Receive, Scope, Send
 
 from quire_gateway import relay, unary
@@ -96,9 +97,9 @@ class _Calls:
         async def compute() -> dict[str, Any]:
             split = request.state.split_special_tokens
             tokens = await unary.tokens_of(work.fleet, model, prompt, names, split_special_tokens=split)
-            held = await relay.prefilled(
-                work.fleet, model, tokens, namespace, ttl_s=body.ttl_s, timeout_s=work.request_timeout_s, names=names
-            )
+            about: dict[str, Any] = {"ttl_s": body.ttl_s, "timeout_s": work.request_timeout_s, "names": names}
+            about["cache"] = CachePolicy(no_store=body.cache_no_store)
+            held = await relay.prefilled(work.fleet, model, tokens, namespace, **about)
             return self._branches.add(held, model, namespace, body.ttl_s).as_json()
 
         return Computed(work.telemetry, compute)

@@ -99,6 +99,7 @@ class Ask(NamedTuple):
         prompt_tokens_max: tokens kept at the end of a prompt; 0 for as many as fit, None for all.
         logprob_tellings: how many times an answer sends its logprobs. If more than once, a stream keeps them.
         wish: what the cache should do with its blocks.
+        cache_key: requests of one key go to the same worker, among equally good ones.
     """
 
     model: str | None
@@ -123,6 +124,7 @@ class Ask(NamedTuple):
     is_cut_to_fit: bool = False
     logprob_tellings: int = 1
     wish: Wish = Wish()
+    cache_key: str = ""
 
     @property
     def is_prompt_alone(self) -> bool:
@@ -188,7 +190,7 @@ def of_chat(body: ChatBody) -> Ask:
     }
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     ask = _ask(body, (chat,), max_tokens, top, names, tells_reasoning=body.include_reasoning is not False)
-    return _with_tools(ask._replace(wish=wish_of(body)), tools)
+    return _with_tools(ask._replace(wish=wish_of(body), cache_key=body.prompt_cache_key or ""), tools)
 
 
 def _with_tools(ask: Ask, tools: Tools | None) -> Ask:

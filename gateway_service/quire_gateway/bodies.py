@@ -265,5 +265,5 @@ class ChatBody(Body):
     moderation: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_key: str | None = None  # accepted, not used: prefixes are found by their tokens
+    prompt_cache_key: str | None = None
     safety_identifier: str | None = None  # accepted, not used: the key identifies the caller

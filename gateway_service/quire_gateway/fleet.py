@@ -136,12 +136,9 @@ class Backend:
     def root(self, namespace: str, adapter: str, cache_salt: str = "") -> bytes:
         """Returns the root of the digests of prompts; the worker has answered."""
         assert self.status is not None, "its status has the fingerprint of its model"
-        root = root_digest(
-            fingerprint=self.status.model_fingerprint,
-            layout=self.status.cache_layout,
-            adapter=self.adapters.get(adapter, b""),
-            namespace=namespace,
-        )
+        fingerprint, layout = self.status.model_fingerprint, self.status.cache_layout
+        digest = self.adapters.get(adapter, b"")
+        root = root_digest(fingerprint=fingerprint, layout=layout, adapter=digest, namespace=namespace)
         return salted_root(root, cache_salt)
 
     def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str, cache_salt: str = "") -> int:
@@ -318,6 +315,8 @@ class Fleet:
         namespace: str = "",
         without: Collection[Backend] = (),
         cache_salt: str = "",
+        *,
+        cache_key: str = "",
     ) -> Backend | None:
         """Returns the best worker for a prompt; None if no candidate is left.
 
@@ -329,13 +328,18 @@ class Fleet:
             namespace: the namespace of the request.
             without: workers that are not candidates, because they were already asked.
             cache_salt: the salt of the request.
+            cache_key: the caller's `prompt_cache_key`.
         """
         candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
         candidates = [backend for backend in candidates if backend.is_connected] or candidates
         if len(candidates) < 2:
             return next(iter(candidates), None)
         standings = [
-            routing.Standing(backend.load, backend.matched_token_count(tokens, namespace, model.adapter, cache_salt))
+            routing.Standing(
+                backend.load,
+                backend.matched_token_count(tokens, namespace, model.adapter, cache_salt),
+                routing.preference_of(cache_key, namespace, backend.client.address),
+            )
             for backend in candidates
         ]
         return candidates[routing.best(standings)]

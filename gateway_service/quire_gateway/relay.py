@@ -269,7 +269,8 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
     refusal: ApiError | None = None
-    while (backend := fleet.backend(call.model, tokens, call.namespace, asked, ask.cache_salt)) is not None:
+    about = (call.model, tokens, call.namespace, asked, ask.cache_salt)
+    while (backend := fleet.backend(*about, cache_key=ask.cache_key)) is not None:
         asked.append(backend)
         call.entry.workers.append(backend.client.address)
         call.entry.retry_count += len(asked) > 1

@@ -12,7 +12,7 @@ from quire.errors import QuireError
 from quire.sampling import CachePolicy
 from starlette.types import Receive, Scope, Send
 
-from quire_gateway import relay, unary
+from quire_gateway import relay, unary_calls
 from quire_gateway.answer_sizes import bounded
 from quire_gateway.asks import Ask, of_continuation, with_defaults
 from quire_gateway.branches.bodies import ExtendBody, ForkBody, GenerateBody, PrefillBody, ScoreBody
@@ -96,7 +96,7 @@ class _Calls:
 
         async def compute() -> dict[str, Any]:
             split = request.state.split_special_tokens
-            tokens = await unary.tokens_of(work.fleet, model, prompt, names, split_special_tokens=split)
+            tokens = await unary_calls.tokens_of(work.fleet, model, prompt, names, split_special_tokens=split)
             about: dict[str, Any] = {"ttl_s": body.ttl_s, "timeout_s": work.request_timeout_s, "names": names}
             about["cache"] = CachePolicy(no_store=body.cache_no_store)
             held = await relay.prefilled(work.fleet, model, tokens, namespace, **about)

@@ -474,7 +474,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def cache(self) -> Global___CachePolicy:
-        """How long the cache should keep what the request computes; absent: as long as it may."""
+        """What the cache should do with what the request computes; absent: keep it as long as it may. Of no effect on a
+        branch, which has its own.
+        """
 
     def __init__(
         self,
@@ -511,9 +513,14 @@ class CachePolicy(_message.Message):
 
     KEEP_MS_FIELD_NUMBER: _builtins.int
     BREAKPOINTS_FIELD_NUMBER: _builtins.int
+    NO_STORE_FIELD_NUMBER: _builtins.int
     keep_ms: _builtins.int
     """Milliseconds, counted from the end of the request, for which its prefix should stay cached; at most 86,400,000.
     0: it is evicted like any other. A later request with the same prefix may extend the time, and none shortens it.
+    """
+    no_store: _builtins.bool
+    """True: no other request can hit what this one computes. It may itself hit what is cached. Excludes `keep_ms`. Of a
+    branch, this is true of its forks, and of what is put behind them, too.
     """
     @_builtins.property
     def breakpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -526,10 +533,11 @@ class CachePolicy(_message.Message):
         *,
         keep_ms: _builtins.int = ...,
         breakpoints: _abc.Iterable[_builtins.int] | None = ...,
+        no_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints", "keep_ms", b"keep_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints", "keep_ms", b"keep_ms", "no_store", b"no_store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,20 +24,19 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 from quire._serving.caller_shares import CallerShares
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 
-from quire_worker.calls.branch import ID_BYTES, PREFIX_BYTES, Branch
+from quire_worker.calls.branch import ID_BYTES, PREFIX_BYTES, Branch, Scores
 from quire_worker.calls.loop_timer import LoopTimer
 from quire_worker.engine import Engine
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
-from quire_worker.scheduling.slots import BranchTask, Scored
+from quire_worker.scheduling.slots import NO_WISH, BranchTask, CacheWish, Scored
 
 BRANCH_COUNT_MAX = 1_024  # of one namespace; all namespaces together may have twice as many
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
@@ -46,13 +45,6 @@ CANDIDATE_COUNT_MAX = 256
 CANDIDATE_TOKENS_MAX = 65_536  # sum over all candidates
 BUSY_RETRY_S = 0.05  # seconds until the next look at a branch that is in use when its time ends
 COMPUTE_ALONE = SamplingParams(max_tokens=1)  # for requests that only compute their tokens
-
-
-class Scores(NamedTuple):
-    """Result of `Branches.score`: the logprobs of each candidate's tokens, and the count of granted blocks."""
-
-    logprobs: list[list[float]]
-    granted_block_count: int
 
 
 class Branches:
@@ -99,14 +91,16 @@ class Branches:
         self._renew(branch)
         return branch
 
-    async def prefill(self, *, request_id: str, tokens: list[int], namespace: str, ttl_s: float) -> tuple[Branch, int]:
+    async def prefill(
+        self, *, request_id: str, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish = NO_WISH
+    ) -> tuple[Branch, int]:
         """Computes a prompt. Returns a branch of it, and the number of cached tokens among its tokens.
 
         Raises:
             QuireError: LIMIT, there are too many branches; the errors of `Engine.submit`; or the computation failed.
         """
         self._take(namespace, 1)
-        branch = self._new(tokens, namespace, ttl_s)
+        branch = self._new(tokens, namespace, ttl_s, wish)
         try:
             async with branch.lock:
                 cached = await self._compute(branch, branch.tokens, request_id)
@@ -126,7 +120,8 @@ class Branches:
             if parent.answered is not None and parent.answered[0] == request_id:
                 return parent.answered[1]
             self._take(parent.namespace, count)
-            children = [self._new(list(parent.tokens), parent.namespace, parent.ttl_s) for _ in range(count)]
+            about = (parent.namespace, parent.ttl_s, parent.wish)
+            children = [self._new(list(parent.tokens), *about) for _ in range(count)]
             if self._is_held(parent):
                 assert parent.sample is not None
                 request, task = parent.sample.request, BranchTask(rests=True, draws=False)
@@ -199,6 +194,7 @@ class Branches:
             self._check_length(len(branch.tokens) + max(map(len, candidates)) - 1)
             await self._compute(branch, branch.tokens, request_id)
             request = self._engine.reception.new_request(request_id, branch.tokens, COMPUTE_ALONE, branch.namespace)
+            request.wish = branch.wish
             roster, is_held = self._engine.scheduler.roster, self._is_held(branch)
             scored = [Scored(candidate, len(branch.tokens)) for candidate in candidates]
             for index, candidate in enumerate(candidates):
@@ -307,6 +303,7 @@ class Branches:
         request = engine.reception.new_request(
             request_id, list(tokens), sampling, branch.namespace, priority=priority, time_left_s=time_left_s
         )
+        request.wish = branch.wish
         fresh = engine.reception.new_sample(request, 0, tokens, matcher)
         if self._is_held(branch):
             assert branch.sample is not None
@@ -364,10 +361,10 @@ class Branches:
             message = f"a worker holds at most {most} branches, one namespace as many as are free; it has {held}"
             raise QuireError.of(Reason.LIMIT, f"{message}: release some")
 
-    def _new(self, tokens: list[int], namespace: str, ttl_s: float) -> Branch:
+    def _new(self, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish) -> Branch:
         """Creates a branch in a place that was taken."""
         now_s = self._clock()
-        branch = Branch(secrets.token_bytes(ID_BYTES), tokens, namespace, ttl_s, now_s, now_s + ttl_s)
+        branch = Branch(secrets.token_bytes(ID_BYTES), tokens, namespace, ttl_s, now_s, now_s + ttl_s, wish=wish)
         self._branches[branch.id] = branch
         self._timer.set(branch.expires_s)
         return branch

@@ -99,8 +99,8 @@ async def serve(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: an address is unsafe or taken, or the token file is unusable.
-        Exception: leases could not be checked any more. A process that continued would never take a pool from a dead
-            owner.
+        Exception: the server could not continue to check leases. A process that continued would never take a pool from
+            a dead owner.
     """
     stop = stop_event()
     server = Server(options, service_name="quire.v1.AllocatorService")

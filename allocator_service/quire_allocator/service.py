@@ -130,7 +130,7 @@ class _Witness:
     def quarantined(self, owner: Ownership, error: Exception) -> None:
         log.error("pool quarantined", pool=owner.name, exc_info=error)
         self._counters.quarantine_count += 1
-        if owner.unary:  # the pool is gone with its session; the owner of a stream attaches and reports it again
+        if owner.unary:  # the pool ended with its session; a stream's owner attaches and reports it again
             self._counters.forget(owner.name)
         self._watching.wake(owner.name)
 
@@ -142,7 +142,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         directory: the pools.
         counters: counts of calls and pools for metrics.
         check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
-        clock: seconds, never going back.
+        clock: returns seconds that never decrease.
         authorize: returns the permissions of a call's caller.
     """
 
@@ -322,7 +322,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
 
 def add_to_server(service: AllocatorService, server: aio.Server) -> None:
-    """Adds the service to a server. `Session` and `Apply` read and write the messages whose columns are bytes."""
+    """Adds the service to a server. `Session` and `Apply` read and write the messages with columns of bytes."""
     session = grpc.stream_stream_rpc_method_handler(
         service.Session, packed.SessionRequest.FromString, packed.SessionReply.SerializeToString
     )

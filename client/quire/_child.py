@@ -4,8 +4,8 @@ Standard input is the lifeline: a pipe whose other end only the parent holds. Wh
 kernel closes that end and the child terminates itself. The kernel's parent-death signal would also fire when only the
 thread that started the child ends, and needs code between fork and exec.
 
-The server then drains as after SIGTERM, because clients may be reading its answers. If the drain takes twice as long
-as it should, the child kills itself.
+The server then drains as after SIGTERM, because clients may be reading its answers. If the drain takes twice its limit,
+the child kills itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Renews leases of unary sessions in the background, three times per lease, until the session is closed or collected.
 
-The renewing thread or task holds only a weak reference to the session. A session that its owner drops is therefore
+The renewing thread or task holds only a weak reference to the session. A session that its owner drops is thus garbage
 collected: it emits a ResourceWarning, and its lease ends.
 """
 
@@ -49,7 +49,7 @@ class KeptByThread:
 
 
 class KeptByTask:
-    """Renews a lease from a task of the running event loop. Arguments are those of `KeptByThread`."""
+    """Renews a lease from a task of the running event loop. The arguments are the same as for `KeptByThread`."""
 
     def __init__(self, session: Any, lease_ms: int) -> None:
         context = copy_context()

@@ -11,7 +11,7 @@ Lifecycle:
                 SIGTERM, and SIGKILL if it takes longer than its drain and a margin. Interrupting the wait (a second
                 Ctrl-C) kills the server at once
 
-No server outlives this process, even if this one is killed (`quire._child`). Each has its own process group, so
+No server outlives this process, even if this one is killed (`quire._child`). Each server has its own process group, so
 Ctrl-C on a terminal reaches only this process, which then stops them in order.
 """
 
@@ -48,7 +48,7 @@ def _checked_drain(drain_timeout_s: float) -> float:
 
 
 def grace_s(drain_timeout_s: float) -> float:
-    """Returns the seconds after which a draining server is killed: twice the time that it should take."""
+    """Returns the seconds after which a draining server is killed: twice its drain timeout."""
     return 2 * (drain_timeout_s + LAST_S)
 
 
@@ -60,7 +60,7 @@ class ServerFailedError(InternalError):
 
 
 def _opened(log: Path) -> BinaryIO:
-    """Opens a log to write behind what it holds. A link is not followed: others can guess the name of the file.
+    """Opens a log for appending. A link is not followed: others can guess the name of the file.
 
     Raises:
         UsageError: it cannot be written.
@@ -300,7 +300,7 @@ class LocalStack:
     def wait(self) -> None:
         """Blocks while all servers run. If the allocator ends, it is restarted at the same address.
 
-        A restart calls `on_progress`. The worker continues meanwhile, and reports its pages to the new allocator.
+        A restart calls `on_progress`. The worker continues in the meantime, and reports its pages to the new allocator.
 
         Raises:
             ServerFailedError: the worker or the gateway has ended, or the allocator ends repeatedly.

@@ -63,7 +63,7 @@ class SamplingParams:
         top_k: samples only from the k likeliest tokens. 0 means all tokens, and so does vLLM's -1.
         top_p: samples only from the likeliest tokens that together reach this probability, in (0, 1].
         seed: seed of the random choices. With None each request differs.
-        n: number of samples, 1 to 64. They share the prompt's blocks.
+        n: number of samples, 1 to 64. Samples share the prompt's blocks.
         stop_token_ids: further tokens that end a sample, at most 64.
         ignore_eos: do not end at the model's end-of-text token.
         min_p: samples only from tokens with at least this share of the likeliest one's probability, 0 to 1.
@@ -86,10 +86,10 @@ class SamplingParams:
         choice: the text is one of these. At most one of these four fields may be set.
         num_beams: beams of a beam search, up to 64. The `n` best texts are returned. 1 means no beam search.
         length_penalty: exponent of the length that divides the sum of a text's logprobs, -5 to 5.
-        early_stopping: ends a search that has as many finished texts as beams: with True at once, with False when the
-            best beam is no better at its length, with "never" when no beam can become better.
+        early_stopping: when a search with as many finished texts as beams ends: with True at once; with False as soon
+            as the best beam is no better at its length; with "never" when no beam can become better.
         skip_special_tokens: removes special tokens from the text. With False their names are in it.
-        include_stop_in_output: a text includes the stop text that ended it, and its tokens the stop token.
+        include_stop_in_output: texts include the final stop text, and tokens include the stop token.
         bad_words: up to 256 texts that no sample contains.
     """
 
@@ -142,12 +142,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class CachePolicy:
-    """A wish to keep a request's prefix cached. It orders eviction and holds no memory.
+    """A wish to keep a request's prefix cached. The wish orders eviction and reserves no memory.
 
     Attributes:
-        keep_s: seconds from the end of the request, up to a day; 0 keeps it like any other.
-        breakpoints: rising token counts of the prompt, at most 4; what is behind the last one is not kept. Empty keeps
-            the prompt and its answer.
+        keep_s: seconds from the end of the request, up to a day; 0 keeps the prefix like any other.
+        breakpoints: rising token counts of the prompt, at most 4; tokens after the last breakpoint are not kept. Empty
+            keeps the prompt and its answer.
     """
 
     keep_s: float = 0.0

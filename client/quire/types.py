@@ -44,7 +44,7 @@ class ServerInfo:
     Attributes:
         version: version of Quire.
         protocol_version: version of the session protocol.
-        features: names of the features that it knows; see `quire.protocol.features`.
+        features: names of the features that the server knows; see `quire.protocol.features`.
         limits: the server's limits.
         core: how an allocator's core runs, "compiled" or "python"; empty for a worker.
     """
@@ -66,7 +66,7 @@ class TextTokens:
 
     Attributes:
         texts: the bytes of each token.
-        is_settled: whether every token behind the text adds the bytes that it has by itself.
+        is_settled: whether every token after the text adds exactly its own bytes.
     """
 
     texts: tuple[bytes, ...]
@@ -120,7 +120,7 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters in a checkpoint's generation_config.json; None for those that it lacks."""
+    """Sampling parameters in a checkpoint's generation_config.json; None for each missing one."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -176,7 +176,7 @@ class AdapterInfo:
     """A LoRA adapter that a worker has loaded."""
 
     name: str
-    digest: bytes  # hash of its configuration and weights. It is part of the root of its requests' digests.
+    digest: bytes  # hash of its configuration and weights. The digest is part of the root of its requests' digests.
     rank: int
     layer_count: int
     byte_count: int
@@ -229,9 +229,10 @@ class Quota:
 
     Attributes:
         namespace: the namespace's name. "*" means every namespace without its own quota.
-        held_blocks_max: blocks that its sequences may hold, with shared ones counted once. Beyond it, operations get
-            Result.QUOTA.
-        cached_blocks_max: blocks that it may leave in the cache. Beyond it, its own blocks are evicted first.
+        held_blocks_max: the most blocks that its sequences may hold; a shared block counts once. Beyond this limit,
+            operations get Result.QUOTA.
+        cached_blocks_max: the most blocks that it may leave in the cache. Beyond this limit, the namespace's own blocks
+            are evicted first.
     """
 
     namespace: str
@@ -244,13 +245,13 @@ class PoolSpec:
     """A pool's specification, which its owner declares once. Layout and fingerprint are part of each digest's root.
 
     Attributes:
-        block_count: physical blocks. They have one size in bytes, and all groups share them.
+        block_count: physical blocks. Blocks have one size in bytes, and all groups share them.
         watermark_block_count: free blocks that a new sequence must leave for running sequences.
         quotas: at most one per namespace.
         eviction_policy: name of the policy that chooses the cached blocks to evict first; empty for the default.
         retention: windows and states that stay cached: `dense` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 if unknown.
-        append_only: tables change only at their end. A commit swaps nothing: a sequence keeps its own blocks. Such a
+        append_only: tables change only at their end. A commit swaps no blocks: a sequence keeps its own. An append-only
             pool has no groups of states. Blocks that fell out of a window are given back; an engine may keep their
             entries.
         first_block_id: the lowest block id, for engines that use lower ids themselves; at most 65,536.
@@ -284,7 +285,7 @@ class PoolSpec:
         quotas: tuple[Quota, ...] = (),
         eviction_policy: str = "",
     ) -> PoolSpec:
-        """Returns the specification of a pool in which every layer has full attention."""
+        """Returns the specification of a pool with only full attention."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
         identity = (cache_layout, model_fingerprint)
         return cls(block_count, groups, *identity, watermark_block_count, quotas, eviction_policy)

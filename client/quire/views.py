@@ -18,7 +18,7 @@ class SessionKind(OpenEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupUsage:
-    """Blocks of one group: those in at least one table, and published ones in no table."""
+    """Blocks of one group: blocks in at least one table, and published blocks in no table."""
 
     group: int
     held_block_count: int
@@ -27,7 +27,7 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class PoolSummary:
-    """A pool's summary. Its empty, cached and held blocks add up to `spec.block_count`."""
+    """A pool's summary. The pool's empty, cached and held blocks add up to `spec.block_count`."""
 
     pool: str
     spec: PoolSpec
@@ -137,8 +137,8 @@ class PrefixMatch(NamedTuple):
 
 
 class CacheDropped(NamedTuple):
-    """The outcome of dropping a cache: blocks that are now empty, and blocks that sequences still hold. Both are of the
-    namespace, or of all namespaces."""
+    """The outcome of dropping a cache: blocks that are now empty, and blocks that sequences still hold. Both numbers
+    are for the namespace, or for all namespaces."""
 
     dropped_block_count: int
     held_block_count: int

@@ -56,8 +56,8 @@ class Blocks:
         return self._top
 
     def emptied(self, used_before: int) -> array[int]:
-        """Returns the blocks that became empty, and perhaps some that were empty before. `used_before` is the most
-        blocks that were in use meanwhile: deeper in the stack, nothing was taken."""
+        """Returns the blocks that became empty, and perhaps some that were empty before. `used_before` is the highest
+        number of blocks in use in that time: nothing was taken from deeper in the stack."""
         return self._stack[self._top : min(used_before, self._top + EMPTIED_TOLD_MAX)]
 
     @property
@@ -108,7 +108,7 @@ class Blocks:
             self.push(entry)
 
     def reranked(self, entry: Scoped) -> None:
-        """Puts a candidate at another place in the queue, because the policy values it anew."""
+        """Moves a candidate in the queue after the policy has changed its value."""
         self.policy.revalued(entry)
         self.push(entry)
 

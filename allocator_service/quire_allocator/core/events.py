@@ -42,8 +42,8 @@ class Event(NamedTuple):
     Attributes:
         parent_digest: the digest of the block before the first one; empty at the root, and for REMOVED.
         first_position: the number of blocks before the first one.
-        source: bytes that contain the digests at [start, end), and at most as many other bytes. Evicting a long stretch
-            therefore copies nothing.
+        source: bytes that contain the digests at [start, end), and at most as many other bytes. So evicting a long
+            stretch copies nothing.
     """
 
     step: int
@@ -95,7 +95,7 @@ class EventLog:
     def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:
         """Records that the digests `source[start:end]` can be hit no more.
 
-        The caller never changes `source` afterwards. It is copied only if the digests are less than half of it.
+        The caller never changes `source` afterwards. The source is copied only if the digests are less than half of it.
         """
         if len(source) > 2 * (end - start):
             source, start, end = source[start:end], 0, end - start
@@ -155,8 +155,7 @@ class EventLog:
         return found
 
     def untold(self, namespace: str) -> set[bytes]:
-        """Returns digests stored by steps whose answers may have been lost. They must not be reported to readers
-        yet."""
+        """Returns digests stored by steps that may lack an answer. They must not be reported to readers yet."""
         return {
             bytes(source[offset : offset + DIGEST_BYTES])
             for _, change, scope, _, _, source, start, end in self._recorded

@@ -20,7 +20,7 @@ class Stream(Protocol):
     """The interface of a stream to its registry; `SessionMachine` is one.
 
     Attributes:
-        caller: the stream's caller. It gets a place for a report only while it has fewer places than are free.
+        caller: the stream's caller. A caller gets a place for a report only while it has fewer places than are free.
     """
 
     caller: Hashable
@@ -43,7 +43,7 @@ class Observer(Protocol):
         called before."""
 
     def disagreed(self, owner: Ownership) -> None:
-        """The owner gave up a session that is still there: it reports its pool anew."""
+        """The owner gave up a session that still exists, and reports its pool again."""
 
     def resumed(self, owner: Ownership) -> None:
         """A session continues with a new stream."""
@@ -52,7 +52,7 @@ class Observer(Protocol):
         """A pool is gone: detached, closed, or its lease ended."""
 
     def expired(self, owner: Ownership) -> None:
-        """A pool is about to be dropped because its owner was silent for the length of its lease; `dropped` follows."""
+        """A pool is about to be dropped, because its owner was silent for a whole lease; `dropped` follows."""
 
     def published(self, owner: Ownership) -> None:
         """Events were published, which watchers of the pool may read now."""
@@ -71,9 +71,9 @@ class SessionRegistry:
         check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
 
     Attributes:
-        draining: whether the allocator is shutting down, and opens no session any more.
-        streams: every stream, those that have not attached yet included.
-        staging: the streams that have a place for a report.
+        draining: whether the allocator is shutting down and refuses new sessions.
+        streams: every stream, including those that have not attached yet.
+        staging: the streams that occupy a place for a report.
     """
 
     def __init__(
@@ -104,8 +104,7 @@ class SessionRegistry:
 
         An exception that is no refusal is a defect of the allocator: it stops this pool, and other pools continue.
 
-        Raises:
-            Refusal: POOL_QUARANTINED, and those of `operate`, which may raise one only before it changes anything.
+        Raises: Refusal: POOL_QUARANTINED, and the refusals of `operate`, which must raise before it changes anything.
         """
         try:
             answer = operate()
@@ -180,8 +179,8 @@ class SessionRegistry:
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int) -> None:
-        """Shows watchers the changes of steps up to number `acknowledged`. For a unary session, shows those of every
-        step: its pool is lost with the allocator, so no later report can lack them."""
+        """Shows watchers the changes of steps up to number `acknowledged`. For a unary session, shows the drops of
+        every step: such a pool is lost with the allocator, so no later report can miss them."""
         if owner.pool.log.publish(owner.steps.next_step if owner.unary else acknowledged):
             self.observer.published(owner)
 

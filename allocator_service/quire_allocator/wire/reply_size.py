@@ -28,7 +28,7 @@ SCOPE_BYTES = 160  # a namespace, and protobuf's overhead for it and its digests
 
 
 def check(answer_bytes: int) -> None:
-    """Refuses an operation whose answer might not fit a message.
+    """Refuses an operation with an answer that may not fit into one message.
 
     Raises:
         Refusal: TOO_LARGE.
@@ -41,8 +41,8 @@ def check(answer_bytes: int) -> None:
 
 
 def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = False) -> int:
-    """Bounds the reply to a step whose columns agree in length. Unless `exact` is set, returns a cheaper, coarser bound
-    if even that one fits."""
+    """Bounds the size of a step's reply. The step's columns agree in length. Unless `exact` is set, returns a cheaper,
+    coarser bound if even that one fits."""
     groups = pool.coordinator.group_count
     grows = len(columns.grow_sequences)
     fixed = columns.operation_count  # 1 byte for each result
@@ -100,7 +100,7 @@ def _held_token_count(pool: Pool, sequence_id: int) -> int:
 
 
 def _entries(pool: Pool, token_count: int, held: int) -> int:
-    """Counts the table entries of `token_count` tokens beyond those of `held` tokens, null ones included; 0 if the
+    """Counts the additional table entries of `token_count` tokens after `held` tokens, including null entries; 0 if the
     result will be TOO_LONG."""
     if not _fits(pool, token_count):
         return 0

@@ -110,7 +110,7 @@ def _check_grows(columns: StepColumns) -> None:
 
 
 def _check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
-    """Refuses a commit that does not carry one digest for each digest block that it fills, or that goes back.
+    """Refuses a commit that goes back, or has no digest for a digest block that it fills.
 
     Raises:
         Refusal: MALFORMED.

@@ -12,11 +12,10 @@ from collections.abc import Hashable
 class CallerShares:
     """Places that callers take and leave. A caller may hold at most as many places as stay free.
 
-    A single caller therefore gets half of all places. If n callers want all of them, each gets 1 / (n + 1). A place is
-    always left for a caller that has none.
+    So a single caller gets half of all places. If n callers want all of them, each gets 1 / (n + 1). A place is always
+    left for a caller that has none.
 
-    Args:
-        alone_max: places that a single caller may hold, which is half of all places.
+    Args: alone_max: places that a single caller may hold: half of all places.
     """
 
     def __init__(self, alone_max: int) -> None:
@@ -25,7 +24,7 @@ class CallerShares:
         self._held: Counter[Hashable] = Counter()
 
     def take(self, caller: Hashable, count: int = 1) -> bool:
-        """Takes `count` places, or none if there are too few for this caller. Returns whether it took them."""
+        """Takes `count` places, or none if there are too few for this caller. Returns whether the places were taken."""
         held = self._held[caller] + count
         if held > self.count_max - self.count - count + 1:
             if held == count:

@@ -1,8 +1,8 @@
-"""Diagnoses an address where no server answered, in one sentence: what is wrong there, and what to do.
+"""Diagnoses an address where no server answered. The diagnosis is one sentence: the fault, and its remedy.
 
-gRPC reports only that it has no connection, in its internal terms. A plain connection tells more: nothing listens,
-the machine is silent, or the listener speaks another protocol. The probe requests a page over HTTP/1.1. A gRPC server
-answers with an HTTP/2 frame, a TLS server with an alert or not at all, and any other HTTP server with HTTP.
+gRPC itself only reports, in its internal terms, that it has no connection. A plain connection tells more: nothing
+listens, the machine is silent, or the listener speaks another protocol. The probe requests a page over HTTP/1.1. A gRPC
+server answers with an HTTP/2 frame, a TLS server with an alert or not at all, and any other HTTP server with HTTP.
 """
 
 from __future__ import annotations

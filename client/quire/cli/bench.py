@@ -1,4 +1,4 @@
-"""`quire bench`: puts a short load on a running worker, and reports what its callers measured."""
+"""`quire bench`: puts a short load on a running worker, and reports the times that its callers measured."""
 
 from __future__ import annotations
 

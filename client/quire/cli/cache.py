@@ -116,7 +116,7 @@ def drop(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Calls DropCache, and prints what was dropped."""
+    """Calls DropCache, and prints the number of dropped blocks."""
     with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         done = _cached(client, pool, namespace) if dry_run else client.drop_cache(pool, namespace)
     if as_json:

@@ -74,7 +74,7 @@ def certs(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Writes the requested certificates. It checks everything before it writes the first file."""
+    """Writes the requested certificates. The command checks everything before it writes the first file."""
     try:
         from quire import _certs
     except ModuleNotFoundError as error:

@@ -122,7 +122,7 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
-    """Returns the folder of compiled kernels. It creates the folder as a worker would.
+    """Returns the folder of compiled kernels. This check creates the folder as a worker would.
 
     Raises:
         OSError: the folder cannot be written.

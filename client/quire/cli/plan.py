@@ -1,4 +1,4 @@
-"""`quire plan`: shows the layout of a model's cache, and what fits into a device's memory."""
+"""`quire plan`: shows the layout of a model's cache, and how many tokens fit into a device's memory."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def plan(
 
 
 def _computed_in(dtype: str) -> str | None:
-    """Returns the dtype in which a worker computes if keys and values have `dtype`. None means the model's own."""
+    """Returns a worker's dtype of computation for keys and values of `dtype`. None means the model's own."""
     return None if dtype == "auto" or dtype.startswith(("fp8", "float8")) else dtype
 
 

@@ -195,7 +195,7 @@ def _make(folder: Path | None) -> None:
 
 
 def _run(stack: LocalStack, console: Console, drain_timeout: float, *, as_json: bool) -> None:
-    """Serves until Ctrl-C or SIGTERM. Both raise an exception, so that `stop` runs."""
+    """Serves until Ctrl-C or SIGTERM. Both signals raise an exception, so that `stop` runs."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     stopping = f"quire: stopping; running answers may take {drain_timeout:g} s more, and Ctrl-C again ends them now"
     try:
@@ -223,8 +223,8 @@ def _addresses(stack: LocalStack) -> dict[str, str | None]:
 
 def _usage(stack: LocalStack) -> str:
     allocator, worker = stack.allocator_address, stack.worker_address
-    # Without an option, commands call the addresses in the environment. If those differ from these servers' addresses,
-    # the printed examples need the option.
+    # Without an option, commands call the addresses in the environment. If those variables differ from these servers'
+    # addresses, the printed examples need the option.
     to_worker = "" if worker == os.environ.get("QUIRE_WORKER", DEFAULT_WORKER) else f" --worker {worker}"
     to_allocator = (
         "" if allocator == os.environ.get("QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR) else f" --allocator {allocator}"

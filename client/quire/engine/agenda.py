@@ -73,7 +73,7 @@ class Agenda:
         self._ahead_tokens = ahead_tokens
         self._increment = Increment.of(*[each.block_size for each in spec.groups if each.kind is not GroupKind.STATE])
         self._has_states = any(each.kind is GroupKind.STATE for each in spec.groups)
-        # Sequences that the allocator knows: live ones, and those with an unanswered free.
+        # Sequences known to the allocator: live sequences, and sequences with an unanswered free.
         self._known: dict[int, EngineSequence] = {}
         self._last_id = 0
         self._freed: list[EngineSequence] = []
@@ -81,7 +81,7 @@ class Agenda:
         self._admissions: list[Admission] = []
         self._copies: list[Copy] = []
         self._missing = 0  # blocks that other sequences must give back for the next pass
-        self._is_frugal = False  # Room ahead was refused, so the next step asks only for what is needed.
+        self._is_frugal = False  # The allocator refused room ahead, so the next step asks only for the necessary room.
         self._is_careful = False  # A step with several admissions was refused, so they are sent one by one.
         self._sent: Operations | None = None
 
@@ -133,7 +133,9 @@ class Agenda:
         return admission
 
     def abandon(self, admission: Admission) -> None:
-        """Notes that the caller no longer waits for this admission. If it was sent already, its blocks are freed."""
+        """Notes that the caller no longer waits for this admission. If the request was already sent, its blocks are
+        freed.
+        """
         admission.is_abandoned = True
         if self._sent is None or admission not in self._sent.admissions:
             self._admissions.remove(admission)
@@ -176,11 +178,11 @@ class Agenda:
         return [each for each in self.live.values() if each.due]
 
     def refused(self) -> list[EngineSequence]:
-        """Returns the sequences whose next pass was refused room, oldest first."""
+        """Returns the sequences that got no room for their next pass, oldest first."""
         return [each for each in self.live.values() if each.refusal is not None]
 
     def take_copies(self) -> list[Copy]:
-        """Returns the copies that must run before the next pass. Each is returned once."""
+        """Returns the copies that must run before the next pass. Each copy is returned once."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -236,7 +238,7 @@ class Agenda:
         return Commit(sequence, token_count, digests, keep, chain)
 
     def _given_back(self) -> dict[int, int]:
-        """Chooses the sequences that give back room ahead for those that lack room. Returns how much each keeps."""
+        """Chooses the sequences that give back room ahead to sequences that lack room. Returns how much each keeps."""
         if not self._missing:
             return {}
         return give_back(self._holders(), self._missing, self._increment)

@@ -42,7 +42,7 @@ class ModelCache:
 
     Attributes:
         model_type: the language model's type.
-        layers: the cache of each layer. Layers that keep nothing are left out.
+        layers: the cache of each layer. Layers without a cache are left out.
         dtype: dtype of keys and values.
         token_count_max: longest sequence that the model supports; None if the configuration does not say.
         notes: assumptions of the plan, in sentences.

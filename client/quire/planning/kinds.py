@@ -107,7 +107,7 @@ def _hybrid_kinds(fields: Fields, count: int) -> list[LayerKind]:
 
 
 def _attention_layers(fields: Fields, count: int) -> set[int] | None:
-    """Returns the indices of attention layers among layers with states; None if the fields do not tell."""
+    """Returns the indices of attention layers among layers with states; None if no field says."""
     for name in ("attn_layer_indices", "full_attn_idxs"):  # Bamba, LFM2
         if fields.get(name) is not None:
             return set(fields.integers(name))

@@ -1,7 +1,7 @@
 """Computes how many idle chats a pool can still hit, by the blocks that it retains of each.
 
-An idle chat holds no block: its blocks are only cached. Its next turn is a hit only while every group has the blocks
-that a hit needs. Blocks of a chat in each group:
+An idle chat holds no block: its blocks are only cached. Its next turn is a hit only while every group still has the
+    blocks for a hit. Blocks of a chat in each group:
 
                  dense                            tail
     full         ceil(tokens / block)             the same: a hit needs all of them

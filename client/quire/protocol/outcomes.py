@@ -43,7 +43,7 @@ class Result(OpenEnum):
 
 class Swap(NamedTuple):
     """A table entry now names the earlier published block with the same digest. In an append-only pool the entry stays,
-    and the sequence holds that block beside its own, as a twin."""
+    and the sequence also holds that published block, as a twin."""
 
     sequence_id: int
     group: int
@@ -52,7 +52,9 @@ class Swap(NamedTuple):
 
 
 class Takeover(NamedTuple):
-    """A sequence's own blocks in a group are published, from a position on. They replace its twins, now empty."""
+    """From one position on, a group's blocks of a sequence are published. These blocks replace the sequence's twins,
+    which are now empty.
+    """
 
     sequence_id: int
     group: int
@@ -60,7 +62,7 @@ class Takeover(NamedTuple):
 
 
 class CacheDrop(NamedTuple):
-    """A part of the cache to drop: of a namespace (None: of all), behind the kept digests of a prefix."""
+    """A part of the cache to drop: in one namespace (None: in all), all blocks after the kept digests of a prefix."""
 
     namespace: str | None
     digests: bytes
@@ -96,14 +98,14 @@ class GrowOutcome(NamedTuple):
         sequence_id: the sequence.
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or FORBIDDEN.
         matched_token_count: leading tokens that need not be computed (new sequences only).
-        blocks: per group, the last entries of the table, which replace the old ones; all entries of a new sequence.
+        blocks: per group, the table's last entries, which replace the old entries; for a new sequence, all entries.
             `NULL_BLOCK` if a windowed group holds no block there.
         shortfall: missing blocks (NO_SPACE), blocks above the namespace's quota (QUOTA), or blocks above the pool's
             size (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that other sequences are computing (new sequences only).
         victim: the sequence to preempt (NO_SPACE only), if preempting one helps.
         token_count: the larger of the requested and the matched tokens. With OK the sequence has room for all of them,
-            and the tables' last entries are for the last of them.
+            and the tables' last entries are for the last tokens.
         attended_token_count: leading tokens that would have matched with a checkpoint. A commit that ends there makes
             one. 0 if that would gain nothing (new sequences only).
         stops: rising token counts where a later prompt's hit may end. Commits that end there make checkpoints (new
@@ -123,15 +125,15 @@ class GrowOutcome(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """The outcome of a step. Lists of results have one entry per operation, in the order in which these were added.
+    """The outcome of a step. Lists of results have one entry per operation, in the order of the operations.
 
     Attributes:
-        free_block_count: blocks that are free to grant after the step, empty and cached ones.
+        free_block_count: empty and cached blocks that can be granted after the step.
         takeovers: twins that were replaced before the grows (append-only pools only).
         dropped: the number of blocks that each drop removed.
         outside_drops: drops by other callers since the previous step.
         removed: digests that could be hit before the step, or were published by it, but cannot be hit after it. Only if
-            the pool has `tells_removed`. With `is_removed_cut` it is only a part of them.
+            the pool has `tells_removed`. With `is_removed_cut`, only a part of these digests.
         emptied: blocks that became empty and were not granted (only if a quota limits the cached blocks).
     """
 
@@ -297,7 +299,7 @@ def _stops(stops: packed.Stops, count: int) -> list[tuple[int, ...]]:
 
 
 def _tables(told: _Told, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
-    """Returns the table's last entries per grow and group. They are empty if the reply does not name the grow."""
+    """Returns the table's last entries per grow and group. Entries are empty if the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
     rows, sizes, blocks = (_numbers(told, column) for column in ("granted_grows", "block_counts", "blocks"))
     if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):

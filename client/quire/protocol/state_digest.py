@@ -1,6 +1,7 @@
-"""The digest of a pool's state. Both sides compute it, and so detect a disagreement before it can spoil a text.
+"""The digest of a pool's state. The owner and the allocator both compute the digest, and so detect a disagreement
+before it can spoil a text.
 
-It is a SHA-256 over every live sequence, by rising id:
+The digest is a SHA-256 over every live sequence, by rising id:
 
     id              uint64
     token counts    uint32 granted, uint32 committed
@@ -31,8 +32,8 @@ _SEQUENCE: Final = struct.Struct("<QIII").pack
 _LENGTH: Final = struct.Struct("<I").pack
 
 
-# One live sequence: id, granted tokens, committed tokens, namespace, tables. It is a tuple because creating objects of
-# a class took as long as all the rest.
+# One live sequence: id, granted tokens, committed tokens, namespace, tables. The state is a tuple, because creating
+# objects of a class took as long as all the rest.
 SequenceRow: TypeAlias = tuple[int, int, int, str, Sequence["array[int]"]]
 
 
@@ -50,8 +51,8 @@ def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
 
 
 def state_digest(sequences: Iterable[SequenceRow], entries_max: int | None = None) -> bytes:
-    """Returns a digest of 32 bytes over sequences by rising id, or `in_turn`. It stops at `entries_max` table entries;
-    each sequence itself counts as `SEQUENCE_ENTRIES`."""
+    """Returns a digest of 32 bytes over sequences by rising id, or `in_turn`. The hash stops at `entries_max` table
+    entries; each sequence itself counts as `SEQUENCE_ENTRIES`."""
     data, entry_count = bytearray(), 0  # Hashed in one call: an update per sequence costs more than its bytes.
     for sequence_id, token_count, committed, namespace, tables in sequences:
         name = namespace.encode()

@@ -1,4 +1,4 @@
-"""A session for threads: any thread submits steps, and waits for their answers as long as it likes.
+"""A session for threads: any thread submits steps, and waits for their answers as long as it needs.
 
     with client.session("mine", spec) as session:
         answer = session.submit(step)          # sent at once; returns at once

@@ -16,8 +16,8 @@ Lifecycle:
 `owner.py` has all rules, and `ledger.py` the record of the pool. This module has the stream, the clock and the waiting.
 
 `SessionLostError` only means that an allocator refused the report: a new session is open, and the pool is empty. A sent
-step cannot be taken back. If its caller is canceled it is still applied, and its answer has blocks to note and copies
-to run. Such answers are kept, and no new step is accepted until the engine has asked for those that it has `missed`.
+step cannot be taken back. If a step's caller is canceled, the step is still applied. Its answer then has blocks to note
+and copies to run. Such answers are kept. No new step is accepted until the engine has asked for those that it `missed`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class AsyncSession:
-    """Owns one pool over a stream. It is opened once, and one task at a time may call its methods.
+    """Owns one pool over a stream. A session is opened once, and one task at a time may call its methods.
 
     Args:
         stub: a stub on an asyncio channel.
@@ -64,7 +64,7 @@ class AsyncSession:
         spec: the pool's specification.
         metadata: sent with the call, such as a bearer token.
         on_wait: called with the error before each retry of attaching. Without it each reason is logged once.
-        reconnect: returns a stub on a new connection, to replace a silent one. Without it only TCP ends a silent one.
+        reconnect: returns a stub on a new connection, to replace a silent one. Otherwise TCP must end a silent one.
         disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
         ahead_tokens: tokens of room that a decoding sequence should have beyond its next token.
@@ -174,10 +174,10 @@ class AsyncSession:
         If a future has failed and no caller has awaited it, its error is raised here, once, and nothing is sent.
 
         Raises (here, or from the future):
-            SessionLostError: the pool is empty. Neither this step nor earlier ones are in effect.
+            SessionLostError: the pool is empty. Neither this step nor an earlier unanswered step is in effect.
             AnswersMissedError: `missed` has answers. Nothing was sent.
-            QuireError: the allocator refused the step. Neither it nor any later step was applied. TOO_LARGE is raised
-                here: the step is above `limits`. Nothing was sent, and earlier steps continue.
+            QuireError: the allocator refused the step. Neither this step nor any later step was applied. TOO_LARGE is
+                raised here: the step is above `limits`. Nothing was sent, and earlier steps continue.
             ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was sent.
             RuntimeError: the session was not opened.
         """
@@ -203,7 +203,7 @@ class AsyncSession:
         return asked
 
     async def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
-        """Returns the steps of canceled callers and their outcomes, once all are answered. Each is returned once.
+        """Returns the steps of canceled callers and their outcomes, once all are answered. Each step is returned once.
 
         Apply them before the outcomes of later steps. Refused and lost steps are not included: the next `submit` raises
         their error.
@@ -241,7 +241,7 @@ class AsyncSession:
         await self.close()
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a background task. Its failure ends the session, and every waiting caller gets the error."""
+        """Runs a background task. A failure of this task ends the session, and every waiting caller gets the error."""
         try:
             await work
         except Exception as error:
@@ -289,7 +289,7 @@ class AsyncSession:
             while owner.phase is not Phase.IDLE:
                 self._take(await (call.answer() if self._asks and owner.is_quiet else call.read()))
                 if owner.outbox:
-                    self._flush_soon()  # A report takes long to send, and this task must keep receiving meanwhile.
+                    self._flush_soon()  # Sending a report takes long, and this task must keep receiving.
         except EndedError as ended:
             return ended.said
         except FailedPreconditionError as error:  # the allocator lacks a feature

@@ -214,7 +214,7 @@ class ReuseValue(EvictionPolicy):
         entry.left_behind = 0
 
     def _recall(self, entry: Entry, count: int) -> None:
-        """Finds the evicted stretches with which this new entry begins, and counts them as returned."""
+        """Finds the evicted stretches that begin like this new entry, and counts them as returned."""
         offset = 0
         while offset < count:
             key = entry.key_at(offset)

@@ -67,8 +67,8 @@ class WindowPart(Part):
         return [unit for unit in known if unit.is_published]
 
     def first_alone(self, width: int) -> int:
-        """Goes back from the last kept position, as long as no other sequence holds the published block. Returns the
-        first position that it reached; `NEVER` if there is none."""
+        """Walks back from the last kept position to a published block that others hold. Returns the first position
+        reached; `NEVER` without one."""
         first = NEVER
         for position, own in reversed(list(self.kept or ())):
             alone, start = 0, position - self.first

@@ -1,4 +1,4 @@
-"""The replies of one session, kept so that repeated steps are answered again and not applied twice."""
+"""The replies of one session. A repeated step gets its old reply and is not applied again."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ def unwritten_slot_count(pool: Pool) -> int:
     """Counts the tokens of room that sequences were granted and have not committed: lookahead, and the rest of a last
     block.
 
-    It looks at the first group that holds tokens, and at each table by itself: a half-filled block that forks share
-    counts for each of them.
+    Looks at the first group that holds tokens, and at each table separately: if forks share a half-filled block, each
+    of them counts it.
     """
     size = next((group.block_size for group in pool.spec.groups if group.kind is not GroupKind.STATE), 0)
     if not size:

@@ -90,7 +90,8 @@ class AsyncCallSession:
         """Applies a step exactly once and returns its outcome.
 
         The answer may be lost: DeadlineExceededError, UnavailableError, or the caller was canceled. Then repeat the
-        step with the same operations. If it was applied, its answer is sent again. Until then no other step is sent.
+        step with the same operations. If the allocator had applied the step, it sends the same answer again. Until then
+        no other step is sent.
 
         Raises:
             AnswersMissedError: another step has no answer yet. Nothing was sent.

@@ -35,7 +35,7 @@ from quire_gateway.shares import Charge, Shares
 log = structlog.get_logger()
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # Probes send no key, and no known host name.
-OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # They show the requests of all callers.
+OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # These paths show the requests of all callers.
 # Labels of metrics. A path below one of the last two has its label; any other path is "other".
 ROUTES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/responses", "/v1/branches")
 _PARENTS: Final = ROUTES[-2:]
@@ -54,7 +54,7 @@ BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
 BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
 ANSWERS_BYTES: Final = 256 << 20  # All answers in flight may take the larger of two sizes: this,
 ANSWER_BYTES_EXPECTED: Final = 64 << 10  # and this many for each request that may be in flight
-SMALL_BYTES: Final = 16 << 10  # An answer up to this size is not charged: it leaves the memory of its request at once.
+SMALL_BYTES: Final = 16 << 10  # Smaller answers are not charged, because they free the memory of their request at once.
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
@@ -63,14 +63,13 @@ class Gate:
     """Admits a request to the endpoints, or refuses it.
 
     Args:
-        app: the endpoints. They find these in `scope["state"]`: `namespace`, `split_special_tokens`, `request_id`,
-            `memory` (the charge of their answer), and `body` if workers compute something for it.
-        telemetry: the metrics to update.
-        keys: the callers' keys; None admits every caller, with the nameless namespace.
-        operator_token: the token that `OPERATOR_PATHS` require. Without it, `keys` close them to every caller.
-        names: host names that requests may have; None admits any.
-        body_bytes_max: the largest body of a request, in bytes.
-        in_flight_max: the most requests in flight. With several namespaces, each has its share.
+        app: the endpoints. `scope["state"]` has these for the handlers: `namespace`, `split_special_tokens`,
+            `request_id`, `memory` (the charge of their answer), and `body` if workers compute something for it.
+            telemetry: the metrics to update. keys: the callers' keys; None admits every caller, with the nameless
+            namespace. operator_token: the token that `OPERATOR_PATHS` require. Without it, `keys` close these paths to
+                every caller. names: host names that requests may have; None admits any. body_bytes_max: the largest
+                body of a request, in bytes. in_flight_max: the most requests in flight. With several namespaces, each
+                has its share.
         request_log: takes a line for each request when it ends.
         tracing: takes a span of each request.
 
@@ -335,7 +334,7 @@ class _Answer:
         await self._send(message)
 
     def _is_charged(self, start: Message) -> bool:
-        """Charges an answer for the bytes beyond those that its request holds. Returns whether there is room."""
+        """Charges an answer for its bytes beyond the bytes of its request. Returns whether there is room."""
         memory = self.memory
         size = next((int(value) for name, value in start.get("headers", ()) if name == b"content-length"), 0)
         return memory is None or size <= max(SMALL_BYTES, memory.amount) or memory.add(size - memory.amount)

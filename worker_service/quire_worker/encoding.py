@@ -13,7 +13,7 @@ from quire_worker.scheduling.plan import Plan
 
 
 class Asked:
-    """A plan whose step is sent to the allocator when this is made.
+    """A plan. Its step is sent to the allocator when this object is made.
 
     Attributes:
         sent_s: when it was sent, by the engine's clock.

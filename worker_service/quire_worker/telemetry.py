@@ -47,8 +47,8 @@ class WorkerTelemetry:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Returns roughly the seconds until a full queue has room: half of the admitted requests' average waiting time,
-        because half of a queue's places are free again by then. None before the first admission."""
+        """Returns roughly the seconds until a full queue has room: half of the admitted requests' average waiting time.
+        By then half of a queue's places are free again. None before the first admission."""
         histogram = self.queue_seconds
         count = histogram.buckets()[-1][1]
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None

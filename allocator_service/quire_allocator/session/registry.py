@@ -104,7 +104,7 @@ class SessionRegistry:
 
         An exception that is no refusal is a defect of the allocator: it stops this pool, and other pools continue.
 
-        Raises: Refusal: POOL_QUARANTINED, and the refusals of `operate`, which must raise before it changes anything.
+        Raises: Refusal: POOL_QUARANTINED, and the refusals of `operate`, which raises only before it changes anything.
         """
         try:
             answer = operate()
@@ -179,7 +179,7 @@ class SessionRegistry:
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int) -> None:
-        """Shows watchers the changes of steps up to number `acknowledged`. For a unary session, shows the drops of
+        """Shows watchers the changes of steps up to number `acknowledged`. For a unary session, shows the changes of
         every step: such a pool is lost with the allocator, so no later report can miss them."""
         if owner.pool.log.publish(owner.steps.next_step if owner.unary else acknowledged):
             self.observer.published(owner)

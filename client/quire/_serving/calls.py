@@ -89,7 +89,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         if traced := trace_context.read(handler_call_details.invocation_metadata or ()):
             behave = self._in_trace(behave, traced, method, is_unary=is_unary)
         behave = _forgetting(behave)
-        if is_unary:  # The method's answer is already bytes.
+        if is_unary:  # The answer is already bytes.
             return grpc.stream_unary_rpc_method_handler(behave, handler.request_deserializer)
         return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
 
@@ -223,8 +223,7 @@ class _Calls:
         return message
 
     def count(self, place: _Place, size: int) -> None:
-        """Counts the bytes of a call's answer in place of its request's bytes. For a request, counts the request's
-        bytes.
+        """Sets the bytes that a call counts: first its request's, later its answer's.
 
         Raises:
             QuireError: LIMIT, the caller's requests and answers take too many bytes.

@@ -72,9 +72,7 @@ class Histogram:
 
 
 def keeping_colons(accept: str) -> str:
-    """Returns an Accept header that makes prometheus-client write `vllm:` in OpenMetrics. Without it, it writes
-    `vllm_`.
-    """
+    """Returns an Accept header that makes prometheus-client write `vllm:` in OpenMetrics, instead of `vllm_`."""
     return accept.replace(_OPENMETRICS, f"{_OPENMETRICS};escaping=allow-utf-8")
 
 

@@ -21,7 +21,7 @@ class Probes:
 
     Args:
         loop: the server's event loop.
-        is_ready: returns whether the server is ready. Other threads call this method.
+        is_ready: returns whether the server is ready. The metrics server's threads call this method.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]) -> None:

@@ -172,7 +172,7 @@ class Server:
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
-                # A caller that vanishes silently is noticed after 15 s. The connection's places are then free again.
+                # A caller that vanishes silently is noticed after 15 s. The caller's places are then free again.
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.

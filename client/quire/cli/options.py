@@ -104,7 +104,7 @@ def replaced(
 
     Args:
         command: a typer command.
-        name: the parameter's name. The value is passed by keyword.
+        name: the parameter's name. The parameter is passed by keyword.
         options: annotation and default of each option, by name.
         made: returns the parameter's value from a dictionary of the options' values, in the order of `options`.
     """

@@ -1,6 +1,6 @@
 """Computes the cost of a layout as one number. The best layout has the smallest cost.
 
-The cost has three parts. Each cost is a share of the bytes that a sequence has in use, averaged over `lengths_up_to`
+The cost has three parts. Each part is a share of the bytes that a sequence has in use, averaged over `lengths_up_to`
 the longest, so that every order of magnitude of lengths counts equally:
 
     unused   bytes that the sequence holds beyond those that its last token reads and writes: slots and ends of pages

@@ -1,7 +1,7 @@
 """One Session call on the owner's side: it connects, writes and reads until the call ends.
 
-grpc.aio raises the same error for a canceled call and for a canceled task. This module distinguishes a call from its
-task: canceling a call must not cancel the tasks that write to it.
+grpc.aio raises the same error for a canceled call and for a canceled task. This module distinguishes the two cases:
+canceling a call must not cancel the tasks that write to it.
 """
 
 from __future__ import annotations

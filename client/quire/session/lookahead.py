@@ -52,7 +52,7 @@ class Decoding(NamedTuple, Generic[K]):
 
     @property
     def lacks_room(self) -> bool:
-        """Tells whether its next token has no room. The room of a pass is necessary, unlike room ahead."""
+        """Tells whether its next token has no room. This room is necessary, unlike room ahead."""
         return min(self.length, self.last) > self.granted
 
 

@@ -64,7 +64,7 @@ class Verdict(enum.Enum):
     LATER = enum.auto()  # attach again later: a lease must end, or a place become free
     LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
     STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. It was not applied, nor any later step.
-    # An allocator refuses an owner that it had admitted before. A later allocator may accept it, so the owner retries.
+    # This allocator refuses an owner that was admitted earlier. A later allocator may accept it, so the owner retries.
     REFUSED = enum.auto()
     FINAL = enum.auto()  # The allocator refuses an owner that was never admitted. The owner gives up.
 
@@ -126,7 +126,7 @@ class PoolOwner:
         self.report_count = 0
         self.disagreement_count = 0
         self._was_open = False
-        self._misread_count = 0  # consecutive reports that did not make the allocator's state equal
+        self._misread_count = 0  # consecutive reports after which the allocator's state still differed
         self._unanswered: deque[packed.SessionRequest] = deque()
         self._unheard_heartbeats = 0
 
@@ -198,7 +198,7 @@ class PoolOwner:
         return numbers
 
     def judge(self, error: QuireError | None) -> Verdict:
-        """Decides what to do after a stream ended with `error`, None if there was no reason. Changes nothing."""
+        """Decides what to do after a stream ended with `error` (None if it gave no reason). Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
             return Verdict.AGAIN  # gRPC itself makes errors without a reason, whatever their code.
         if self.phase is Phase.OPEN:

@@ -229,7 +229,7 @@ class Pages:
             yield stretch.part(start, len(stretch.blocks))
 
     def releases(self) -> list[LetGo]:
-        """Returns the last release of every published block, oldest first. The count includes blocks that are held
+        """Returns the last release of every published block, oldest first. The list includes blocks that are held
         again.
         """
         entries: dict[tuple[int, int], list[tuple[Sequence[int], list[int]]]] = {}

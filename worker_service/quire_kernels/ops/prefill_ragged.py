@@ -2,8 +2,8 @@
 
     out_i = softmax(score(q_i, K)) V over the keys that query i sees      scores, sinks and lse: see `options`
 
-Blocks of rows are those of `prefill_paged` (see `prefill_rows`). The keys of a request are adjacent in memory. The head
-dims of keys and values may differ: 192 and 128 for the prefill of multi-head latent attention.
+The blocks of rows are the same as in `prefill_paged` (see `prefill_rows`). The keys of a request are adjacent in
+memory. The head dims of keys and values may differ: 192 and 128 for the prefill of multi-head latent attention.
 """
 
 from __future__ import annotations

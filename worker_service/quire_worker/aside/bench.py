@@ -40,7 +40,7 @@ class Limits(NamedTuple):
         memory_bytes: memory that a child may use beyond its size when it was forked.
         cpu_s: CPU time, in whole seconds.
         wall_s: elapsed time, in whole seconds; it ends a job that gets too little CPU time.
-        places: number of children, and so of jobs at a time.
+        places: number of children, and thus of simultaneous jobs.
     """
 
     memory_bytes: int
@@ -63,7 +63,7 @@ class _Turn:
 
 
 class Bench:
-    """Runs jobs of one kind in child processes. It must be used on the event loop."""
+    """Runs jobs of one kind in child processes. Use a bench only on the event loop."""
 
     def __init__(self, kind: str, configuration: Callable[[], Any], limits: Limits) -> None:
         """Creates the bench; the first job or `warm` starts its process.
@@ -88,7 +88,7 @@ class Bench:
 
         Args:
             job: the job's input, in JSON's types.
-            key: jobs of equal key run one at a time, so that no caller occupies all places.
+            key: jobs with the same key run one at a time, so that no caller occupies all places.
             timeout_s: seconds to wait for the answer.
 
         Raises:

@@ -1,6 +1,6 @@
 """The process that `bench` starts, run as a module: it forks a child for each connection that it receives.
 
-1. prepared   it imports and reads once what all jobs need
+1. prepared it imports and reads everything that all jobs need
 2. forked     a child inherits that, and has one connection; its memory may grow by MEMORY_BYTES
 3. a job      one message in, one message out; its own alarms kill a child that takes too long
 4. ended      a child ends when its connection is closed, also because the process of `bench` ended

@@ -1,6 +1,6 @@
 """Units: groups of sequences that the CPU gathers and attends to together, and the pages that each sequence reads.
 
-A unit is one gather and one attention call. Its sequences have the same number of queries:
+A unit is one gather and one attention call. The sequences of a unit have the same number of queries:
 
     one new token each (decode)   and similar lengths, so that padding costs less than a further call
     several (prefill, chunks)     and equal lengths
@@ -20,10 +20,10 @@ import torch
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import KEY_AND_VALUE, PageSpec
 
-# Bytes of keys and values in a unit, so that they are still in the CPU's cache when they are read. A longer sequence is
+# Bytes of keys and values in a unit. So few are still in the CPU's cache when they are read again. A longer sequence is
 # a unit alone.
 GATHER_BYTES_MAX = 8 << 20
-# This many bytes of padding cost less than another call.
+# Up to this many bytes of padding cost less than another call.
 PADDING_BYTES_MAX = 128 << 10
 # Queries in one call; keys that none of them sees are skipped. Half precision has larger blocks, because each call
 # rearranges all keys.
@@ -31,7 +31,7 @@ QUERY_BLOCK, QUERY_BLOCK_HALF = 128, 256
 
 
 class QueryBlock(NamedTuple):
-    """The queries `[start, stop)` of every sequence of a unit see some of its keys `[key_start, key_stop)`."""
+    """The queries `[start, stop)` of each sequence in a unit, and the keys `[key_start, key_stop)` that they see."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class GatheredBatch:
     alone is not enough: these slots may hold NaN, and 0 * NaN is NaN.
     """
 
-    tokens: slice | torch.Tensor  # the tokens in the flat batch, sequences x queries; int64 if not side by side
+    tokens: slice | torch.Tensor  # the tokens in the flat batch, sequences x queries; int64 if not contiguous
     sequence_count: int
     query_length: int  # queries of each sequence
     key_pages: torch.Tensor  # int64 [sequences * pages], row of each page's keys (`rows_of`); values are one row after

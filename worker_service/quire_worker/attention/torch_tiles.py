@@ -4,10 +4,11 @@
              entry. For every query head, the pattern names the rows of the keys that it sees
     result   embedding_bag: for every query head, the weighted sum of its values' rows
 
-Both read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A token's heads
-lie side by side in its page, so every query head that shares a tile's keys finds them in the CPU's cache. Each tile has
-its own softmax, and these are merged over the tiles of a sequence, so sequences of any lengths form one batch. The
-padding of the last tile repeats the sequence's last key and is masked. Any other slot may hold NaN, and 0 * NaN is NaN.
+Both kinds of tile read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A
+token's heads are adjacent in its page, so all query heads that share a tile's keys find the keys in the CPU's cache.
+Each tile has its own softmax, and the results are merged over the tiles of a sequence, so sequences of any lengths form
+one batch. The padding of the last tile repeats the sequence's last key and is masked. Any other slot may hold NaN, and
+0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def plan_tiles(batch: AttentionBatch, spec: PageSpec, window_left: int) -> Tiles
 def _tile_tokens(counts: torch.Tensor, token_bytes: int) -> int:
     """Returns the number of keys in a tile.
 
-    Tiles are as few as the cache's size allows, and as even as possible. They get shorter if much would be padding.
+    Tiles are as few as the cache's size allows, and as even as possible. The tiles get shorter if much of them would be
+    padding.
     """
     longest, total = int(counts.max()), int(counts.sum())
     most = max(TILE_TOKENS_MIN, TILE_BYTES_MAX // token_bytes)

@@ -1,6 +1,6 @@
 """Paged attention on the Triton kernels, for GPUs, and for CPU tensors under Triton's interpreter.
 
-A plan turns block tables and lengths into the page table of the FlashInfer-named wrappers. It does so on the host,
+A plan turns block tables and lengths into the page table of the FlashInfer-named wrappers. A plan is made on the host,
 without waiting for the device. A wrapper's `plan` is called once per forward pass and kind of layer, its `run` once per
 layer. A batch whose sequences have one query each takes the decode kernel, which divides the keys. Any other batch
 takes the causal prefill kernel, which divides the queries.
@@ -29,7 +29,8 @@ from quire_worker.cache import PageSpec
 from quire_worker.page_format import UNSCALED, Scales, is_quantised
 from quire_worker.sampling.params import SamplingParams
 
-# For partial results of split decodes. It is more than any batch with usual query heads and head dims needs.
+# For partial results of split decodes. This workspace is more than any batch with usual query heads and head dims
+# needs.
 WORKSPACE_BYTES = 256 << 20
 BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
 

@@ -123,7 +123,7 @@ class BranchCalls:
         *,
         time_left_s: float | None,
     ) -> AsyncIterator[Request]:
-        """Continues a branch. Yields the request, whose answer can be read inside the block."""
+        """Continues a branch. Yields the request, so that its answer can be read inside the block."""
         require(not message.namespace, "namespace must be left out: a branch keeps its own")
         require(not message.adapter, "adapter must be left out: branches work only with the model itself")
         for name in ("n", "best_of", "num_beams"):

@@ -53,7 +53,7 @@ class Branch:
     """One branch; see the module's docstring.
 
     Attributes:
-        sample: the sample that holds its blocks, or held them last.
+        sample: the sample that holds its blocks, or the last one that held them.
         expires_s: when it ends unless a call names it, by the clock of `Branches`.
         lock: held by the call that uses the branch.
         answered: id and answer of the last call that changed the branch, so that a repeated call gets the same answer.
@@ -82,7 +82,7 @@ class Branches:
     Args:
         engine: the engine that computes them.
         count_max: branches that one namespace may have while no other has any. There are twice as many places, and a
-            namespace may have as many as stay free.
+            namespace may have as many as remain free.
         clock: returns the time in seconds.
     """
 
@@ -109,7 +109,8 @@ class Branches:
         """Returns a branch that the caller may use, and renews its lifetime.
 
         Raises:
-            QuireError: BRANCH_UNKNOWN, also if the caller may not use its namespace, so that it learns nothing.
+            QuireError: BRANCH_UNKNOWN, also if the caller may not use the branch's namespace, so that the caller learns
+                nothing.
         """
         branch = self._branches.get(branch_id)
         if branch is None or not permissions.may_use(branch.namespace):
@@ -138,7 +139,7 @@ class Branches:
         return branch, cached
 
     async def fork(self, parent: Branch, count: int, request_id: str) -> list[Branch]:
-        """Returns new branches with the same tokens. They share all blocks of a held branch.
+        """Returns new branches with the same tokens. The children share all blocks of a held branch.
 
         Raises:
             QuireError: LIMIT, there are too many branches.
@@ -282,7 +283,7 @@ class Branches:
     async def _compute(self, branch: Branch, tokens: list[int], request_id: str) -> int:
         """Computes all but the last of some tokens. Returns how many of them were cached.
 
-        The tokens begin with those of the branch.
+        The tokens must begin with the branch's tokens.
         """
         ready = tokens[:-1]
         if not ready or (self._is_held(branch) and branch.sample.computed == len(ready)):  # type: ignore[union-attr]
@@ -387,7 +388,7 @@ class Branches:
             self._engine.wake.set()
 
     def _sweep(self) -> None:
-        """Ends the branches whose time is over, and sets the timer for the next one."""
+        """Ends expired branches, and sets the timer for the next one."""
         now_s = self._clock()
         for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
             is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)

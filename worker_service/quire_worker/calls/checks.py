@@ -34,7 +34,7 @@ BREAKPOINTS_MAX = 4  # of one request, as at OpenAI and Anthropic
 # values in one message, with at most 7 bytes each: a prompt's tokens, and the likeliest ones at their places
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
 HELD_LOGPROB_VALUES_MAX = 1 << 21  # values of one request that are sent only at its end; 16 MiB
-HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request, each of which begins with the prompt
+HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request together; each text begins with the prompt
 SPELLED_MAX = 1 << 16  # tokens in one call of Detokenize
 
 
@@ -72,7 +72,7 @@ def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: i
 
 
 def check_echo(sampling: SamplingParams, echo: str) -> None:
-    """Refuses a request whose samples would all begin with a prompt that is too long for the worker to keep so often.
+    """Refuses a request that needs too much memory, because each of its samples keeps a copy of the prompt.
 
     Raises:
         QuireError: BAD_PARAMETER, the texts would be too long.
@@ -86,7 +86,7 @@ def check_echo(sampling: SamplingParams, echo: str) -> None:
 
 
 class Given(Protocol):
-    """A message with a text or its tokens, in a oneof group whose name the caller knows."""
+    """A message that has a text or its tokens, in a oneof group with a name that the caller knows."""
 
     @property
     def text(self) -> str:

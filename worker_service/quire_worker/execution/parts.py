@@ -145,7 +145,7 @@ class Computed(NamedTuple):
     """Results of a batch.
 
     Attributes:
-        work: the work that wrote its keys and values into pages, without that of failed requests.
+        work: the work that wrote its keys and values into pages, except failed requests.
         tokens: one for each draw of the requests that did not fail.
         prompt_logprobs: logprobs of prompt tokens, if requested.
         candidate_logprobs: logprobs of candidates' tokens.

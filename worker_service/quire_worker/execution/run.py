@@ -8,7 +8,7 @@
     sampling    all at once; if that fails, in halves. Where the device has a kernel for both, the check of the logits
                 finds the likeliest tokens, too
 
-Most passes are greedy and finite. They take a short path that records nothing per part.
+Most passes are greedy and finite. Such passes take a short path that records nothing per part.
 
 Computing again is safe: a pass writes the same tokens to the same slots, no token counts as computed before the runner
 returns, and sampling draws its random numbers last. So the other requests of a failed batch get the same text as
@@ -108,7 +108,7 @@ class Run:
         return bool(self.failures or self._left_out)
 
     def unharmed(self, items: list[OfSample]) -> list[OfSample]:
-        """Returns the items whose samples have neither failed nor been left out."""
+        """Returns the items of samples that have neither failed nor been left out."""
         return [item for item in items if self.is_unharmed(item.sample)] if self.has_harmed else items
 
     def follow(
@@ -163,7 +163,7 @@ class Run:
             self.copy([copy])
 
     def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
-        """Fails the samples that hold a block whose copy failed."""
+        """Fails the samples that hold a block with a failed copy."""
         if not self.lost_blocks:
             return
         for part in parts:
@@ -232,7 +232,7 @@ class Run:
             right, count = self.tokens[known:], count + 1
 
     def read_rest(self) -> None:
-        """Reads the remaining finiteness flags, and fails the samples whose logits are not finite."""
+        """Reads the remaining finiteness flags, and fails the samples with logits that are not finite."""
         self._fail_not_finite(self._finiteness.read())
 
     def let_go_of_logits(self) -> None:

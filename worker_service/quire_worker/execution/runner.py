@@ -1,7 +1,8 @@
-"""The batches of one engine, in order. Each is a `Run`, prepared while the previous one is computed.
+"""The batches of one engine, in order. Each batch is a `Run`, prepared while the previous one is computed.
 
-The next batch waits behind this one in the queue of the model's thread. That thread writes this batch's tokens into the
-next one, because the event loop does not know them yet. Requests that fail in this batch are left out of the next.
+The next batch waits behind this one in the queue of the model's thread. The model's thread writes this batch's tokens
+into the next batch, because the event loop does not know them yet. Requests that fail in this batch are left out of the
+next.
 
 A draft model (`speculation/drafter.py`) reads the tokens of each batch at its end, and proposes the next ones.
 """

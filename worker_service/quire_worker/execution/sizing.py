@@ -29,7 +29,7 @@ from quire_worker.host_memory import available_bytes, host_bytes, size
 from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
-_STATE_SHARE = 0.4  # share of free memory for one copy of the states of a profiling pass; it holds two copies
+_STATE_SHARE = 0.4  # share of free memory for one copy of the states of a profiling pass; the pass holds two copies
 SMALL_BYTES = 256 << 20  # a pool on a CPU may have this much even if its samples need less
 CPU_SHARE = Fraction(1, 2)  # default share of the available memory for a pool on a CPU
 _MORE_ROOM = {  # the advice for a pool that is too small, by the option that set its size
@@ -75,7 +75,7 @@ def size_pool(
     """Computes the size of the pool from the command line or the free memory, and logs the figures behind it.
 
     Args:
-        model: the model whose pages the pool holds.
+        model: the model that the pool is for.
         options: command line options.
         rank_count: ranks on this machine; each has a pool.
         draft_block_bytes: bytes that a draft model keeps for each block.

@@ -1,7 +1,7 @@
 """Rendering of conversations as text, by the checkpoint's chat template.
 
-A template is a program in the Jinja language. It runs in transformers' sandbox, and can read only its arguments. It is
-trusted as far as the checkpoint is.
+A template is a program in the Jinja language. The template runs in transformers' sandbox, and can read only its
+arguments. The template is trusted as far as the checkpoint is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ConversationError(Exception):
 
 
 class Conversation(NamedTuple):
-    """Arguments of a chat template. They also travel to the process that runs the template."""
+    """Arguments of a chat template. The arguments also travel to the process that runs the template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -113,7 +113,7 @@ def _parts(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
 def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
     """Inserts `SIGN` after the first character of every special token's name in the conversation's texts.
 
-    So the parts between signs never spell a special token, whatever a template does to the texts.
+    So the parts between signs never spell a special token, even if a template changes the texts.
     """
     names = [re.escape(name) for name in sorted(special, key=len, reverse=True) if len(name) > 1]
     if not names:
@@ -220,7 +220,7 @@ class ChatTemplate:
         return str(rendered[0][0])
 
     def _message(self, source: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns a message whose content has the form that the template expects, if the content is only text."""
+        """Returns a message with its content in the form that the template expects, if the content is only text."""
         content = message.get("content")
         parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
         if not parts or not all(_is_text(part) for part in parts):

@@ -1,4 +1,4 @@
-"""Scales of keys and values in a checkpoint: small tensors beside the weights.
+"""Scales of keys and values in a checkpoint: small tensors in the files of weights.
 
     model.layers.3.self_attn.k_scale        also ...attn.k_scale and ...k_proj.k_scale, and v for k
     model.layers.3.self_attn.kv_scale       one for both

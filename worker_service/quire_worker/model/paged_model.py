@@ -52,7 +52,7 @@ class PagedModel:
                 and positions below `max_position`. Two batches must not run at once.
             cache: a cache of this model's `cache_spec`; written in place.
             before_kernels: called right before the one call that takes most of the pass and releases the interpreter
-                lock. It is not called if the pass has no such call.
+                lock. The function is not called if the pass has no such call.
 
         Returns:
             float32 `[rows, vocabulary]`: one row per chunk that needs logits, or one per token of a scored chunk.

@@ -62,7 +62,7 @@ class Spelling:
         if found is None:
             name = self._backend.id_to_token(token_id)
             if name is None:
-                return b""  # not cached, because callers can name four billion such ids
+                return b""  # not cached, because callers can name four billion unknown ids
             found = self._known[token_id] = self._special.get(token_id) or self._spelled(token_id, name)
         return found
 
@@ -122,7 +122,7 @@ class Spelling:
 
 
 def _decoder_parts(description: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a list of all decoders in a description, in the order in which they are applied."""
+    """Returns all decoders of a description, in the order of their application."""
     if description.get("type") == "Sequence":
         return [part for each in description.get("decoders", ()) for part in _decoder_parts(each)]
     return [description]

@@ -1,9 +1,9 @@
 """Checks whether a model can be served from pages.
 
-There are three checks. The first reads the configuration before any weights are read: it finds what each layer keeps
-(`quire.planning`), and refuses by name what is known not to work. The second compares the input of each layer's
-attention in the first pass with the configuration. The third checks every call of attention and refuses an option that
-is not implemented: ignoring the option would give wrong text without an error.
+There are three checks. The first reads the configuration before any weights are read: it finds each layer's cache
+(`quire.planning`), and refuses by name the parts that are known not to work. The second compares the input of each
+layer's attention in the first pass with the configuration. The third checks every call of attention and refuses an
+option that is not implemented: ignoring the option would give wrong text without an error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quire_worker.state_pages import StateKey, StateTensor, in_order
 # Models pass these options, but attention over pages does not need them: queries and keys are rotated already.
 _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 
-# Model types whose attention chunks are known to begin at multiples of `attention_chunk_size`. The first pass cannot
-# check that, because the model does not pass its chunks to attention.
+# Model types with attention chunks that are known to begin at multiples of `attention_chunk_size`. The first pass
+# cannot check that, because the model does not pass its chunks to attention.
 _CHUNKED_TYPES = frozenset({"llama4_text"})
 
 # Configuration entries that show that a model keeps a state besides keys and values.
@@ -46,7 +46,7 @@ class Arrival(NamedTuple):
 
 
 def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
-    """Reads from the configuration what each layer keeps, and refuses models that cannot be served.
+    """Reads each layer's cache from the configuration, and refuses models that cannot be served.
 
     Args:
         config: transformers' configuration.
@@ -109,8 +109,8 @@ def layers_as_they_arrive(
 ) -> tuple[LayerSpec, ...]:
     """Returns the layers with this rank's heads, as they arrived in the first pass, and checks everything else.
 
-    Phi 3.5 MoE has a window that it does not pass to attention. Such a window is ignored if it is as long as the
-    `longest` sequence.
+    Phi 3.5 MoE has a window that it does not pass to attention. A window of this kind is ignored if it is as long as
+    the `longest` sequence.
 
     Raises:
         UnsupportedModelError: a layer of the configuration does not attend, another layer does, a layer has another

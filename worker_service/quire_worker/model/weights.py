@@ -48,7 +48,7 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     Args:
         folder: the checkpoint's folder.
         loader: one of transformers' auto classes.
-        dtype: dtype of the weights; "auto" is the dtype that they were saved in.
+        dtype: dtype of the weights; "auto" is the dtype in the file.
 
     Returns:
         A module of transformers on the CPU, for inference.
@@ -210,7 +210,7 @@ def large_tensors_apart() -> Iterator[None]:
     """Returns freed memory to the system at once, for as long as the context lasts.
 
     While a model is loaded, each weight is read, converted, packed for kernels and freed. glibc adapts to that by
-    keeping freed pieces of up to 32 MiB between the memory in use. That was a quarter of the weights.
+    keeping freed pieces of up to 32 MiB between the memory in use. These pieces took a quarter of the weights.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):  # not glibc
@@ -228,7 +228,7 @@ def large_tensors_apart() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Switches off transformers' progress bars and its table of mismatched tensors.
 
-    They would appear between the lines of the log. The report has the same information.
+    The bars and the table would appear between the lines of the log. The report has the same information.
     """
     bars: Any = transformers_logging
     shown, verbosity = bars.is_progress_bar_enabled(), bars.get_verbosity()

@@ -26,8 +26,8 @@ BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
-# Defaults. A GPU computes hundreds of tokens in the time in which it reads the weights. If a prompt of 4 k tokens is
-# one pass, the weights are read once.
+# Defaults. In the time of one read of the weights, a GPU computes hundreds of tokens. If a prompt of 4 k tokens is one
+# pass, the weights are read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 MODEL_NAMES_MAX = 16

@@ -84,11 +84,11 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
 
     Args:
         options: the result of `parse_arguments`.
-        ranks: the crew whose rank 0 is this process. None or a crew of one if it is alone.
+        ranks: the crew; this process is its rank 0. None or a crew of one if it is alone.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
-        UsageError: there is not enough memory for the pool, or no such device.
+        UsageError: there is not enough memory for the pool, or the device does not exist.
         RankLostError: another rank is gone.
     """
     # Checked first, because weights take minutes to load.
@@ -262,7 +262,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
 
     Args:
         options: the result of `parse_arguments`.
-        ranks: the crew whose rank 0 is this process; it may be the only one.
+        ranks: the crew; this process is its rank 0, perhaps its only rank.
 
     Raises:
         UsageError: an address is unsafe or taken, or a file is unusable.
@@ -313,7 +313,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker has ended"))
     engine.stop()
     if not session.connected or lost.done():
-        running.cancel()  # It may be waiting for an allocator that is down, or for a rank.
+        running.cancel()  # The engine may be waiting for an allocator that is down, or for a rank.
     await asyncio.wait((running,), timeout=TURN_S)
     running.cancel()
     warming.cancel()

@@ -1,6 +1,6 @@
 """A worker's numbers under the names of vLLM's metrics, for dashboards and autoscalers made for vLLM.
 
-Names, labels and meanings are those of vLLM 0.32. vLLM has further series; buckets are the worker's own.
+Names, labels and meanings are as in vLLM 0.32. vLLM has further series; buckets are the worker's own.
 """
 
 from __future__ import annotations

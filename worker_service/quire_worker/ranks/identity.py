@@ -7,8 +7,8 @@ There are two ways to start several ranks:
     torchrun --nproc-per-node 2 -m quire_worker ...       torchrun starts all of them, on any machines; they meet at the
                                                           address that it names (MASTER_ADDR, MASTER_PORT)
 
-The ranks' messages are neither encrypted nor authenticated. They stay on this machine's loopback interface, unless
-torchrun names another address and `--trusted-rank-network` allows it (docs/security.md).
+The ranks' messages are neither encrypted nor authenticated. The messages stay on this machine's loopback interface,
+unless torchrun names another address and `--trusted-rank-network` allows it (docs/security.md).
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def identity_of(environment: Mapping[str, str], *, size: int | None, may_leave_m
         may_leave_machine: whether ranks may meet on a network.
 
     Returns:
-        The rank. It is 0 if no ranks were started before: this process is the only rank, or has to start the others.
+        The rank. The rank is 0 if no ranks were started before: this process is the only rank, or has to start the
+        others.
 
     Raises:
         UsageError: torchrun started a different number of ranks, or they would meet on a network that is not trusted.

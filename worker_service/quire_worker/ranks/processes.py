@@ -41,7 +41,7 @@ class Ranks:
     def lose(self, reason: str) -> None:
         """Reports that a rank does not answer. May be called from any thread, and more than once.
 
-        It first waits a moment for the end of a process, because that is a better reason.
+        This method first waits a moment for the end of a process, because that is a better reason.
         """
         if self._processes:
             with contextlib.suppress(TimeoutError):
@@ -53,7 +53,7 @@ class Ranks:
         self._is_ending = True
 
     def start(self, file: Path, arguments: Sequence[str]) -> None:
-        """Starts all ranks but 0. They meet this one over a file.
+        """Starts all ranks but 0. The ranks meet this process over a file.
 
         Args:
             file: a path in a folder that only this user may read.

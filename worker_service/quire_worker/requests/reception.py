@@ -41,14 +41,14 @@ class Reception:
     """Creates and numbers the requests of one engine, and creates their samples.
 
     Args:
-        roster: the samples, with those that wait.
+        roster: the samples, including waiting ones.
         telemetry: measures the time that requests wait.
         waiting_max: samples of one namespace that may wait while no other namespace has any. There are twice as many
-            places, and a namespace may have as many as stay free.
+            places, and a namespace may have as many as remain free.
         clock: returns the time in seconds, for arrivals and deadlines.
 
     Attributes:
-        is_closed: whether the worker shuts down, so that no request is created any more.
+        is_closed: whether the worker is shutting down, so that requests are refused.
     """
 
     def __init__(

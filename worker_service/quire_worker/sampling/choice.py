@@ -50,7 +50,7 @@ def sample(
     Random numbers are drawn last, so no generator has advanced if memory runs out.
 
     Args:
-        logits: float32 `[rows, vocabulary]`; the token of a row that is not `are_finite` is meaningless.
+        logits: float32 `[rows, vocabulary]`; if a row is not `are_finite`, its token is meaningless.
         params: valid parameters of each row.
         generators: each row's generator from `new_generator`; greedy rows do not use theirs, and may have None.
         choose: the device's implementation (`PagedAttention.choose_tokens`); default `choose_by_sorting`.

@@ -23,7 +23,7 @@ def contains(words: np.ndarray, token: int) -> bool:
 
 
 def apply_masks(logits: torch.Tensor, rows: Sequence[int], words: np.ndarray) -> None:
-    """Sets the logits of tokens whose bits are not set to -inf.
+    """Sets the logits of tokens that a mask forbids to -inf.
 
     Args:
         logits: float32 `[rows, vocabulary]`; written in place.

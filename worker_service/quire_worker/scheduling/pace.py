@@ -8,7 +8,7 @@ PASSES = 128  # number of remembered passes
 
 
 class Pace:
-    """The latest passes: the tokens that each computed, and the seconds that it took."""
+    """The latest passes: the number of tokens and the seconds of each."""
 
     def __init__(self) -> None:
         self._passes = deque[tuple[int, float]](maxlen=PASSES)

@@ -166,8 +166,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Publishes the blocks that became full."""
 
     def take_over(self, part: PartT) -> int | None:
-        """Publishes the sequence's kept blocks in place of their twins, and gives the twins back. Ends at the first
-        twin that another sequence holds. Returns the first replaced position; None without one."""
+        """Publishes kept blocks in place of their twins, and gives the twins back. Goes backward until another sequence
+        holds a twin. Returns the first replaced position; None without one."""
         return None
 
     @abstractmethod

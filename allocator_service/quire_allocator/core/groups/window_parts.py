@@ -67,8 +67,8 @@ class WindowPart(Part):
         return [unit for unit in known if unit.is_published]
 
     def first_alone(self, width: int) -> int:
-        """Walks back from the last kept position to a published block that others hold. Returns the first position
-        reached; `NEVER` without one."""
+        """Returns the first of the last kept positions whose published blocks only this sequence holds; `NEVER` if
+        none."""
         first = NEVER
         for position, own in reversed(list(self.kept or ())):
             alone, start = 0, position - self.first

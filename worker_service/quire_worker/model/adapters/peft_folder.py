@@ -95,8 +95,8 @@ def read_adapter(
         below: a resolved folder that its files must be in; None if the person who chose the adapter is trusted.
 
     Raises:
-        AdapterError: a file is missing or damaged, the configuration has an option that is not served, a layer is not
-            in the model or has another shape, or a limit is exceeded.
+        AdapterError: a file is missing or damaged, the configuration has an unsupported option, a layer is not in the
+            model or has another shape, or a limit is exceeded.
     """
     try:
         # Each file is read only once, so that the checks, the tensors and the digest come from the same bytes.

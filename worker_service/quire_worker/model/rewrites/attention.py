@@ -21,7 +21,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class MergedAttention(torch.nn.Module):
-    """Attention whose queries, keys and values lie side by side in one tensor, and are rotated in place."""
+    """Attention whose queries, keys and values are adjacent in one tensor, and are rotated in place."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ A decoder layer of a Llama-like model makes about 30 launches in transformers' m
     norm | q/k/v product | rotate and append | attend, merge its parts | product + residual
     norm | gate/up product | activation | product + residual
 
-Products are added to the residual in place. With another destination, cuBLAS would copy the residual first.
+Products are added to the residual in place. With another destination, cuBLAS would first copy the residual.
 
 The kernels support neither pages of fp8 nor layers that read another layer's keys. Such layers run part by part.
 """

@@ -18,7 +18,7 @@ from quire_worker.model.transformers_seam import Step
 
 
 class TextModel(torch.nn.Module):
-    """Computes head(decoder(tokens)), only for the tokens whose logits are wanted."""
+    """Computes head(decoder(tokens)), only for the tokens that need logits."""
 
     def __init__(self, model: Decoder, lm_head: Linear | torch.nn.Linear, config: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class TextModel(torch.nn.Module):
         Args:
             input_ids: int64 `[1, tokens]`.
             position_ids: int64 `[1, tokens]`.
-            logits_to_keep: int64, indices of the tokens whose logits are wanted.
+            logits_to_keep: int64, indices of the tokens that need logits.
             quire_step: the forward pass.
         """
         hidden = self._decoder.hidden_states(input_ids, position_ids, quire_step, logits_to_keep)

@@ -164,7 +164,7 @@ def ratio_goals(medians: Medians) -> Iterable[Goal]:
         yield Goal(f"vLLM in process over Quire's service, {operation}", ratio, 1.0, "higher")
     ratio = vllm[Operation.FREE] / service[Operation.FREE]
     yield Goal(f"vLLM in process over Quire's service, {Operation.FREE}", ratio, 1.0, "higher")
-    # vLLM has no fork: another sample of a prompt is another request that finds it in the cache.
+    # vLLM has no fork. Another sample of a prompt is another request that finds the prompt in the cache.
     ratio = vllm[Operation.ADMIT_HIT] / service[Operation.FORK]
     yield Goal(f"vLLM's full hit over Quire's service, {Operation.FORK}", ratio, 1.0, "higher")
 
@@ -194,7 +194,7 @@ def main() -> None:
     """Measures everything, and prints or writes the report."""
     options = arguments()
     if options.pin:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # The allocator's process inherits this.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # The allocator's process inherits this affinity.
     medians = measure(options)
     slower = slowdown(medians)
     rows = operation_rows(medians)

@@ -173,7 +173,7 @@ def s3_fifo(requests: Sequence[Request], capacity: int) -> int:
 def gdsf(requests: Sequence[Request], capacity: int) -> int:
     """GreedyDual-Size with frequency (Cherkasova 1998) for equal sizes and costs; frequencies are never forgotten."""
     frequency: dict[int, int] = {}
-    rank: dict[int, tuple[int, int]] = {}  # cached block -> priority, last use
+    rank: dict[int, tuple[int, int]] = {}  # for each cached block: its priority and last use
     heap: list[tuple[int, int, int]] = []
     hits = time = floor = 0
     for request in requests:

@@ -37,7 +37,7 @@ from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
 RATE_GOAL = 0.97
-ROUNDS, ROUNDS_OF_MANY, MANY = 5, 9, 32  # ROUNDS_OF_MANY holds from MANY streams on.
+ROUNDS, ROUNDS_OF_MANY, MANY = 5, 9, 32  # From MANY streams on, ROUNDS_OF_MANY applies.
 Complete = Callable[[list[int], int], Awaitable[Answered]]
 Row = dict[str, Any]
 
@@ -181,7 +181,7 @@ def goals_of(rows: list[Row]) -> list[Goal]:
 def main() -> None:
     """Measures everything, and prints or writes the report."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # An exit by exception ends the servers. Without it, vLLM's would outlive this process.
+    # An exit by exception ends the servers. Without this exception, vLLM's servers would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = arguments()
     with tempfile.TemporaryDirectory() as made, ExitStack() as cleanup:

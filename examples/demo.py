@@ -28,7 +28,7 @@ from rich.text import Text
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 POOL = "default"
-LOAD_S_MAX = 1800.0  # a real model on a slow disk
+LOAD_S_MAX = 1800.0  # allowance for a real model on a slow disk
 GIBBERISH = (
     "This model has 3.5 million parameters, so that it fits into the repository: it writes gibberish. "
     "Look at the blocks, not at the texts. --model FOLDER takes a real one."
@@ -143,7 +143,7 @@ def reuse(outcomes: Sequence[Outcome], block_size: int) -> Table:
 async def holders(client: AsyncClient, blocks: AsyncAllocator, max_tokens: int) -> PoolBlocks:
     """Holds the four prompts, and a text for each, as branches. Returns the blocks in their tables."""
     async with AsyncExitStack() as held:
-        for ending in ENDINGS:  # One after another, so sequences keep the prompts' order.
+        for ending in ENDINGS:  # Prompts are admitted one after another, so sequences keep their order.
             branch = await held.enter_async_context(await client.prefill(PREFIX + ending))
             await branch.generate(max_tokens=max_tokens, ignore_eos=True)
         return await blocks.get_pool_blocks(POOL)

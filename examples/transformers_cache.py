@@ -43,7 +43,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.ids, self.sequences, self.committed = itertools.count(1), dict[str, int](), dict[str, int]()
         self.matched = (0, 0, list[int]())  # a sequence without a request, its matched tokens and its table
         self.free, self.hit_token_count = blocks, 0
-        # transformers uses sectors to divide memory among types of attention. Here is only one type.
+        # transformers uses sectors to divide memory among kinds of attention. Here is only one kind.
         pool.free_sectors, pool.reset, pool.try_to_free_sectors = [], _nothing, _nothing
         pool.count_free_blocks = lambda _index: self.free
 

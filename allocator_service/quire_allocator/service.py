@@ -43,7 +43,7 @@ from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, translate, views
 from quire_allocator.wire.translate import require
 
-WAITERS_MAX: Final = 1_000  # owners already logged as waiting; the oldest are forgotten
+WAITERS_MAX: Final = 1_000  # owners whose waiting was logged; the oldest are forgotten
 log = structlog.get_logger()
 
 # How the core runs here, as `GetServerInfo` and the metrics report it.

@@ -18,7 +18,7 @@ POOL_BLOCKS: Final = 100_000
 LONG_BLOCKS: Final = 2_048
 LONG_HIT_TOKENS: Final = LONG_BLOCKS * BLOCK_TOKENS
 LONG_TOKENS: Final = LONG_HIT_TOKENS + BLOCK_TOKENS // 2  # Like most prompts, it ends inside a block.
-LONG_COUNT: Final = 24  # prompts a round; they fill half of the pool
+LONG_COUNT: Final = 24  # prompts per round; they fill half of the pool
 FILLER_COUNT: Final = 25  # further prompts, so that every block is in use or cached
 HASH_COUNT: Final = 3
 SHORT_TOKENS: Final = 512
@@ -26,9 +26,9 @@ SHORT_BLOCKS: Final = SHORT_TOKENS // BLOCK_TOKENS
 SHORT_COUNT: Final = 64
 SEQUENCES: Final = 256  # sequences in a decode step
 WINDOW_TOKENS: Final = 512
-DECODE_STEPS: Final = BLOCK_TOKENS  # steps a round: every sequence fills one block
+DECODE_STEPS: Final = BLOCK_TOKENS  # steps per round: every sequence fills one block
 VOCABULARY: Final = 150_000
-SLIDING_GROUPS: Final = (0, 1, 5)  # sliding-window groups beside one group of full attention
+SLIDING_GROUPS: Final = (0, 1, 5)  # groups of sliding windows, in addition to one group of full attention
 
 
 class Operation(enum.StrEnum):

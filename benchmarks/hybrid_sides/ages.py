@@ -100,7 +100,7 @@ def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
 
 def _prices(learned: Curves, curves: Curves, room: float) -> tuple[float, float]:
     """Returns two adjacent prices of a byte. At the first, the kept blocks do not fit; at the second, they do."""
-    low, high = 0.0, 1.0  # prices, in tokens for a byte kept during the whole workload
+    low, high = 0.0, 1.0  # prices in tokens, for a byte kept during the whole workload
     for _ in range(PRICE_STEPS):
         price = (low + high) / 2
         low, high = (price, high) if _outcome(curves, learned, price)[0] > room else (low, price)
@@ -111,7 +111,7 @@ def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, floa
     """Returns the average kept bytes and the hit tokens, with the times that are best for `learned` at this price."""
     bytes_kept = tokens_hit = 0.0
     for key, (hits, kept) in curves.items():
-        if key in learned:  # Classes that were never seen are not kept.
+        if key in learned:  # Classes without any text so far are not kept.
             time = min(int(np.argmax(learned[key][0] - price * learned[key][1])), len(kept) - 1)
             bytes_kept += float(kept[time])
             tokens_hit += float(hits[time])

@@ -88,7 +88,7 @@ def find_reuses(requests: Sequence[Request], shape: Shape) -> Reuses:
     running = np.zeros(2 * len(requests))
     for now, request in enumerate(requests):
         ids = request.text.block_ids()
-        since: dict[int, int] = {}  # request of the last touch -> number of blocks
+        since: dict[int, int] = {}  # for the request of the last touch: the number of blocks
         for block in ids[: (request.prompt_token_count - 1) // DIGEST_TOKENS]:
             if block not in touched:
                 break

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple
 
-DIGEST_TOKENS: Final = 16  # every block size is a multiple of it
+DIGEST_TOKENS: Final = 16  # every block size is a multiple of this
 DIGEST_BYTES: Final = 32
 TRACE_BLOCK_TOKENS: Final = 512
 _NUMBERS = count(1)

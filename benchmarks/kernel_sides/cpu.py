@@ -38,7 +38,7 @@ HEADS = {"4/2 heads of 64": (4, 2, 64), "32/8 heads of 128": (32, 8, 128)}
 BATCHES = (1, 16, 64)
 CONTEXTS = (128, 2048)
 CHUNK_TOKENS = 512  # new tokens in a forward pass, over all sequences
-ROUNDS_S = 0.5  # least time for a case: the shortest calls take microseconds
+ROUNDS_S = 0.5  # shortest time for a case, because the shortest calls take microseconds
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 

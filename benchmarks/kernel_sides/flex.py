@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 QUERY_BLOCK = 128
-NOWHERE = 1 << 40  # position of pages of other requests: later than every query, so masked
+NOWHERE = 1 << 40  # position for pages of other requests: later than every query, so masked
 
 Side = Callable[[], torch.Tensor]
 

@@ -28,7 +28,7 @@ from kernel_sides.gpu_goals import Row
 from kernel_sides.gpu_scenes import Scene, scene_of
 
 PEERS = ("vllm", "sdpa", "flex", "torch", "triton")
-ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # for each case, after one uncounted round
+ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # rounds for each case, after one uncounted round
 FLUSH_BYTES, COPY_BYTES, MATRIX_SIZE = 2 << 30, 4 << 30, 8192
 COMPARED_TOKENS = 1 << 14  # tokens compared at once, so that temporaries stay small
 # Largest difference in a head's row, divided by the row's root mean square. Two roundings to bfloat16 differ by up to
@@ -61,8 +61,8 @@ class CudaTimer:
     def __call__(self, side: Side) -> float:
         """Runs one side and returns its time on the device in milliseconds."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Reads for half a millisecond. This clears the cache and leaves nothing to write back, and the host issues
-        # the measured side before the device reaches it.
+        # Reads for half a millisecond. This read clears the cache and leaves nothing to write back. The host issues the
+        # measured side before the device reaches it.
         self._other.sum()
         start.record()
         side()

@@ -46,7 +46,7 @@ async def main() -> None:
     """Loads the model, reports that it is ready, and answers until its input ends."""
     os.environ.update(ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Libraries print to standard output; the answers must not mix with that.
+    os.dup2(2, 1)  # Libraries print to standard output, and the answers must not mix with that.
     from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found,unused-ignore]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]

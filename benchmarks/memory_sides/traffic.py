@@ -25,7 +25,7 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 
 TRACE_BLOCK_TOKENS = 512
-FIRST_OUTPUT_TOKEN = 1 << 30  # above every prompt's tokens
+FIRST_OUTPUT_TOKEN = 1 << 30  # higher than every prompt's tokens
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 
 

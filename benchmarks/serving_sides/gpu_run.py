@@ -40,7 +40,7 @@ ON_GPU = (
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
 SIDES_S = {"generate": 150.0, "generate_batch": 60.0}  # time limits; `generate` compiles for most of it
-# Numbers of requests whose processes are on the GPU at the same time: all three of `generate` might not fit.
+# Numbers of requests that run on the GPU at the same time: all three processes of `generate` might not fit.
 TOGETHER = {"generate": ((1, 128), (32,)), "generate_batch": ((32, 1, 128),)}
 VOCABULARY = 256  # tokens to draw their prompts from
 # Environments for the worker. They are tried in turn until it answers.
@@ -49,7 +49,7 @@ SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "0"},
     {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
 )
-# A second measurement of `decode`, and its time limit: each pass starts after the previous one has ended.
+# A second measurement of `decode`, and its time limit. In it, each pass starts after the previous one has ended.
 WAITING: dict[str, str] = {"QUIRE_LAUNCH_AHEAD": "0"}
 WAITING_S = 60.0
 FIRST, FIRST_S = (64, 8), 15.0  # prompt and output tokens of the first requests, and their time limit

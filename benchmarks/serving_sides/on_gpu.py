@@ -35,7 +35,7 @@ TOP_LINES = 20
 PROFILED_S = 0.4
 PROFILED_OUTPUT = 400  # tokens of each output: decode must outlast the trace
 PROFILE_S = 15.0  # time limit for a profile
-LONGEST = 5  # how many of the longest gaps between passes a row lists
+LONGEST = 5  # number of the longest gaps between passes in a row of the table
 MATTERS_MOST = 3  # number of `decode` workloads that are measured first
 
 

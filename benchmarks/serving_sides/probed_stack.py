@@ -78,7 +78,7 @@ class ProbedStack:
 
     @staticmethod
     async def _connected(address: str) -> AsyncClient:
-        return await AsyncClient(address).__aenter__()  # A client must be made on the loop that uses it.
+        return await AsyncClient(address).__aenter__()  # A client must be created on the event loop that uses it.
 
     def round(self, requests: list[Request], *, limit_s: float = ROUND_S) -> Round:
         """Sends all requests at once, and waits for all tokens.

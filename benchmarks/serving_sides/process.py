@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Request = dict[str, Any]
-# Generates tokens for all requests and returns them. It calls the function when the first token is there.
+# Generates tokens for all requests and returns them. The side calls the function when the first token arrives.
 Generate = Callable[[list[Request], Callable[[], None]], list[list[int]]]
 
 
@@ -95,7 +95,7 @@ def peak_bytes(pid: int | str = "self") -> int:
 def serve(load: Callable[[], Generate]) -> None:
     """Runs a side's process: loads the model, reports that it is ready, and answers until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Libraries print to standard output; the answers must not mix with that.
+    os.dup2(2, 1)  # Libraries print to standard output, and the answers must not mix with that.
     generate = load()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

@@ -72,7 +72,7 @@ def continuous(model: Any) -> Generate:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     known = {each.name for each in fields(ContinuousBatchingConfig)}
-    size = "page_size" if "page_size" in known else "block_size"  # name in transformers 5.17
+    size = "page_size" if "page_size" in known else "block_size"  # the name in transformers 5.17
     sizes: dict[str, Any] = (
         {} if model.device.type == "cuda" else {size: 16, "num_blocks": 1024, "max_batch_tokens": 2048}
     )
@@ -107,7 +107,7 @@ def load() -> Generate:
     torch.set_num_threads(1)
     implementation = "sdpa" if kind == "generate" else "paged|sdpa"
     model: Any
-    if device == "cuda":  # The folder describes a model and has no weights.
+    if device == "cuda":  # The folder describes a model without weights.
         model = dummy(Path(folder), device, getattr(torch, dtype), implementation)
     else:
         model = AutoModelForCausalLM.from_pretrained(

@@ -14,7 +14,7 @@ import gc
 import os
 from typing import Any
 
-import quire  # noqa: F401  # before grpc, whose engine it selects
+import quire  # noqa: F401  # imported before grpc, because it selects grpc's engine
 
 # isort: split
 import grpc

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-VOCABULARY = 2_000  # a little less than every model here has
+VOCABULARY = 2_000  # a little less than the vocabulary of every model here
 
 
 @dataclass(frozen=True, slots=True)

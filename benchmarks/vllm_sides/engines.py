@@ -24,7 +24,7 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
-BLOCK_TOKENS = 32  # the smallest that vLLM's CPU backend allows
+BLOCK_TOKENS = 32  # the smallest size that vLLM's CPU backend allows
 VOCABULARY = 2048
 
 

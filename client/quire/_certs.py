@@ -26,7 +26,7 @@ from quire.errors import UsageError
 AUTHORITY: Final = "ca"
 RENEWED_BELOW: Final = 1 / 3  # share of a certificate's life: enough time to notice a failed renewal
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between this machine's clock and a verifier's
+CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # difference between this machine's clock and a verifier's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -304,8 +304,8 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    # A server that looks between the two writes finds a mismatched pair. On failure the server keeps its previous
-    # certificate and checks again later.
+    # A server that looks between the two writes finds a pair that does not match. On failure the server keeps its
+    # previous certificate and checks again later.
     for suffix, mode, data in (("key", 0o600, secret), ("pem", 0o644, cert)):
         path = folder / f"{name}.{suffix}"
         if replaces:

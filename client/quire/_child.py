@@ -19,8 +19,8 @@ import threading
 from collections.abc import Sequence
 from itertools import pairwise
 
-DRAIN_S = 30.0  # used if the command line has no --drain-timeout
-LAST_S = 2.0  # time to end after the drain
+DRAIN_S = 30.0  # used if the command line does not have --drain-timeout
+LAST_S = 2.0  # time for the server to end after the drain
 
 
 def kill_s(arguments: Sequence[str]) -> float:

@@ -31,7 +31,7 @@ DOMAIN: Final = "quire.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
 FIELD_KEY: Final = "field"  # key in an ErrorInfo's metadata
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
-RETRY_AFTER_S_MAX: Final = 60.0  # limit for a server's requested delay
+RETRY_AFTER_S_MAX: Final = 60.0  # upper limit for a server's requested delay
 _NANOSECONDS: Final = 1_000_000_000
 
 
@@ -294,7 +294,7 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
 # Errors that waiting alone resolves. Callers add jitter, so that they do not retry at the same time.
 _RETRY_AFTER_S: Final[dict[Reason, float]] = {
     Reason.LIMIT: 1.0,  # Another caller must end first.
-    Reason.REPORT_ADMISSION: 0.25,  # about the time of a report of 100,000 blocks
+    Reason.REPORT_ADMISSION: 0.25,  # about the time that a report of 100,000 blocks takes
     Reason.QUEUE_FULL: 1.0,  # A request must end first.
     Reason.DRAINING: 0.25,  # Another server may have started already.
     Reason.ALLOCATOR_LOST: 0.5,  # the longest pause between the worker's own attempts

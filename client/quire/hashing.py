@@ -33,7 +33,7 @@ from typing import Final
 from quire._numbers import require_integer
 
 DIGEST_BYTES: Final = 32
-FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' hashes. On the wire they are padded with zeros.
+FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' digests. On the wire they are padded with zeros.
 CONTENT_ID_BYTES_MAX: Final = 128
 _TOKENS_MAX: Final = 2**31 - 1  # Offsets are int32.
 _BLOCK_SIZE_MAX: Final = 2**32 - 1
@@ -279,7 +279,7 @@ def _field(data: bytes) -> bytes:
 def _int32_bytes(tokens: Sequence[int]) -> bytes:
     """Returns the tokens as little-endian int32. An array of this format is copied without conversion."""
     if not isinstance(tokens, list | tuple):
-        with contextlib.suppress(TypeError, NotImplementedError):  # not an array, or of a format unknown to Python
+        with contextlib.suppress(TypeError, NotImplementedError):  # not an array, or its format is unknown to Python
             view = memoryview(tokens)  # type: ignore[arg-type]
             if view.format in ("i", "l") and view.itemsize == 4 and sys.byteorder == "little":
                 return view.tobytes()

@@ -37,7 +37,7 @@ POLL_S: Final = 0.05
 DRAIN_S: Final = 30.0  # time for running calls to end after SIGTERM, same as the servers' default
 DRAIN_S_MAX: Final = 86_400.0  # same as the servers' limit
 LAST_S: Final = 2.0  # time for a server to exit after the drain
-RESTARTS_MAX: Final = 5  # restarts of an allocator within RESTARTS_S. More indicate a permanent fault.
+RESTARTS_MAX: Final = 5  # most restarts of an allocator within RESTARTS_S. More indicate a permanent fault.
 RESTARTS_S: Final = 60.0
 LOG_LINES: Final = 20
 
@@ -100,7 +100,7 @@ class ServerProcess:
         self._grace_s = grace_s(drain_timeout_s)
         self._log = log
         self._ready_file = folder / f"{module}.json"
-        self._ready_file.unlink(missing_ok=True)  # An earlier server may have left its file.
+        self._ready_file.unlink(missing_ok=True)  # An earlier server may have left its ready file.
         self._ready: dict[str, Any] = {}
         # Without -P, `-m` puts the current folder first on the path. A select.py there would replace Python's own.
         command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]
@@ -109,7 +109,7 @@ class ServerProcess:
             output = files.enter_context(_opened(log)) if log is not None else sys.stderr.fileno()
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # the lifeline. Nothing is ever written to it.
+                stdin=subprocess.PIPE,  # the lifeline. Nothing is ever written to this pipe.
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **(environment or {})},

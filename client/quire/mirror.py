@@ -50,7 +50,7 @@ class PrefixMirror:
                 )
         self.session_id = b""
         self.is_exact = False
-        # Groups with equal specifications change together, so the first one represents them all.
+        # Groups with equal specifications change together, so the first group represents all of them.
         self._groups = {group: spec.groups.index(group) for group in spec.groups}
         self._first = [self._groups[group] for group in spec.groups]
         self._digest_tokens = spec.block_size

@@ -136,7 +136,7 @@ class Usage:
     granted_block_count: int  # new blocks used, including copies and recomputation after a preemption
     unshared_block_count: int  # blocks that the samples would have needed without sharing
     preemption_count: int
-    sample_token_count_max: int = 0  # `max_tokens`, or the room that the prompt left. 0 if the worker does not say.
+    sample_token_count_max: int = 0  # `max_tokens`, or the room after the prompt; 0 if the worker does not say
     cache_write_token_count: int = 0  # prompt tokens that were written to the cache
 
 
@@ -177,8 +177,8 @@ class Chunk:
     text: str
     finish_reason: FinishReason | None
     usage: Usage | None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, if the caller asked for them
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # per prompt token, from the second on
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the caller asked for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one per prompt token, beginning with the second
     score: float | None = None  # score from a beam search, else None
     stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
@@ -190,7 +190,7 @@ class Sample:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, if the caller asked for them
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the caller asked for them
     score: float | None = None  # score from a beam search, else None
     stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
@@ -202,7 +202,7 @@ class Generation:
     samples: tuple[Sample, ...]
     usage: Usage
     request_id: str
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # per prompt token, from the second on
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one per prompt token, beginning with the second
 
     @property
     def text(self) -> str:

@@ -96,9 +96,9 @@ class DeviceMemory:
     """A GPU's memory in a profiling pass. Pages may take `total * utilization - used - peak + current`."""
 
     total_bytes: int
-    used_bytes: int  # memory used by all processes
-    peak_bytes: int  # allocated by torch while the largest batch was computed
-    current_bytes: int  # allocated by torch afterwards
+    used_bytes: int  # memory that all processes use
+    peak_bytes: int  # memory that torch allocated while the largest batch was computed
+    current_bytes: int  # memory that torch allocated after that
     utilization: float
 
 
@@ -109,13 +109,13 @@ class PoolMemory:
     pool_bytes: int
     budget_bytes: int
     kv_cache_dtype: str
-    kv_head_count: int  # heads of the layers with the most bytes per token
+    kv_head_count: int  # heads of the layers that have the most bytes per token
     head_dim: int
     device: DeviceMemory | None  # None unless the budget was measured
     group_count: int  # groups of layers
-    state_group_count: int  # groups of recurrent states among these
+    state_group_count: int  # number of groups of recurrent states among these
     slot_bytes: int  # bytes of one layer's part of a page
-    state_bytes: int  # sum of a sequence's states
+    state_bytes: int  # bytes of all states of a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class WorkerStatus:
     branch_count: int
     held_branch_count: int  # branches that hold blocks at present
     memory: PoolMemory
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # The worker itself never applies them.
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # Only proposals: the worker never applies them.
     model_aliases: tuple[str, ...] = ()  # additional names of the model
 
     def __repr__(self) -> str:
@@ -193,7 +193,7 @@ class GroupKind(OpenEnum):
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2  # Tokens attend to the last `window` tokens, including themselves.
     CHUNKED_LOCAL = 3  # Tokens attend only inside their own chunk of `window` tokens.
-    STATE = 4  # recurrent layers: a block holds a state instead of tokens, and a table has one entry
+    STATE = 4  # recurrent layers: a block has a state instead of tokens, and a table has one entry
 
 
 @dataclass(frozen=True, slots=True)

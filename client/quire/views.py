@@ -32,13 +32,13 @@ class PoolSummary:
     pool: str
     spec: PoolSpec
     session_kind: SessionKind
-    connected: bool  # False while the lease is running out
+    connected: bool  # False while the owner is silent and its lease runs out
     lease_remaining_ms: int
     empty_block_count: int
     cached_block_count: int
     held_block_count: int
     sequence_count: int
-    table_entry_count: int  # blocks without sharing. The excess over held_block_count is shared.
+    table_entry_count: int  # blocks without sharing. The excess over held_block_count is due to sharing.
     last_step: int
     groups: tuple[GroupUsage, ...]  # Groups with equal specifications have equal numbers.
     unwritten_slot_count: int  # token slots without committed tokens in held blocks of the first group
@@ -182,21 +182,21 @@ class RequestInfo:
     adapter: str
     state: RequestState
     wait_reason: WaitReason | None
-    missing_block_count: int  # blocks per group, if the request waits for BLOCKS
-    behind_request_id: str  # id of the request before it. Empty if the caller may not see it.
-    age_s: float  # until now, or until its end
-    queue_s: float | None  # time until its first admission
+    missing_block_count: int  # missing blocks per group, if the request waits for BLOCKS
+    behind_request_id: str  # id of the previous request in the order. Empty if the caller may not see it.
+    age_s: float  # seconds until now, or until its end
+    queue_s: float | None  # seconds until its first admission
     first_token_s: float | None
-    time_left_s: float | None  # time until its caller's deadline
+    time_left_s: float | None  # seconds until its caller's deadline
     priority: int
     sample_count: int
-    finish_reasons: tuple[str, ...]  # reasons of the samples that ended without an error
+    finish_reasons: tuple[str, ...]  # end reasons of the samples that ended without an error
     prompt_token_count: int
     cached_token_count: int
     output_token_count: int
     preemption_count: int
-    sequence_ids: tuple[int, ...]  # ids at the allocator, at most 64
-    block_count: int  # blocks in its tables now
+    sequence_ids: tuple[int, ...]  # sequence ids at the allocator, at most 64
+    block_count: int  # number of blocks in its tables now
     block_count_max: int
     error: str
-    stages: tuple[RequestStage, ...]  # Empty unless the caller asked for one request.
+    stages: tuple[RequestStage, ...]  # Empty unless the caller asked for a single request.

@@ -28,7 +28,7 @@ async def discuss(client: AsyncClient) -> Talk:
         critic, author = await root.fork(2)
         document_token_count = root.token_count
     lines = []
-    async with critic, author:  # Both stay alive when the root ends.
+    async with critic, author:  # Both agents stay alive when the root ends.
         for number in range(ROUNDS):
             for role, speaker, listener in ((ROLES[0], critic, author), (ROLES[1], author, critic)):
                 await speaker.extend(role)

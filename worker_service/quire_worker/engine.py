@@ -52,8 +52,8 @@ from quire_worker.telemetry import WorkerTelemetry
 log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
-QUIET_S = 0.1  # a step that only commits and frees waits this many seconds for more to send with it
-PATIENCE_S = 0.02  # samples that have room continue without the answer after this; an answer usually takes 1 ms
+QUIET_S = 0.1  # a step with only commits and frees waits this many seconds for other operations
+PATIENCE_S = 0.02  # after this, samples with room continue without the answer, which usually takes 1 ms
 
 
 class Engine:
@@ -92,9 +92,9 @@ class Engine:
         )  # fmt: skip
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._plans_beside = model.device.type != "cpu"  # plan and ask during a pass for first tokens, too
+        self._plans_beside = model.device.type != "cpu"  # whether to plan and ask during passes for first tokens, too
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
-        self._passes = deque[Pass]()  # the pass on the device, and the one launched after it
+        self._passes = deque[Pass]()  # the pass on the device, and the next one if it was launched
         self.outbox = Outbox(stream_interval_s, self._not_delivered)
         self._intake = TokenIntake(
             scheduler, self.outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
@@ -124,7 +124,7 @@ class Engine:
             self.fail_all(self.reception.draining())
             self._turned.set()
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
-            if self._asked is not None:  # read the answer's exception, or asyncio warns that it was never retrieved
+            if self._asked is not None:  # reads the answer's exception, because asyncio warns about unread exceptions
                 self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def step(self) -> None:

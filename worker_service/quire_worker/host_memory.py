@@ -29,7 +29,7 @@ class ControlGroup(NamedTuple):
 _MEMINFO: Final = Path("/proc/meminfo")
 _SELF: Final = Path("/proc/self")
 # For each cgroup version: the controller's name in /proc/self/cgroup, the files of limits, and the file of the usage.
-# The kernel slows a group above "memory.high" to a crawl, so that counts as a limit.
+# The kernel slows a group above "memory.high" to a crawl, so this file counts as a limit, too.
 _VERSIONS: Final = {
     "cgroup2": ("", ("memory.max", "memory.high"), "memory.current"),
     "cgroup": ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"),

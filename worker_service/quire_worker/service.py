@@ -303,7 +303,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         running.keep_ms, running.keep_token_count = keep
         try:
             yield running
-        finally:  # runs also after cancellation, deadline and a lost connection
+        finally:  # also runs after cancellation, deadline and a lost connection
             self._engine.cancel(running)
 
     async def _responses(self, running: Request) -> AsyncIterator[pb.GenerateResponse]:

@@ -31,8 +31,8 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
-TAKEOVERS_EXAMINED_MAX: Final = 1024  # oldest ones: the reply to a step names each takeover
-VICTIMS_EXAMINED_MAX: Final = 1024  # newest ones: a search through all sequences would delay every step
+TAKEOVERS_EXAMINED_MAX: Final = 1024  # looks only at the oldest sequences: the reply to a step names each takeover
+VICTIMS_EXAMINED_MAX: Final = 1024  # looks only at the newest sequences: searching all of them would delay every step
 
 
 class Applicant(NamedTuple):
@@ -66,9 +66,9 @@ class Admission:
         self._blocks = blocks
         self._managers = managers
         self._sequences = sequences
-        self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since
+        self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since it was computed
         self.limits_cache = any(quota.cached_block_count_max is not None for quota in spec.quotas)
-        self._has_taken_over = not spec.append_only  # takeovers were tried, or there are none
+        self._has_taken_over = not spec.append_only  # whether takeovers were tried, or there are none to try
 
     @property
     def reserved_block_count(self) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final, NamedTuple
 
-# Imported at run time, because `Event` names it: otherwise this compiled module could not be the first to load.
+# Imported at run time, because `Event` names it. Otherwise this compiled module could not be imported first.
 from quire_allocator.core.scopes import Evictor, Scope
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -69,7 +69,7 @@ def digest_count_before(untold: set[bytes], digests: bytes) -> int:
     return len(digests) // DIGEST_BYTES
 
 
-# The fields of an Event as a plain tuple: a named tuple costs as much to make as an append.
+# The fields of an Event as a plain tuple, because making a named tuple costs as much as an append.
 _Record = tuple[int, Change, Scope, bytes, int, bytes | bytearray, int, int]
 
 
@@ -122,7 +122,7 @@ class EventLog:
         self.last_cursor += len(told)
         self._recorded, self._recorded_bytes = left, self._recorded_bytes - told_bytes
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
-            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would build a list in each step of a full log
+            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would build a list at each step of a full log
             self._kept_bytes -= end - start
         return True
 

@@ -78,12 +78,12 @@ class Pool:
 
     def allocate(
         self,
-        sequence_id: int,  # higher than every earlier one
+        sequence_id: int,  # must be higher than every earlier id
         token_count: int,  # tokens to hold; the sequence holds more if more of a longer prompt is matched
         digests: bytes = b"",  # digests of the full blocks of `digest_tokens` tokens that may be shared, concatenated
         namespace: str = "",  # prefixes are shared only inside a namespace
         *,
-        prompt_token_count: int = 0,  # given if `token_count` is only the first chunk of a prompt
+        prompt_token_count: int = 0,  # set if `token_count` is only the first chunk of a prompt
         priority: int = 0,  # sequences of a higher priority are never named to be preempted for this one
         defer_token_count: int = 0,  # refuses with PENDING if others compute at least this many tokens of its prefix
         is_return: bool = False,  # a preempted request returns: its tokens count as returned, not as queried
@@ -107,7 +107,7 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # With enough free blocks beyond the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
+        # With enough free blocks beyond the reserve nothing can refuse, not even TOO_LONG. Admission is then skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(space, hits, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
@@ -222,7 +222,7 @@ class Pool:
         self.copy_count += len(copies)
         if sequence.promised:
             self.admission.promise(sequence)
-        if copies:  # the originals of the copies may be cached now
+        if copies:  # the originals of the copies may now be cached
             self.admission.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.coordinator.added(granted) if needed else (), copies)
 
@@ -291,7 +291,7 @@ class Pool:
             return Result.UNCOMMITTED
         self.admission.note_change()
         child = self.coordinator.fork(parent)
-        # If the parent now shares a block that the parent or the child has yet to write:
+        # If parent and child now share a block that one of them has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1

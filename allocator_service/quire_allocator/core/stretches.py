@@ -112,7 +112,7 @@ class Stretch(Scoped):
 
 def agreeing(own: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
     """Counts the bytes of the leading digests that a stretch shares with `digests[start:end]`; at least one digest."""
-    if len(own) > end - start:  # the usual case: the prompt that made the stretch, without its last block
+    if len(own) > end - start:  # the usual case: the same prompt made the stretch, without its last block
         wanted = digests if not start and end == len(digests) else digests[start:end]
         if own.startswith(wanted):
             return end - start

@@ -144,7 +144,7 @@ class SessionMachine:
             authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
-        if attach.last_step and not resumes:  # an owner without any step has most likely nothing to report
+        if attach.last_step and not resumes:  # an owner without any step most likely has nothing to report
             self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,
@@ -239,7 +239,7 @@ class SessionMachine:
             )
 
         self._sessions.apply(owner, operate, now)
-        for drop in owner.untold_drops:  # the owner made the report before it could know of them
+        for drop in owner.untold_drops:  # the owner made the report before it could know of these drops
             self._sessions.apply_drop(owner, drop, now)
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)

@@ -91,7 +91,7 @@ class SessionRegistry:
         self.draining = False
         self.streams: set[Stream] = set()
         self.staging: set[Stream] = set()
-        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # by pool, the time of each quarantine
+        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # time of each quarantine, by pool
 
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
@@ -166,7 +166,7 @@ class SessionRegistry:
 
     def refused_pool_count(self, now: float) -> int:
         """Counts the pools that broke so often that they cannot be attached for now."""
-        names = list(self._quarantines)  # a copy: metrics are read in another thread
+        names = list(self._quarantines)  # a copy, because another thread reads the metrics
         return sum(len(self._recent_quarantines(name, now)) >= limits.QUARANTINES_MAX for name in names)
 
     def _recent_quarantines(self, name: str, now: float) -> list[float]:

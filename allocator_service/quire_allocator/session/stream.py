@@ -110,14 +110,14 @@ class SessionStream:
             replies = machine.receive(request, now)
         seconds = time.perf_counter() - started
         applied, owner, counted = machine.applied, machine.owner, None
-        if applied is not None and owner is not None:  # looked up now: the pool may be gone after the write
+        if applied is not None and owner is not None:  # looked up now, because the pool may be dropped after the write
             counted = self._service.counters.of(owner.name), owner.pool
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:
             for reply in replies:
                 await self._write(reply)
-        finally:  # counted after the write, because the owner waits for that, and even if the write fails
+        finally:  # counted after the write, because the owner waits for the write; also if it fails
             if applied is not None and counted is not None:
                 numbers, pool = counted
                 numbers.observe_step(pool, applied, replies[0].step_reply, seconds, now)

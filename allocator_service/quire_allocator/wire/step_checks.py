@@ -23,7 +23,7 @@ def check_step(pool: Pool, step: packed.Step) -> StepColumns:
         Refusal: MALFORMED, TOO_LARGE or LIMIT.
     """
     columns = StepColumns(step)
-    if columns.size_max > limits.STEP_BYTES_MAX:  # an upper bound; the exact size takes encoding the step once more
+    if columns.size_max > limits.STEP_BYTES_MAX:  # an upper bound; the exact size requires encoding the step again
         _check_count(step.ByteSize(), limits.STEP_BYTES_MAX, "bytes")
     if columns.operation_count > limits.OPERATIONS_PER_STEP_MAX:
         _check_count(columns.operation_count, limits.OPERATIONS_PER_STEP_MAX, "operations")

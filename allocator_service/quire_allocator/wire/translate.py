@@ -34,7 +34,7 @@ from quire_allocator.core.spec import (
     Quota,
 )
 
-QUOTED_CHARACTERS_MAX: Final = 64  # characters of a caller's name that a message quotes
+QUOTED_CHARACTERS_MAX: Final = 64  # most characters of a caller's name that a message quotes
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
 KINDS: dict[int, GroupKind] = {

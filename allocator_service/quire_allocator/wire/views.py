@@ -22,7 +22,7 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.wire import translate
 
-_NO_SEQUENCE: Final = 1 << 64  # no id is as high
+_NO_SEQUENCE: Final = 1 << 64  # higher than any id
 _PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 
 

@@ -42,7 +42,7 @@ ANSWER_COPIES: Final = 2  # An answer counts twice, because gRPC copies it.
 HEALTH_CALLS_MAX: Final = 256
 HEALTH_WATCHES_MAX: Final = 256
 _HEALTH: Final = "/grpc.health.v1.Health/"
-Behavior: TypeAlias = "Callable[[Any, Context], Awaitable[Any]]"  # answers a call, given its messages
+Behavior: TypeAlias = "Callable[[Any, Context], Awaitable[Any]]"  # a function that answers a call, given its messages
 
 
 class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
@@ -163,7 +163,7 @@ class _Calls:
         self._places = CallerShares(count_max // 2)
         self._bytes = CallerShares(MESSAGES_BYTES_MAX)
         self._arrivals = Arrivals()
-        self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, longest wait first
+        self._unread: dict[Hashable, dict[_Place, None]] = {}  # calls of each caller, longest wait first
 
     def place(self, context: Context) -> _Place:
         """Reserves a place for a call until it ends.

@@ -20,8 +20,8 @@ import sys
 import threading
 from typing import Any, Final
 
-BYTES_MAX: Final = 1 << 20  # limit for queued text
-LAST_S: Final = 1.0  # time to write queued text when the process ends
+BYTES_MAX: Final = 1 << 20  # most bytes of queued text
+LAST_S: Final = 1.0  # time for writing queued text when the process ends
 
 
 class NeverBlockingText(io.TextIOBase):
@@ -44,7 +44,7 @@ class NeverBlockingText(io.TextIOBase):
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()  # Reentrant: a thread that writes may also write a Python warning.
+        self._lock = threading.RLock()  # Reentrant, because a thread that writes may also write a Python warning.
         self._texts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._empty = threading.Event()

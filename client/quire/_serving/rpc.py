@@ -17,7 +17,7 @@ Handler = Any  # grpc.RpcMethodHandler. The class is generic only in its stubs.
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Permissions]"  # returns the caller's permissions
 
-REFUSALS_PER_SECOND_MAX: Final = 10  # limit for log lines about refused calls
+REFUSALS_PER_SECOND_MAX: Final = 10  # limit of log lines about refused calls
 log = structlog.get_logger()
 
 

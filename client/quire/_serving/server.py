@@ -41,7 +41,7 @@ _TLS_OPTIONS: Final = {
     "tls-client-ca": "certificate authorities: only callers with a certificate that one of them signed are accepted",
 }
 DRAIN_S_MAX: Final = 86_400.0
-DRAIN_S: Final = 30.0  # A supervisor must wait longer before it kills the server, as `quire.local` does.
+DRAIN_S: Final = 30.0  # A supervisor must wait longer than this before it kills the server, as `quire.local` does.
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
@@ -175,10 +175,11 @@ class Server:
                 # A caller that vanishes silently is noticed after 15 s. The caller's places are then free again.
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.
+                ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the last option.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
-                # Callers ping as often. gRPC's default ends a connection that pings more than once in 5 minutes.
+                # Callers ping at the same interval. By default, gRPC ends a connection that pings more than once in 5
+                # minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
                 ("grpc.so_reuseport", 0),  # A second server on the same port is a mistake, not load sharing.
             ],

@@ -222,7 +222,7 @@ def _hindrance(endpoint: str) -> str | None:
 def _are_installed() -> bool:
     try:
         return all(importlib.util.find_spec(name) is not None for name in PACKAGES)
-    except ModuleNotFoundError:  # A parent package is missing.
+    except ModuleNotFoundError:  # A parent package is not installed.
         return False
 
 

@@ -48,7 +48,7 @@ from quire.tls import Tls, resolve_tls
 
 DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
 DEFAULT_WORKER: Final = "127.0.0.1:7071"
-LIVENESS: Final = "liveness"  # service name in grpc.health.v1 that asks for liveness instead of readiness
+LIVENESS: Final = "liveness"  # service name in grpc.health.v1 for liveness; without it, health calls ask for readiness
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
@@ -92,11 +92,11 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge windows until each call may buffer megabytes.
+    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge the windows until each call may buffer megabytes.
     # A call gives up a dead connection after 10 s. TCP alone would keep it for a quarter of an hour.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.
+    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the previous option.
     ("grpc.http2.max_pings_without_data", 0),
     # Each channel uses its own connection. Otherwise a new channel would reuse one that has fallen silent.
     ("grpc.use_local_subchannel_pool", 1),
@@ -170,7 +170,8 @@ class Link:
                 f"a token is not sent to {address} unencrypted: name the authorities to trust there in QUIRE_TLS_CA"
             )
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
-        # A certificate cannot name a socket's path. The server is on this machine, so it must be valid for localhost.
+        # A certificate cannot name a socket's path. The server is on this machine, so the certificate must be valid for
+        # localhost.
         name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
         self.options = (*OPTIONS, *name)
         self._is_closed = False

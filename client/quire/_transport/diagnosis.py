@@ -14,7 +14,7 @@ from quire._transport.address import is_local, is_unix, split
 from quire.errors import UsageError
 
 ANY_SERVER: Final = "server"  # name used when the kind of server is not known
-PROBE_S: Final = 0.5  # time to connect, and again to receive the first bytes
+PROBE_S: Final = 0.5  # time to connect, and also to receive the first bytes
 _REQUEST: Final = b"GET / HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n"
 _ANSWER_BYTES: Final = 9  # size of an HTTP/2 frame header
 _SETTINGS: Final = 4  # type of an HTTP/2 server's first frame

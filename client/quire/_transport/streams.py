@@ -149,7 +149,7 @@ class AsyncStream(AsyncIterator[ItemT]):
 
     def __del__(self) -> None:
         if not self._link.is_inherited:
-            # gRPC's own tasks keep an abandoned asyncio call alive. A blocking call needs no cancel.
+            # gRPC's own tasks keep an abandoned asyncio call alive. A blocking call needs no cancellation.
             self._attempts.call.cancel()
 
     async def _try_again(self, error: QuireError) -> None:
@@ -175,7 +175,7 @@ class SyncWatchStream(SyncStream[CacheEvent]):
     def __init__(self, link: SyncLink, watch: Watch) -> None:
         super().__init__(link, watch)
         self._watch = watch
-        self._waits_since_s = math.inf  # since when the caller has waited for the next message
+        self._waits_since_s = math.inf  # time since which the caller has waited for the next message
         self._was_left = False
         arguments = (weakref.ref(self), self._closed)
         threading.Thread(target=_leave_silent_calls, args=arguments, name="quire-watch", daemon=True).start()

@@ -91,5 +91,5 @@ def run() -> None:
         sys.exit(code)
     except (QuireError, typer.TyperException) as error:
         output.end_with(error)
-    except OSError as error:  # for example a full disk, or no folder for temporary files
+    except OSError as error:  # for example, the disk is full, or there is no folder for temporary files
         output.end_with(error)

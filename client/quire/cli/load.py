@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     turns: int = 1
 
 
-Conversation = Sequence[Sequence[int]]  # token ids that each turn adds
+Conversation = Sequence[Sequence[int]]  # the token ids that each turn adds
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Outcome:
 
     first_s: float | None = None
     total_s: float = 0.0
-    pauses_s: list[float] = field(default_factory=list)  # pauses between the answer's chunks
+    pauses_s: list[float] = field(default_factory=list)  # pauses between the chunks of the answer
     token_ids: list[int] = field(default_factory=list)
     prompt_token_count: int = 0
     cached_token_count: int = 0

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from quire.errors import UsageError
 
-HUB_S: Final = 1.5  # leaves the command an answer within 3 s in all
+HUB_S: Final = 1.5  # with this timeout, the command answers within 3 s
 
 
 def config_path(model: str) -> Path:

@@ -27,7 +27,7 @@ Examples:
     quire plan config.json --memory 80GiB --chat-tokens 8k --chat-tokens 30k
     quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
 """
-LENGTH_MAX: Final = 32_768  # tokens, if neither the command line nor the model gives a longest sequence
+LENGTH_MAX: Final = 32_768  # tokens; used if neither the command line nor the model gives a longest sequence
 
 
 Tokens: TypeAlias = Annotated[

@@ -204,7 +204,7 @@ class Agenda:
         # In a step, frees precede forks, so a parent with a queued fork is freed in a later step.
         parents = {fork.parent.id for fork in self._forks}
         frees = [each for each in self._freed if each.id in self._known and each.id not in parents]
-        # Ids must rise. A waiting fork already has an id, so no admission may get a higher one before it is sent.
+        # Ids must rise. A waiting fork already has an id, so no admission may get a higher id before the fork is sent.
         admissions = [] if len(forks) < len(self._forks) else self._admissions[: 1 if self._is_careful else None]
         for admission in admissions:
             admission.sequence.id = self._new_id()
@@ -230,7 +230,7 @@ class Agenda:
         fills = token_count // size > before // size
         leaves_state = forked_at is not None or (token_count > before and token_count % size == 0)
         if self._has_states and leaves_state and sequence.room > token_count:
-            keep = token_count  # A state can be checkpointed or forked only if no room is granted beyond it.
+            keep = token_count  # A state can be checkpointed or forked only if the sequence has no room beyond it.
         if not (fills or keep or (forked_at is not None and token_count > before)):
             return None
         chain = sequence._chain.copy()

@@ -174,7 +174,7 @@ class AsyncEngine:
         """Sends the next operations. Returns whether there were any."""
         operations = self._agenda.next_operations()
         if operations:
-            # The step runs in its own task: a sent step cannot be taken back if a waiting task is canceled.
+            # The step runs in its own task, because a sent step cannot be taken back if a waiting task is canceled.
             self._under_way = asyncio.create_task(self._carrier.carry(operations))
         return bool(operations)
 

@@ -24,7 +24,7 @@ KNOWN: Final = {
     *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3"),
     *("stablelm", "starcoder2", "youtu", "zamba", "zamba2"),
 }
-# Field names that may change the cache of an unknown model type.
+# Names of fields that may change the cache of an unknown model type.
 SUSPICIOUS: Final = re.compile(
     r"pattern|interval|layer_ids|hybrid|swa_|global_|ssm|mamba|linear_|index_|cross_att|block_"
 )

@@ -32,7 +32,7 @@ from quire.types import GroupKind
 
 GROUP_COST: Final = 0.005
 STATE_GROUP_SHARE: Final = 1 / 20
-LENGTH_MIN: Final = 256  # tokens. In shorter sequences padding does not matter.
+LENGTH_MIN: Final = 256  # tokens. In shorter sequences, padding has little effect.
 # In a model with states a hit also needs a checkpoint. Checkpoints are hundreds of tokens apart, so smaller blocks
 # gain nothing.
 EDGE_TOKENS_WITH_STATES: Final = 64

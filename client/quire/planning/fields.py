@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-# Field names under which a multimodal model keeps its language model's configuration.
+# Names of the field that has a multimodal model's language model configuration.
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
 
 # Defaults of transformers for fields that published files omit. Only fields that affect the cache are here.

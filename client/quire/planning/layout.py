@@ -36,8 +36,8 @@ class Group(NamedTuple):
     """One KV cache group: the layers whose keys and values share the pages of this group's blocks."""
 
     spec: GroupSpec
-    layers: tuple[int, ...]  # indices in the model
-    part: int  # index of the page, if a state spans several, else 0
+    layers: tuple[int, ...]  # indices of layers in the model
+    part: int  # index of the page if a state spans several pages, else 0
     part_count: int
 
 
@@ -45,7 +45,7 @@ class PageSlice(NamedTuple):
     """The bytes of one layer in the page of one group."""
 
     group: int  # index in `Layout.groups`
-    offset: int  # bytes from the start of the page
+    offset: int  # offset in bytes from the start of the page
     size: int  # bytes
 
 

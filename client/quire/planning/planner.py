@@ -28,7 +28,7 @@ from quire.planning.specs import LayerSpec
 from quire.types import GroupKind
 
 BLOCK_SIZE: Final = 16  # tokens
-BLOCK_SIZE_MAX: Final = 64  # tokens. Hundreds would make prefix hits rare and last blocks half empty.
+BLOCK_SIZE_MAX: Final = 64  # tokens. Hundreds of tokens would make prefix hits rare, and last blocks half empty.
 GROUP_COUNT_MAX: Final = 1_024
 CHECKPOINT_TOKENS_MIN: Final = 256
 CHECKPOINT_TOKENS_MAX: Final = 4_096
@@ -192,7 +192,7 @@ def _with_checkpoints(layout: Layout, block_size: int, checkpoint_tokens: int | 
         raise ValueError(f"checkpoint_tokens must be a multiple of the block size of {largest} tokens, not {interval}")
     if checkpoint_tokens is None:
         checkpoint_bytes = layout.checkpoint_block_count * layout.page_bytes
-        # A model that has only states gets checkpoints as often as allowed.
+        # A model with only states gets checkpoints as often as allowed.
         growth = layout.growth_bytes_per_token or checkpoint_bytes
         while interval < CHECKPOINT_TOKENS_MIN or interval * growth < checkpoint_bytes:
             if interval * 2 > CHECKPOINT_TOKENS_MAX:

@@ -34,8 +34,8 @@ class Retention(enum.StrEnum):
     A pool's default is "auto": it keeps as many chats as TAIL, and first evicts the blocks that TAIL does not keep.
     """
 
-    DENSE = enum.auto()  # keeps every published block
-    TAIL = enum.auto()  # keeps only blocks that can end a hit at a reachable boundary
+    DENSE = enum.auto()  # this policy keeps every published block
+    TAIL = enum.auto()  # this policy keeps only blocks that can end a hit at a reachable boundary
 
 
 def chat_block_count(layout: Layout, token_count: int, retention: Retention) -> int:

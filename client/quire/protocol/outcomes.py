@@ -12,10 +12,10 @@ from quire.protocol.packing import unpack_uint32, unpack_uint64
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
-_Told: TypeAlias = dict[str, Any]  # non-empty fields of a reply, by name
+_Told: TypeAlias = dict[str, Any]  # a reply's non-empty fields, by name
 _SELDOM_TOLD: Final = frozenset({"swaps", "copies", "takeovers", "emptied_blocks", "outside_drops", "removed"})
 _NOTHING_REMOVED: Final = pb.Removed()
-NULL_BLOCK: Final = 0xFFFFFFFF  # table entry of a block that fell out of the window
+NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the window
 
 
 class Result(OpenEnum):
@@ -31,8 +31,8 @@ class Result(OpenEnum):
     QUOTA = 6  # The namespace would exceed its quota of blocks.
     UNCOMMITTED = 7  # A recurrent state cannot be forked beyond the committed tokens.
     FORBIDDEN = 8  # The caller's certificate does not permit the namespace.
-    PASS_TOO_LONG = 9  # The sequence would fit if it were computed in smaller passes.
-    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has it.
+    PASS_TOO_LONG = 9  # The sequence would fit in smaller passes.
+    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has this id.
 
     def __bool__(self) -> bool:
         return self is Result.OK
@@ -158,7 +158,7 @@ def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> 
     Raises:
         ValueError: the reply does not fit the step.
     """
-    # Reading an empty field costs as much as a full one, and most fields of most replies are empty.
+    # Reading an empty field costs as much as a full field, and most fields of most replies are empty.
     told: _Told = {field.name: value for field, value in reply.ListFields()}
     commit_ids = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
     commits = _results(told, "commit_results", len(commit_ids))

@@ -23,8 +23,8 @@ from typing import Final, TypeAlias
 from quire.protocol.packing import IS_LITTLE_ENDIAN
 
 STATE_DIGEST_STEPS: Final = 64  # The reply to every 64th step carries a digest.
-# A digest must not delay a step. In a larger pool each digest covers the next 16,384 entries, until all sequences
-# have been covered.
+# A digest must not delay a step. In a larger pool, each digest covers the next 16,384 entries, one after another, until
+# all sequences are covered.
 STATE_DIGEST_ENTRIES_MAX: Final = 16_384
 SEQUENCE_ENTRIES: Final = 128  # fixed cost of a sequence, in entries
 _GOLDEN: Final = 0x9E3779B9  # 2**32 divided by the golden ratio

@@ -26,18 +26,18 @@ from quire.v1 import allocator_pb2 as pb
 # other owners only between chunks.
 HEADS_MAX: Final = 512
 
-# Upper bounds for the encoded parts of a chunk, in bytes. A tag takes one byte. A length takes three, because no chunk
+# Upper bounds of a chunk's encoded parts, in bytes. A tag takes one byte. A length takes three bytes, because no chunk
 # reaches 2 MiB.
 FRAME_BYTES: Final = 1 + 3  # tag and length of a message, a string, or an array of numbers
 NUMBER_BYTES: Final = 1 + 5  # a single uint32
-SEQUENCE_BYTES: Final = 3 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # the id and seven numbers, without stops
+SEQUENCE_BYTES: Final = 3 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # bytes of the id and seven numbers, without stops
 STOP_BYTES: Final = 4
 TABLE_BYTES: Final = 2 * FRAME_BYTES  # a message around an array
 TABLE_ENTRY_BYTES: Final = 4
 STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 * FRAME_BYTES
 STRETCH_ENTRY_BYTES: Final = DIGEST_BYTES + 4
 FREED_BYTES: Final = 4 * FRAME_BYTES  # once per chunk
-FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # block, step, operation, rank
+FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # four numbers: block, step, operation, rank
 
 
 class _Chunker:

@@ -117,7 +117,7 @@ class Session:
             except asyncio.CancelledError:
                 answer.set_exception(UnavailableError("the session is closed"))
                 raise
-            except Exception as error:  # Every kind of error goes to the caller.
+            except Exception as error:  # Errors of every kind go to the caller.
                 answer.set_exception(error)
                 continue
             assert isinstance(pending, Pending)

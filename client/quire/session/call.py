@@ -37,7 +37,7 @@ class SessionStub:
     """A stub with only the Session call of `AllocatorServiceStub`. The call's messages have packed columns as bytes."""
 
     def __init__(self, channel: aio.Channel) -> None:
-        stream_stream: Any = channel.stream_stream  # Any, because the stubs declare no defaults.
+        stream_stream: Any = channel.stream_stream  # Any, because the stubs declare no default values.
         self.Session: Any = stream_stream(
             METHOD,
             request_serializer=packed.SessionRequest.SerializeToString,
@@ -95,7 +95,7 @@ class SessionCall:
             raise EndedError(await self._ending.error()) from None
         if reply is aio.EOF:  # type: ignore[attr-defined]
             raise EndedError(await self._ending.error())
-        if reply is None:  # gRPC returns None for bytes that do not parse.
+        if reply is None:  # gRPC returns None for bytes that cannot be parsed.
             raise EndedError(_spoiled())
         message: packed.SessionReply = reply
         return message

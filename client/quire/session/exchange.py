@@ -16,7 +16,7 @@ from typing import Any, Final
 from quire._transport.grpc_io import is_at_most
 from quire.v1 import _packed_pb2 as packed
 
-LAST_KNOWN: Final = (1, 85)  # newest tested gRPC release
+LAST_KNOWN: Final = (1, 85)  # newest gRPC release that was tested
 _NO_FLAGS: Final = 0
 
 

@@ -61,7 +61,7 @@ class Verdict(enum.Enum):
     """The meaning of a stream's end for its owner."""
 
     AGAIN = enum.auto()  # attach again at once
-    LATER = enum.auto()  # attach again later: a lease must end, or a place become free
+    LATER = enum.auto()  # attach again later, after a lease has ended or a place is free
     LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
     STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. It was not applied, nor any later step.
     # This allocator refuses an owner that was admitted earlier. A later allocator may accept it, so the owner retries.
@@ -70,10 +70,10 @@ class Verdict(enum.Enum):
 
 
 _MISREADINGS_MAX: Final = 3
-_HEARTBEATS_PER_LEASE: Final = 3  # least number, so that two may be late
+_HEARTBEATS_PER_LEASE: Final = 3  # lowest number of heartbeats, so that two may be late
 _PERIOD_S_MIN: Final = 0.01  # Whatever period an allocator sends, the owner's loop must not spin.
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
-_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session id and acknowledgement, added when a step is sent
+_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # bytes of session id and acknowledgement, added at sending
 _AGAIN: Final = frozenset(
     {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
 )
@@ -268,7 +268,7 @@ class PoolOwner:
     def heartbeat(self) -> None:
         """Keeps the lease. The acknowledgement in it lets watchers see the changes of the last steps."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
-            # While reporting, the allocator answers the report before any heartbeat.
+            # While the owner reports, the allocator answers the report before any heartbeat.
             self._unheard_heartbeats += self.phase is Phase.OPEN
             self.outbox.append(packed.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
 
@@ -324,7 +324,7 @@ class PoolOwner:
         self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
-                self.outbox.append(request)  # The request is sent again unchanged.
+                self.outbox.append(request)  # The same request is sent again.
             else:
                 self._send_step(request)
 
@@ -345,7 +345,7 @@ class PoolOwner:
             if self._misread_count >= _MISREADINGS_MAX:
                 raise InternalError("the allocator repeatedly built a state from our report that differs from ours")
             self.disagreement_count += 1
-            self.disown()  # The next report opens a new session. Unanswered steps are sent under that one.
+            self.disown()  # The next report opens a new session. Unanswered steps are sent under the new session.
             return
         self._misread_count = 0
         self.session_id = ready.session_id

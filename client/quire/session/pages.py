@@ -122,7 +122,7 @@ class Pages:
     ) -> None:
         """Notes that consecutive blocks carry these digests. `before` is the block before them, if there is one."""
         published = self.published
-        if not published.keys().isdisjoint(blocks):  # A commit was swapped to blocks that others have published.
+        if not published.keys().isdisjoint(blocks):  # A commit was swapped to blocks that other sequences published.
             for index, block in enumerate(blocks):
                 digest = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
                 earlier = published.get(block)

@@ -48,8 +48,8 @@ from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 
 TICKS_PER_HEARTBEAT: Final = 4  # Silence is checked this often.
-# Seconds between streams, before jitter. The pause grows from 0.01 to 0.16 while no stream succeeds.
-BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # `close` waits for BACK_S until a lost stream is back.
+# Seconds between streams, before jitter. While no stream succeeds, the pause grows from 0.01 to 0.16.
+BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # `close` waits up to BACK_S for a lost stream to come back.
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class AsyncSession:
         self._fell_silent = self._has_served = False  # the last stream was silent; this stream has received a message
         self._refusal: QuireError | None = None
         self._refused_for: Reason | None = None  # reason of the last refusal. Each reason is logged once.
-        self._changed = asyncio.Event()  # set when an answer arrives, or the stream opens or is refused
+        self._changed = asyncio.Event()  # set when an answer arrives, or a stream opens or is refused
         self._tasks, self._flushes = list[asyncio.Task[None]](), set[asyncio.Task[None]]()
 
     def __repr__(self) -> str:
@@ -251,7 +251,7 @@ class AsyncSession:
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()  # The tasks need each other, so all of them end.
-            with contextlib.suppress(Exception):  # `_drop` may call a callback that has just raised.
+            with contextlib.suppress(Exception):  # `_drop` may call a callback, which has just raised an error.
                 self._drop()
             self._changed.set()
 
@@ -279,7 +279,7 @@ class AsyncSession:
         """Runs one stream from attach to end, and returns the reason for its end, if any. With `patient` it waits for a
         connection, because a pause would lengthen the outage."""
         owner = self._owner
-        self._silence.heard()  # The first message has as much time as any later one.
+        self._silence.heard()  # The first message has as much time as a later one.
         call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
         try:
             await call.connect()
@@ -299,7 +299,7 @@ class AsyncSession:
             self._answers.lose_pool()
         except InternalError as error:
             log.error("the allocator broke the protocol: %s", error)
-            # The next report gives the allocator the true state, with or without the effects of these steps.
+            # The next report gives the allocator the true state, whether or not it applied these steps.
             self._answers.fail(owner.give_up_steps(), error)
         return None
 
@@ -367,7 +367,7 @@ class AsyncSession:
             if tick % TICKS_PER_HEARTBEAT:
                 continue
             self._owner.heartbeat()
-            # An active sender takes the heartbeat along, or hangs until silence ends the stream.
+            # An active sender sends the heartbeat, too, or hangs until silence ends the stream.
             if self._call is not None and not self._call.is_sending:
                 self._flush_soon()
 

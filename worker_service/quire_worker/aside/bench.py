@@ -25,7 +25,7 @@ from quire.errors import QuireError, Reason
 from quire_worker.aside.child import LENGTH
 
 ANSWER_BYTES_MAX = 64 << 20
-WAITING_MAX = 256  # jobs that wait or run
+WAITING_MAX = 256  # jobs that wait or run, at most
 START_S_MAX = 60.0
 
 
@@ -175,7 +175,7 @@ class Bench:
         own, its = socket.socketpair()
         try:
             socket.send_fds(self._control, [b"f"], [its.fileno()])
-        except OSError:  # the process was killed, for example by the system for lack of memory
+        except OSError:  # the process was killed, perhaps because the system lacks memory
             self._end()
             await self.warm()
             socket.send_fds(self._control, [b"f"], [its.fileno()])
@@ -199,7 +199,7 @@ class Bench:
             own.close()
             self._end()
             raise ChildProcessError(f"the process for {self._kind} did not start")
-        own.setblocking(True)  # messages are one byte, and the process reads them at once
+        own.setblocking(True)  # messages have one byte, and the process reads them at once
         self._control = own
 
     def _popen(self, control: int) -> subprocess.Popen[bytes]:

@@ -23,7 +23,7 @@ from quire_worker.aside.jobs import Job, job_of, memory
 
 LENGTH = struct.Struct("<I")
 READY = b"r"
-KEPT_BYTES_MAX = 16 << 20  # a child that has grown by more than this is not reused
+KEPT_BYTES_MAX = 16 << 20  # a child that has grown by more bytes than this is not reused
 
 
 def main(arguments: list[str]) -> None:
@@ -68,7 +68,7 @@ def _serve(connection: socket.socket, job: Job, memory_bytes: int, cpu_s: int, w
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, wall_s)
         found = _answer(job, json.loads(given))
-        ends = memory().resident > resident + KEPT_BYTES_MAX  # the next job would have that much less memory
+        ends = memory().resident > resident + KEPT_BYTES_MAX  # otherwise the next job would have that much less memory
         answer = json.dumps({**found, "ends": ends}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -29,7 +29,7 @@ class ConvertedPlan(AttentionPlan):
     spec: PageSpec
     used: torch.Tensor  # int64 [pages]
     pages_of_tokens: torch.Tensor  # int64 [tokens]
-    places: torch.Tensor  # int64 [tokens], each token's place in its page
+    places: torch.Tensor  # int64 [tokens], the index of each token in its page
     inner: AttentionPlan
 
     @classmethod

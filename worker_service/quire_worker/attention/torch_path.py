@@ -265,7 +265,7 @@ class _CausalMasks:
         if mask is None or mask.shape[1] < keys:
             with torch.inference_mode(False):
                 query = torch.arange(query_block(dtype) - 1, -1, -1).repeat_interleave(group)[:, None]
-                # Keys go up to a power of two, so that a growing prompt seldom needs a new mask.
+                # The number of keys is rounded up to a power of two, so that a growing prompt seldom needs a new mask.
                 key = torch.arange((1 << (keys - 1).bit_length()) - 1, -1, -1)
                 is_hidden = key < query
                 if window_left >= 0:
@@ -311,7 +311,7 @@ class _Workspace:
         _, _, page_size, kv_heads, head_dim = pages.shape
         shape = (KEY_AND_VALUE, unit.key_pages.shape[0], page_size * kv_heads * head_dim)
         element_count = shape[0] * shape[1] * shape[2]
-        # Outside of inference mode, so that the buffer is an ordinary tensor and can be reused anywhere.
+        # Allocates outside of inference mode, so that the buffer is an ordinary tensor and can be reused anywhere.
         with torch.inference_mode(False):
             if self.buffer.dtype != pages.dtype or self.buffer.numel() < element_count:
                 self.buffer = torch.empty(element_count, dtype=pages.dtype)

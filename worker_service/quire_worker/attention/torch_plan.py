@@ -50,9 +50,9 @@ class GatheredBatch:
     tokens: slice | torch.Tensor  # the tokens in the flat batch, sequences x queries; int64 if not contiguous
     sequence_count: int
     query_length: int  # queries of each sequence
-    key_pages: torch.Tensor  # int64 [sequences * pages], row of each page's keys (`rows_of`); values are one row after
+    key_pages: torch.Tensor  # int64 [sequences * pages], row of each page's keys (`rows_of`); the next row has values
     keys: slice  # the slots that attention reads, among a sequence's gathered slots
-    unseen: torch.Tensor | None  # int64, gathered slots to clear
+    unseen: torch.Tensor | None  # int64, the gathered slots to clear
     mask: torch.Tensor | None  # [sequences, 1, 1, keys], of the cache's dtype: -inf where unseen; None: all are seen
     blocks: tuple[QueryBlock, ...]
     is_prompt: bool  # the queries are all the keys, and there is no window: plain causal attention
@@ -115,7 +115,7 @@ def _plan_unit(batch: AttentionBatch, spec: PageSpec, parts: Sequence[_Part], wi
     """Plans a unit. Each sequence has the pages from its first to its last key, padded with its last page again."""
     page_size = spec.block_size
     first_pages = [part.first_key // page_size for part in parts]
-    starts = [part.first_key % page_size for part in parts]  # where each sequence's keys begin in its gathered slots
+    starts = [part.first_key % page_size for part in parts]  # index of each sequence's first key in its gathered slots
     stops = [start + part.key_count for start, part in zip(starts, parts, strict=True)]
     page_counts = [-(-stop // page_size) for stop in stops]
     page_count = max(page_counts)

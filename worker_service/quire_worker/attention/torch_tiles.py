@@ -42,7 +42,7 @@ def key_rows(slots: torch.Tensor, spec: PageSpec) -> torch.Tensor:
     `slots` is int64 of any shape. A value's row is `block_size` rows after its key's.
     """
     between = spec.page_stride // spec.row_elements - spec.block_size
-    return slots + slots // spec.block_size * between  # page * (rows from page to page) + place in the page
+    return slots + slots // spec.block_size * between  # page * (rows from page to page) + index in the page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class Tiles:
     sequence_of_tile: torch.Tensor  # int64 [tiles]
     rows: torch.Tensor  # int64 [tiles, tile], rows of the keys' first heads if rows have `head_dim` elements
     padding: torch.Tensor | None  # bool [tiles, 1, tile]; None: all tiles are full
-    patterns: dict[tuple[int, int], Pattern] = field(default_factory=dict)  # by query heads and rows of a layer
+    patterns: dict[tuple[int, int], Pattern] = field(default_factory=dict)  # by number of query heads and of rows
 
     def pattern(self, query_heads: int, kv_heads: int, row_count: int, dtype: torch.dtype) -> Pattern:
         """Returns the rows that each query head of each tile reads. The first layer's call computes the pattern."""
@@ -61,7 +61,7 @@ class Tiles:
         if known is not None:
             return known
         index_dtype = torch.int32 if max(row_count, self.rows.numel() * query_heads) <= INT32_MAX else torch.int64
-        with torch.inference_mode(False):  # every layer writes to these tensors, in inference mode or not
+        with torch.inference_mode(False):  # every layer writes to these tensors, inside and outside inference mode
             heads = torch.arange(query_heads) // (query_heads // kv_heads)
             indices = (self.rows[:, None] + heads[:, None]).to(index_dtype).flatten()
             starts = torch.arange(0, indices.shape[0] + 1, self.rows.shape[1], dtype=index_dtype)
@@ -79,7 +79,7 @@ class Pattern:
     """Rows of keys that each query head reads, if a layer is viewed as rows of `head_dim` elements (`rows_of`)."""
 
     indices: torch.Tensor  # int32 or int64 [tiles * query_heads * tile]
-    starts: torch.Tensor  # same dtype, [tiles * query_heads], where each query head's indices begin
+    starts: torch.Tensor  # same dtype, [tiles * query_heads], start of each query head's indices
     scores: torch.Tensor  # sparse CSR [tiles * query_heads, rows]; each layer overwrites its values
 
 
@@ -160,7 +160,7 @@ def attend_tiles(
     sequences, query_heads, _ = query.shape
     keys = rows_of(pages, head_dim)
     pattern = tiles.pattern(query_heads, kv_heads, keys.shape[0], pages.dtype)
-    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is the value of key i; latents are both
+    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is the value of key i; a latent is both
     of_tile = tiles.sequence_of_tile
     is_whole = of_tile.shape[0] == sequences
     queries = query if is_whole else query[of_tile]

@@ -23,7 +23,7 @@ from quire_worker.calls.checks import Checks, check_namespace, keep_of, require
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 
-IDS_MAX = 4_096  # ids in one call
+IDS_MAX = 4_096  # the most ids in one call
 _DEFAULTS = SamplingParams()
 
 

@@ -39,13 +39,13 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.slots import BranchTask, Scored
 
-BRANCH_COUNT_MAX = 1_024  # of one namespace; all namespaces together may have twice as many
+BRANCH_COUNT_MAX = 1_024  # limit for one namespace; twice as many for all namespaces together
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
 FORK_COUNT_MAX = 64
 CANDIDATE_COUNT_MAX = 256
-CANDIDATE_TOKENS_MAX = 65_536  # sum over all candidates
-BUSY_RETRY_S = 0.05  # seconds until the next look at a branch that is in use when its time ends
-COMPUTE_ALONE = SamplingParams(max_tokens=1)  # for requests that only compute their tokens
+CANDIDATE_TOKENS_MAX = 65_536  # sum over all candidates of a call
+BUSY_RETRY_S = 0.05  # seconds until the next look at a branch that was in use when it expired
+COMPUTE_ALONE = SamplingParams(max_tokens=1)  # parameters of requests that only compute their tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -256,7 +256,7 @@ class Branches:
             if branch is None or not permissions.may_use(branch.namespace):
                 continue
             async with branch.lock:
-                if branch.id in self._branches:  # Another call may have released it while this one waited.
+                if branch.id in self._branches:  # Another call may have released the branch while this one waited.
                     if branch.sample is not None:
                         await self._engine.settled(branch.sample)
                     self._end(branch)
@@ -350,7 +350,7 @@ class Branches:
         return branch.sample is not None and branch.sample in self._engine.scheduler.roster.resting
 
     def _check_length(self, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # there must be room for one more token
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # the sample must have room for one more token
         if token_count > longest:
             raise QuireError.of(
                 Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens, but at most {longest} fit"

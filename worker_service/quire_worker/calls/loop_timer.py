@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-LATE_S: Final = 0.1  # from this delay on, the loop counts as having stood still
+LATE_S: Final = 0.1  # after this delay, the loop counts as having stalled
 
 
 class LoopTimer:

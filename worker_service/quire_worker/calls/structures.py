@@ -19,7 +19,7 @@ from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullEr
 from quire_worker.sampling.params import Structure
 
 log = structlog.get_logger()
-COMPILE_S_MAX = 10  # for one structure, with the time that it waits for others
+COMPILE_S_MAX = 10  # limit for one structure, including its wait for others
 LIMITS = Limits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
 
 

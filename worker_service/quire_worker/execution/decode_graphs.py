@@ -33,7 +33,7 @@ from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import PagedStep, run
 
-SIZE_STEP = 8  # from size 8 on; at most 7 rows of a batch are empty
+SIZE_STEP = 8  # step between sizes, from size 8 on; so at most 7 rows of a batch are empty
 
 log = structlog.get_logger()
 Compute: TypeAlias = Callable[[], torch.Tensor]
@@ -67,7 +67,7 @@ class Capture:
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            compute()  # The first call creates plans and the like. The graph must not include these.
+            compute()  # The first call creates plans and other objects. The graph must not include these.
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -52,7 +52,7 @@ def _work(items: _Items) -> None:
             return
         run, arguments = item
         run(*arguments)
-        del item, run, arguments  # or the waiting thread would keep their tensors alive
+        del item, run, arguments  # otherwise the waiting thread would keep their tensors alive
 
 
 def _end(items: _Items, thread: threading.Thread) -> None:

@@ -106,7 +106,7 @@ class Launched:
         with self._lock:
             if self._settled is None:
                 self._settled = self._read()
-                self._before = None  # or every pass would keep all earlier ones alive
+                self._before = None  # otherwise every pass would keep all earlier passes alive
             return self._settled
 
     def _read(self) -> Before:

@@ -58,7 +58,7 @@ class Leader:
         self._crew = crew
         self._silence_s = silence_s
         self._on_lost = on_lost
-        self._lock = threading.Lock()  # guards the crew and the attributes below
+        self._lock = threading.Lock()  # protects the crew and the attributes below
         self._said_s = time.monotonic()
         self._stopped = threading.Event()
         crew.serve()

@@ -80,10 +80,10 @@ class ModelThread:
         self._submitted_count = self._begun_count = 0
         self._done = deque[Done]()
         # Only the model's thread uses these two flags.
-        self._is_owed = False  # the event loop has to be notified, and was not yet
+        self._is_owed = False  # the event loop must be notified, and has not been yet
         self._has_kernels = False  # the pass under way has called `before_kernels`
         self._announces_kernels = False  # the last pass called `before_kernels`, so the next one will, too
-        # Set when a pass that was submitted to an idle thread calls `before_kernels` or ends.
+        # Set when a pass calls `before_kernels` or ends, if the thread was idle at its submission.
         self._begun: asyncio.Future[None] | None = None
         self._may_go_on = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None

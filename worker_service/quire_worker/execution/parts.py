@@ -217,7 +217,7 @@ def candidate_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> list[Cand
         first, end = end, end + part.row_count
         scored = part.sample.scored
         if scored is not None and part.needs_all_logits:
-            skipped = max(0, scored.start - 1 - part.start)  # rows before the first candidate token
+            skipped = max(0, scored.start - 1 - part.start)  # rows before the row of the first candidate token
             position = part.start + skipped + 1
             wanted = scored.tokens[position - scored.start :][: end - first - skipped]
             rows = logits[first + skipped : end].log_softmax(dim=-1)

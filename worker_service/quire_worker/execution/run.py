@@ -91,12 +91,12 @@ class Run:
         self._model = model
         self._cache = cache
         self._shortcut = shortcut
-        self.before_kernels: Callable[[], None] | None = None  # passed on to `PagedModel.forward`
+        self.before_kernels: Callable[[], None] | None = None  # argument of `PagedModel.forward`
         self._drafts: dict[Sample, tuple[int, ...]] = {}
-        self._left_out: set[Request] = set()  # failed in the previous batch; the engine learns it from that one
+        self._left_out: set[Request] = set()  # failed in the previous batch; the engine learns this from that batch
         self._finiteness = Finiteness()
         self._rows: dict[Sample, Row] = {}  # the logits after each sample's last token
-        self.likeliest: list[int] | None = None  # the token after each part, if the pass took the short path
+        self.likeliest: list[int] | None = None  # the token after each part, if the batch took the short path
 
     def is_unharmed(self, sample: Sample) -> bool:
         """Returns whether the results of a sample are valid: its request did not fail and was not left out."""
@@ -289,7 +289,7 @@ class Run:
                 if not has_masks or have_taken(samplers, likeliest, logits.shape[1]):
                     self.likeliest = likeliest
                     return None
-                likeliest = None  # `_known` would check the same masks again, in vain
+                likeliest = None  # `_known` would only check the same masks again
             may_wait = all(part.may_wait for part in parts)
             unread = are_finite(logits) if flags is None else None
             if unread is not None and not may_wait:
@@ -373,14 +373,14 @@ class Run:
         if isinstance(error, torch.AcceleratorError) and not self._device_answers():
             raise DeviceLostError(f"{self._model.device} is lost: {error}") from error
         failure = failure_of(error)
-        if count == 1 or not self.retry_count:  # log the first failure and single parts, not every half
+        if count == 1 or not self.retry_count:  # log the first failure and failures of single parts, not every half
             is_news = count == 1 and failure.kind is FailureKind.EXCEPTION
             log.warning(f"{what} failed", error=type(error).__name__, parts=count, exc_info=error if is_news else None)
         return failure
 
     def _free_memory_after(self, failure: Failure) -> None:
         if failure.kind is FailureKind.OUT_OF_MEMORY and self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch's cached free memory may be in pieces that are too small
+            torch.cuda.empty_cache()  # torch's cached free memory may be fragmented
 
     def _device_answers(self) -> bool:
         try:

@@ -80,7 +80,7 @@ class Runner:
         knows_likeliest = model.attention.likeliest(torch.empty(0, model.vocab_size)) is not None
         self._launches = knows_likeliest and os.environ.get("QUIRE_LAUNCH_AHEAD", "1") != "0"
         self._before: Before | Launched = Before([], NOBODY, NOTHING)
-        self._settled_s = 0.0  # when the last launched pass was finished; used only on the thread that finishes them
+        self._settled_s = 0.0  # time when the last launched pass was finished; used only by the finishing thread
         self._draws: list[Draw] = []  # the draws of the last prepared batch
         self._layouts = Layouts(cache)
 
@@ -131,7 +131,7 @@ class Runner:
             Part(sample, sample.computed, sample.tokens[sample.computed : sample.computed + token_count], [])
             for sample, token_count in wanted
         ]
-        with contextlib.suppress(Exception):  # `Run.forward` meets the same error, and finds the request that causes it
+        with contextlib.suppress(Exception):  # `Run.forward` raises it again, and finds the request that causes it
             self._layouts.sketch(parts)
 
     def compute(

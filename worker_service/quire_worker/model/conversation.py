@@ -25,7 +25,7 @@ TOKENIZER_OPTIONS: Final = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"tokenizer_kwargs", "sanitize_control_tokens"}
 )
-MESSAGE_COUNT_MAX: Final = 16_384  # a template's time may grow with the square of this
+MESSAGE_COUNT_MAX: Final = 16_384  # a template's time may grow with the square of this length
 TOOL_COUNT_MAX: Final = 4_096
 DEPTH_MAX: Final = 100  # deepest nesting of arrays and objects, so that no recursion reaches Python's limit
 SIGN: Final = "\U0010fff0"  # a private-use character that marks where `sign` cuts a text
@@ -55,8 +55,8 @@ class Conversation(NamedTuple):
     tools: list[dict[str, Any]]
     variables: dict[str, Any]
     with_generation_prompt: bool
-    continues_final: bool = False  # the text ends with the last message's content
-    template: str = ""  # replaces the checkpoint's template, unless empty
+    continues_final: bool = False  # whether the text ends with the last message's content
+    template: str = ""  # replaces the checkpoint's template, if it is not empty
 
 
 def read_conversation(

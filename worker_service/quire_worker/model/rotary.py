@@ -30,7 +30,7 @@ from quire_worker.model.checkpoint import UnsupportedModelError
 # For these model types, `generate` recomputes all keys with the long frequencies once a request outgrows the short
 # ones. For other types, `generate` continues with the present keys.
 _BEGINNING_AGAIN = frozenset({"phi3", "phimoe", "phi4_multimodal"})
-_CHECK_TOKENS = 4  # tokens beyond the original length in the comparison at load
+_CHECK_TOKENS = 4  # number of tokens beyond the original length in the comparison at load
 _CHECK_TOLERANCE = 1e-5
 _KEY = b"rotary/1"
 

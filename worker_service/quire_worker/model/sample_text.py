@@ -47,7 +47,7 @@ class StopTexts:
 
     def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
         """Begins with no text. `stops` must not be empty. With `keeps_stop` the text ends after the stop text."""
-        self.found = ""  # the stop text, once there is one
+        self.found = ""  # the stop text that ended the sample, once there is one
         self._keeps_stop = keeps_stop
         self._stops = sorted(stops, key=len, reverse=True)
         self._held = ""

@@ -27,10 +27,10 @@ _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 # cannot check that, because the model does not pass its chunks to attention.
 _CHUNKED_TYPES = frozenset({"llama4_text"})
 
-# Configuration entries that show that a model keeps a state besides keys and values.
+# Configuration entries that show that a model keeps a state in addition to keys and values.
 _STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads")
 
-# Model types that cannot be served for a reason that their configuration does not show.
+# Model types that cannot be served. Their configuration does not show why.
 _UNLIKE_OTHERS = {
     "zamba": "its attention layers share one block of weights and one layer index",
     "zamba2": "its attention layers share one block of weights and one layer index",
@@ -41,8 +41,8 @@ class Arrival(NamedTuple):
     """Input of one layer's attention in the first pass."""
 
     key: torch.Tensor  # [tokens, kv_heads, head_dim]
-    latent_dim: int | None  # latent attention: number of leading key elements that are also the value
-    sliding_window: int | None  # tokens that a query sees, itself included
+    latent_dim: int | None  # for latent attention, the number of leading key elements that are also the value
+    sliding_window: int | None  # tokens that a query sees, including itself
 
 
 def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:

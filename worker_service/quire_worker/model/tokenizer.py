@@ -17,8 +17,8 @@ from quire_worker.model.checkpoint import CheckpointError
 from quire_worker.model.conversation import SIGN, Conversation, chat_template_of, sign
 from quire_worker.model.spelling import REPLACEMENT, Spelling
 
-_CHARACTER_BYTES_MAX = 4  # bytes of a character in UTF-8
-CONTEXT_TOKENS = 4  # tokens of a text that decide about the next token's bytes
+_CHARACTER_BYTES_MAX = 4  # most bytes of a character in UTF-8
+CONTEXT_TOKENS = 4  # number of a text's last tokens that may affect the next token's bytes
 _REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
 
 
@@ -58,7 +58,7 @@ class Tokenizer:
         Raises:
             CheckpointError: the folder has no tokenizer, or one that cannot be read.
         """
-        if not Path(folder).is_dir():  # transformers would take the path for a model id
+        if not Path(folder).is_dir():  # transformers would take the path for a model's id
             raise CheckpointError(f"there is no folder {folder}")
         try:
             wrapped = AutoTokenizer.from_pretrained(Path(folder), local_files_only=True, trust_remote_code=False)

@@ -34,7 +34,7 @@ from quire_worker.model.unused import check_unused, some
 
 PROGRESS_S = 2.0  # seconds between two lines of the log
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes of weights that are not quantised
-# Options of glibc's `mallopt`, each with the largest value that glibc sets by itself in a process that frees much.
+# Options of glibc's `mallopt`, each with the largest value that glibc itself sets in a process that frees much memory.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
 _APART_BYTES = 128 << 10
 _REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
@@ -81,7 +81,7 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
                 f"weights in {folder} are quantized by {quantised_by}, and cannot be loaded here: {_one_line(error)}"
             ) from error
         raise CheckpointError(f"weights in {folder} cannot be loaded: {_one_line(error)}") from error
-    module, report = loaded  # a pair, because of `output_loading_info`
+    module, report = loaded  # the result is a pair because of `output_loading_info`
     _compare(folder, module, report, entries)
     return module.eval()
 

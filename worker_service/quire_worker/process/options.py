@@ -23,16 +23,16 @@ from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 
 BLOCK_SIZE = 16  # default, in tokens
-BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
+BLOCKS_PER_STEP_MAX = 8_192  # most blocks that one forward pass may fill, so that their digests fit into a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
-# Defaults. In the time of one read of the weights, a GPU computes hundreds of tokens. If a prompt of 4 k tokens is one
-# pass, the weights are read once.
+# Defaults. In the time of one read of the weights, a GPU computes hundreds of tokens. If a prompt of 4 k tokens is
+# computed in one pass, the weights are read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 MODEL_NAMES_MAX = 16
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
-# vLLM's names of the same options, for users who know vLLM. --help leaves them out.
+# vLLM's names of the same options, for users who know vLLM. `--help` does not show them.
 VLLM_NAMES = {
     "max_running": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),
@@ -42,7 +42,7 @@ VLLM_NAMES = {
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COUNT_MAX = 2**31 - 1
 THREADS_MAX = 1_024
-_COUNTS = {  # lower and upper bound of each
+_COUNTS = {  # lower and upper bound of each option
     "block_size": (1, COUNT_MAX),
     "blocks": (1, COUNT_MAX),
     "max_batch_tokens": (1, COUNT_MAX),

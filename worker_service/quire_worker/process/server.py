@@ -69,7 +69,7 @@ TURN_S = 2.0  # seconds for the last turn, after the drain
 class Loaded(NamedTuple):
     """A loaded model: the contents of its folder, and the pages for it."""
 
-    names: tuple[str, ...]  # answers have the first of them
+    names: tuple[str, ...]  # answers name the first of them
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
@@ -272,7 +272,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         RankLostError: another rank is gone; callers of the last requests got the error.
     """
     stop = stop_event()
-    # far above the limit of the queue, which refuses calls with a reason
+    # far above the queue's limit, which refuses calls with a reason
     calls_max = 4 * (options.max_waiting + options.max_running)
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
@@ -305,7 +305,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     service.drain()
     await server.withdraw()
-    # Drain even without an allocator: samples that have room can end, and the allocator may come back.
+    # Drains even without an allocator: samples with room can end, and the allocator may come back.
     if not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())
         await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -330,7 +330,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         loaded.leader.stop()
     log.info("stopped")
     with contextlib.suppress(asyncio.CancelledError):
-        await running  # Raises the error that ended it. Only a cancellation is suppressed.
+        await running  # Raises the error that ended the loop. Only a cancellation is suppressed.
 
 
 async def _run(engine: Engine, server: Server) -> None:
@@ -381,4 +381,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RankLostError as error:
         print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
         write_out()
-        os._exit(1)  # A thread may be waiting for the rank that is gone.
+        os._exit(1)  # A thread may be waiting for the lost rank.

@@ -51,7 +51,7 @@ from quire_worker.speculation.drafter import Drafter
 
 log = structlog.get_logger()
 
-SILENCE_S = 2.0  # An idle rank 0 sends messages at this interval, and so notices ranks that are gone.
+SILENCE_S = 2.0  # An idle rank 0 sends messages at this interval, and so notices lost ranks.
 # If another rank fails while it loads, rank 0 gets this time to fail by itself for the same reason.
 REASON_S = 5.0
 
@@ -104,7 +104,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
     except RankLostError as error:
         log.error("a rank is lost", error=str(error))
         sys.stderr.flush()
-        os._exit(1)  # Threads of torch may be waiting for the rank that is gone.
+        os._exit(1)  # Threads of torch may be waiting for the lost rank.
     crew.close()
 
 

@@ -19,9 +19,9 @@ from quire_worker.engine import Engine
 from quire_worker.scheduling.explaining import waits_of
 
 LABELS: Final = ("model_name", "engine")
-ANSWER_S: Final = 1.0  # time for the event loop to say why samples wait
+ANSWER_S: Final = 1.0  # time for the event loop to report why samples wait
 CAPACITY, DEFERRED = "capacity", "deferred"
-# Waits that end without a free place or block.
+# Reasons for waiting that end without a free place or block.
 _DEFERRED: Final = (WaitReason.PREFIX, WaitReason.NO_SESSION)
 
 

@@ -78,9 +78,9 @@ class Crew:
         self._device = device
         self._sums_per_token: list[tuple[int, torch.dtype]] = []  # for each sum of a pass, its elements per token
         self._learned_tokens: int | None = None  # tokens of the pass that `learn` is recording
-        self._sum_count = 0  # sums so far in the pass under way
+        self._sum_count = 0  # number of sums so far in the pass under way
         if identity.is_on_loopback and (name := loopback_interface()) is not None:
-            # Overrides inherited settings: the ranks' messages must stay on this machine (docs/security.md).
+            # Overrides inherited settings, because the ranks' messages must stay on this machine (docs/security.md).
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
             for variable in _STRONGER:
                 os.environ.pop(variable, None)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from quire._transport.address import is_local
 from quire.errors import UsageError
 
-RENDEZVOUS = "QUIRE_RANKS_RENDEZVOUS"  # names the file where ranks meet if a worker started them
+RENDEZVOUS = "QUIRE_RANKS_RENDEZVOUS"  # this variable names the file where ranks meet, if a worker started them
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

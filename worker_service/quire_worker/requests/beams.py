@@ -102,7 +102,7 @@ class BeamTurns:
         following: list[Sample] = []
         for each, longer in zip(chosen, tokens, strict=True):
             sample = samples[each.beam]
-            if sample in following:  # A further fork shares the blocks of this beam.
+            if sample in following:  # A further fork shares this beam's blocks.
                 following.append(_fork_of(sample, next(places), longer, is_held=sample in roster.running))
             else:
                 following.append(sample)

@@ -42,7 +42,7 @@ class Noted(NamedTuple):
     """Noted tokens of one sample, with their logprobs."""
 
     tokens: list[int]
-    logprobs: PackedLogprobs  # of each token if they were requested; otherwise empty
+    logprobs: PackedLogprobs  # logprobs of each token if they were requested; otherwise empty
 
 
 class Outbox:
@@ -68,7 +68,7 @@ class Outbox:
         self._noted: dict[Request, dict[Sample, Noted]] = {}
         self._first: list[Request] = []  # requests with first tokens that were noted since the last `deliver_first`
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = math.inf  # when the timer rings, by the event loop's clock
+        self._timer_s = math.inf  # time when the timer fires, by the event loop's clock
 
     def note(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Adds new tokens of a sample; no tokens if the sample ended without one."""

@@ -32,7 +32,7 @@ from quire_worker.scheduling.roster import Roster
 from quire_worker.scheduling.trace import Stage
 from quire_worker.telemetry import WorkerTelemetry
 
-# tokens that wait for one namespace, 48 bytes each; all namespaces together may have twice as many
+# most waiting tokens of one namespace, 48 bytes each; twice as many for all namespaces together
 QUEUED_TOKENS_MAX = 1 << 22
 LOOK_S = 0.1  # seconds between two checks of all deadlines
 
@@ -65,7 +65,7 @@ class Reception:
     ) -> None:
         self.is_closed = False
         self._model = model
-        self._layout = cache.spec.layout  # computed once, not for each request
+        self._layout = cache.spec.layout  # computed once for all requests
         self._tokenizer = tokenizer
         self._session = session
         self._roster = roster

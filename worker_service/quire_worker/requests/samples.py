@@ -51,7 +51,7 @@ def begin_samples(
         sample.beam = beam
         request.samples.append(sample)
         return
-    # All samples share one list until they begin, because the queue has requests of 64 samples.
+    # All samples share one list until they begin, because waiting requests may have 64 samples each.
     unbegun = list(request.prompt)
     for index in range(sampling.sample_count):
         first = request.samples[0].sampler if request.samples else None
@@ -167,7 +167,7 @@ class TokenIntake:
         for (drawn, parent, drafted_count), token, logprobs in tokens:
             if drawn.has_ended:  # The request was cancelled while the model ran, or ended with the previous token.
                 continue
-            if drafted_count:  # The token before was drafted, and is already in the pages.
+            if drafted_count:  # The previous token was drafted, and is already in the pages.
                 drawn.computed = len(drawn.tokens)
                 self._telemetry.accepted_token_count += 1
             if drawn is not parent:

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 ERROR_CHARACTERS_MAX = 300
 CACHED_GRAMMAR_COUNT_MAX = 64
 CACHED_BYTES_MAX = 64 << 20  # of cached grammars
-BYTES_MAX = 128 << 20  # of cached grammars and the grammars that requests use
-GRAMMAR_BYTES_MIN = 64 << 10  # a smaller grammar counts as this many bytes
-WAITING_MAX = 1024  # collected tokens of a free text; parsing them takes 1 to 2 ms, and a pass waits for that
+BYTES_MAX = 128 << 20  # of cached grammars, and of grammars that requests use
+GRAMMAR_BYTES_MIN = 64 << 10  # a grammar counts as at least this many bytes
+WAITING_MAX = 1024  # most collected tokens of a free text; a pass waits 1 to 2 ms for their parsing
 INTEGER_MAX: Final = 1 << 53  # llguidance keeps numbers as float64, and rounds larger ones silently
 INT64_MAX: Final = (1 << 63) - 1  # a bound for all grammars; llguidance rounds it up, and clamps it back to this
 # JSON without optional whitespace: an uncertain model could fill any number of tokens with whitespace.
@@ -164,10 +164,10 @@ class Grammars:
         self._describe_tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocabulary)
-        self._lock = threading.RLock()  # reentrant: garbage collection may call `_let_go` while it is held
+        self._lock = threading.RLock()  # reentrant: garbage collection may call `_let_go` while the lock is held
         self._tokenizer: LLTokenizer | None = None
         self._kept: dict[Structure, tuple[Matcher, int]] = {}  # matchers and their bytes, the most recently used last
-        self._byte_count = 0  # of all compiled matchers that are alive
+        self._byte_count = 0  # bytes of all living compiled matchers
 
     def known(self, structure: Structure) -> Matcher | None:
         """Returns the matcher of an empty text if the structure is cached, else None."""
@@ -269,7 +269,7 @@ def _grammar_of(structure: Structure) -> str:
     if structure.kind is StructureKind.JSON_SCHEMA:
         check_numbers(text, "json_schema")
         if text.strip() == "true":
-            text = "{}"  # means the same; llguidance takes only objects
+            text = "{}"  # has the same meaning; llguidance takes only objects
         if not text.lstrip().startswith("{"):
             raise GrammarError("json_schema must be a JSON object, or true, which allows any value")
         try:

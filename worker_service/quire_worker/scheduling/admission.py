@@ -187,7 +187,7 @@ class Applicants:
     ) -> None:
         tokens, samples, blocks, digest_bytes = self._left
         token_count = min(len(sample.tokens) - shared * self._block_size, tokens)
-        sent = digests[: digest_bytes // DIGEST_BYTES]  # With fewer digests, only the hit gets shorter.
+        sent = digests[: digest_bytes // DIGEST_BYTES]  # With fewer digests, the hit is only shorter.
         self.chosen.admissions.append(Admission(sample, token_count, needed, sent, passed))
         self._note(sample, WaitReason.NEXT_PASS)
         self._being_computed.update(digests[shared:])

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from quire_worker.scheduling.request import Request, Sample
 
-DUE_S_MAX = 600.0  # the default deadline of clients, too
+DUE_S_MAX = 600.0  # also the default deadline of clients
 PRIORITY_S = 60.0
 
 PROMPT_TOKEN_COST = 1
@@ -64,7 +64,7 @@ class Shares:
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
-        self._floor = 0  # counter of a new namespace while no other one waits
+        self._floor = 0  # counter of a new namespace if no other namespace waits
 
     def __len__(self) -> int:
         return len(self._counters)
@@ -162,7 +162,7 @@ class WaitingQueue:
             (own,) = self._by_namespace.values()
             yield from own
             return
-        # The counter of a namespace includes the prompts of its samples that were yielded before.
+        # The counter of a namespace includes the prompts of its samples that were considered earlier.
         heap = [
             (self._shares.counter(namespace), order_of(own[0]), 0, namespace)
             for namespace, own in self._by_namespace.items()

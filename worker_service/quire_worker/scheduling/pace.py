@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-PASSES = 128  # number of remembered passes
+PASSES = 128  # number of passes to remember
 
 
 class Pace:

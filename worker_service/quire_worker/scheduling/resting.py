@@ -38,7 +38,7 @@ class Resting:
     def __init__(self) -> None:
         self.forking: list[Sample] = []
         self.settling: list[Sample] = []
-        self._held: dict[Sample, None] = {}  # least recently used first
+        self._held: dict[Sample, None] = {}  # the least recently used first
 
     def __iter__(self) -> Iterator[Sample]:
         return iter(self._held)

@@ -127,7 +127,7 @@ class Roster:
         """Ends a sample. The next step frees its blocks."""
         if sample.has_ended:
             return
-        if sample.request not in self.noted:  # once per pass, because the samples of a request often end together
+        if sample.request not in self.noted:  # once per pass, because several samples of a request often end together
             self.noted.add(sample.request)
             sample.request.trace.note_blocks(sample.request.block_count)
         sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)

@@ -280,7 +280,7 @@ class Scheduler:
     def _keep(self, sample: Sample, token_count: int) -> None:
         """Limits a sample's room to so many tokens, and drops the blocks behind."""
         end = -(-token_count // self.roster.block_size)
-        if not sample.has_ended:  # The usage of an ended sample no longer includes them.
+        if not sample.has_ended:  # The usage of an ended sample no longer includes its blocks.
             sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
         for table in sample.tables:
             del table[end:]

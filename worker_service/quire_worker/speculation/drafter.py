@@ -87,7 +87,7 @@ class Drafter:
         self._cache = KVCache(model.cache_spec, block_count, device=model.device)
         kinds = [group.kind for group in groups]
         self._group = kinds.index(GroupKind.FULL_ATTENTION)
-        # after the last pass: where the next one begins, and the end of the read tokens
+        # after the last pass: the start of the next pass, and the end of the read tokens
         self._read: dict[Sample, tuple[int, int]] = {}
         self._has_failed = False
 
@@ -131,10 +131,10 @@ class Drafter:
             sample, own = part.sample, part.tokens[: len(part.tokens) - len(part.draft)]
             limit = min(len(part.tables[self._group]) * self._cache.spec.block_size, self._model.max_position)
             found = sampled.get(sample, [])
-            # all sampled tokens except the last one were drafted
+            # every sampled token except the last was drafted
             computed = part.start + len(own) + max(0, len(found) - 1)
             begins, read = self._read.get(sample, (0, 0))
-            # If the part begins elsewhere, its tokens are read again.
+            # If the part begins at another position, its tokens are read again.
             first = max(part.start, min(read, computed) if begins == part.start else 0)
             known = [*own, *found]
             if sample in parents:  # The forks write to copies of the sequence's last block.

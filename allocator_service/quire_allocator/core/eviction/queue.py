@@ -25,11 +25,11 @@ from typing import Final
 SPARE: Final = 0  # a hit can end here only by chance
 ASIDE: Final = 1  # a hit can end here only if a prompt was edited, which is rare
 RANKED: Final = 2  # ranked by the policy
-LED: Final = 3  # useful only while another entry exists, and the policy ranks that one
+LED: Final = 3  # useful only while another entry exists; the policy ranks that entry
 BURDEN_MAX: Final = 4
 _NEAR: Final = 2  # number of lanes that are compared between two full comparisons
 _NOTHING: Final = -math.inf
-SWEEP_AFTER: Final = 128  # additions before a sweep, plus as many as there were candidates
+SWEEP_AFTER: Final = 128  # additions before a sweep, in addition to the number of candidates at the last sweep
 
 
 class Entry(ABC):
@@ -182,7 +182,7 @@ class _Lane:
 
     def sweep(self) -> int:
         """Drops outdated items; returns how many remain."""
-        if not self.heap:  # true for most lanes at most times; all items of the stack are outdated then
+        if not self.heap:  # true for most lanes most of the time; all items of the stack are then outdated
             self.stack.clear()
             return 0
         self.heap = [item for item in self.heap if item[1] == item[2].ticket]
@@ -271,10 +271,10 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two before the ranked ones, one after them
+        self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two lanes before the ranked ones, one after them
         self._kept: list[tuple[int, int, int, Entry]] = []  # a heap of `keep_until_ms`, stamp, ticket and entry
         self._near: list[_Lane] = []
-        self._bound = _NOTHING  # least value of a lane's end outside `_near`
+        self._bound = _NOTHING  # lowest value at a lane's end, outside `_near`
         self._compare_at = 0
         self._sweep_in = SWEEP_AFTER
 

@@ -25,11 +25,12 @@ AGES: Final = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096), and beyond; the un
 _FAMILY_POOLS: Final = 1.0  # weight of a family's estimate in the estimate for a kind, in pools of blocks
 _BELIEF_POOLS: Final = 0.25  # weight of a family's prior, in pools of blocks
 _FORGET_POOLS: Final = 64  # after this time an observation counts half; in pools of blocks
-# A family's values are recomputed after 4 new waits. After every 8 recomputations, one wait more is needed, up to 64.
+# A family's values are recomputed after 4 new waits at first. After every 8 recomputations, one more wait is needed, up
+# to 64.
 _LEARN_FIRST: Final = 4
 _LEARN_SLOWER: Final = 8
 _LEARN_EVERY: Final = 64
-_SEEN_MIN: Final = 0.02  # least share of waits old enough for an age; below it, the age is ignored
+_SEEN_MIN: Final = 0.02  # least share of waits that are old enough for an age; below it, the age is ignored
 
 
 class Family(NamedTuple):

@@ -56,7 +56,7 @@ class Coordinator:
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
         assert not (spec.append_only and self.in_place), "an append-only pool cannot have groups of states"
-        self._full_count = len(self.managers) - len(self._settling)  # managers of full attention, which come first
+        self._full_count = len(self.managers) - len(self._settling)  # managers of full attention; they come first
         self.history = PromptHistory() if not self._full_count else None
         self._edge_tokens = spec.edge_tokens
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
@@ -68,7 +68,8 @@ class Coordinator:
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
         self._ending = states[0] if states else 0  # its `last_end` is the last edge of hits
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
-        # The nameless namespace of a pool without quotas. It is empty when forgotten, and serves as the next new one.
+        # The nameless namespace of a pool without quotas. It is empty when forgotten, and is reused as the next new
+        # namespace.
         self._unnamed: Namespace | None = None
 
     def new_namespace(self, name: str) -> Namespace:
@@ -157,7 +158,7 @@ class Coordinator:
             for manager, hit in zip(self.managers, hits):
                 manager.goes_on(hit)
         turn = self.retention.turn(prompt_token_count, token_count, junction)
-        space.sequence_count += 1  # otherwise it would be forgotten with its last cached block
+        space.sequence_count += 1  # otherwise the namespace would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts, turn)
         if keeps and token_count:
@@ -248,7 +249,7 @@ class Coordinator:
         source, first = self._blocks, 0
         if len(sequences) * self.group_count <= source.empty_count:
             blocks = source.take(len(sequences) * self.group_count)
-        else:  # row by row, so that evictions for a row count for its namespace
+        else:  # row by row, so that the evictions for a row are counted for its namespace
             blocks = NO_BLOCKS[:]
             for sequence in sequences:
                 source.taker = sequence.namespace

@@ -274,7 +274,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         """
         width, count = self.width, 1
         child = part.run.children.get(digests[:DIGEST_BYTES])
-        if child is not None:  # already published: this sequence takes that block, and leaves its sharers
+        if child is not None:  # already published: this sequence takes that block, and no longer shares its own
             if child.size > DIGEST_BYTES:
                 child = self.tree.cut(child, 1)
             swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks))

@@ -29,7 +29,7 @@ class WindowPart(Part):
         self.scope = scope
         self.first = first
         self.units = units
-        self.tail = NO_BLOCKS  # one shared array, never changed
+        self.tail = NO_BLOCKS  # one shared array that never changes
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None

@@ -47,7 +47,7 @@ class WindowManager(UnitManager[WindowPart]):
         super().__init__(spec, groups, pool, log, retention)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._fallen = Fallen(self.width, log, retention)
-        self._remembers = not retention.is_even  # remembers fallen units that a hit at the last edge would take
+        self._remembers = not retention.is_even  # remembers fallen units that a hit at the last edge would need
         # A period in positions: tokens at its multiples need no earlier position. 0 if there is none.
         reset = self._rule.reset_token_count()
         self._reset_positions = math.lcm(reset, spec.block_size) // spec.block_size
@@ -115,7 +115,7 @@ class WindowManager(UnitManager[WindowPart]):
             return
         stay = self._rule.first_needed(until) // size
         digests = new.digests if self._stride == 1 else filled(new.digests, self._stride, committed, size)
-        named = begin + len(digests) // DIGEST_BYTES  # positions from there on have no digest, and stay private
+        named = begin + len(digests) // DIGEST_BYTES  # positions from here on have no digest, and stay private
         is_next = end - begin == 1 == named - begin and part.first < begin and stay <= begin
         if is_next and not (scope.stretches and scope.starts.has(begin)):
             self._commit_next(part, begin, digests, swaps)
@@ -163,7 +163,7 @@ class WindowManager(UnitManager[WindowPart]):
         """Turns a path's positions before `end` that are in stretches into units, about to be published."""
         begin = path.begin
         for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
-            if unit.first_digest != path.at(unit.first_position):  # only if the owner made digests up
+            if unit.first_digest != path.at(unit.first_position):  # happens only if the owner invented digests
                 self._blocks.push(unit)
 
     def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
@@ -288,7 +288,7 @@ class WindowManager(UnitManager[WindowPart]):
 
     def fork(self, part: WindowPart, committed: int) -> WindowPart:
         count = -(-committed // self.block_size) - part.first
-        if count > len(part.units):  # both have the half-filled block from now on
+        if count > len(part.units):  # from now on both have the half-filled block
             part.units.append(Unit(part.scope, part.tail[: self.width]))
             del part.tail[: self.width]
         child = WindowPart(part.scope, part.first, part.units[:count])
@@ -340,7 +340,8 @@ class WindowManager(UnitManager[WindowPart]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         assert isinstance(scope, WindowScope)
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
-        # Units and stretches may become each other during the walk. All noted ones are yielded; the log has removals.
+        # Units may become stretches during the walk, and stretches units. All noted ones are yielded; the log has
+        # removals.
         noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
         for position, digests in noted:
             yield IndexedStretch(scope.namespace.name, self.groups, self.spec, b"", digests, position)

@@ -29,7 +29,7 @@ from quire_allocator.core.spec import PoolSpec
 OWNED_RETRY_S_MIN, OWNED_RETRY_S_MAX = 0.05, 1.0
 BLOCKS_OF_CALLER_MAX = (
     1 << 25
-)  # twice as many for all callers together; each takes 4 bytes from the start, some 40 more once published
+)  # twice as many for all callers together; each takes 4 bytes at first, some 40 more once published
 
 
 @dataclass(slots=True)

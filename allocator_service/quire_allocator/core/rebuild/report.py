@@ -97,7 +97,7 @@ class BlockUse:
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
-        self._places = array("i", [_UNUSED]) * spec.block_id_end  # for a published block, its place
+        self._places = array("i", [_UNUSED]) * spec.block_id_end  # place of each published block
         self._place_count = 0
         self.block_count = 0  # number of blocks with a use, including blocks that the pool does not take over
 
@@ -134,7 +134,7 @@ class BlockUse:
             place = self._places[block]
             if place == _PRIVATE:
                 refuse(f"block {block} is held twice")
-            if place != _UNUSED:  # published, whether the pool takes it over or not
+            if place != _UNUSED:  # published, even if the pool does not take them over
                 refuse(f"block {block} has a digest, but a sequence holds it as not yet written")
             self._places[block] = _PRIVATE
 

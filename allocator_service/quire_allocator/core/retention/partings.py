@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-LATE_BELIEVED: Final = 4.0  # prompts assumed to have parted late, before the first real one
+LATE_BELIEVED: Final = 4.0  # number of assumed prompts that parted late, before the first real one
 LATE_BELIEVED_OF_STATES: Final = 32.0
-REMEMBERED: Final = 256.0  # prompts; beyond that, all earlier ones count half
+REMEMBERED: Final = 256.0  # number of prompts after which all earlier ones count half
 EARLY_SHARE: Final = 0.4  # from this share of prompts on, early ends are worth their blocks of windows
-EARLY_SHARE_OF_STATES: Final = 0.7  # the same for states, which take a page each
+EARLY_SHARE_OF_STATES: Final = 0.7  # the same share for states, which take a page each
 STEP_COUNT: Final = 7
 
 

@@ -218,7 +218,7 @@ class Retention:
     def cached_stretch(self, stretch: Stretch) -> None:
         """Notes a new cached stretch: it is published, fell out of a window, and no sequence holds it."""
         count = stretch.block_count
-        stretch.worth = RANKED if self.is_even else SPARE  # no stop needs it
+        stretch.worth = RANKED if self.is_even else SPARE  # no stop needs the unit
         if stretch.worth == SPARE:
             stretch.scope.spare += count
         self.blocks.now_cached(stretch, count, is_candidate=True)

@@ -42,7 +42,7 @@ from quire_allocator.core.scopes import Scope, Scoped
 from quire_allocator.core.stretches import Stretch
 
 UnitKey = tuple[int, bytes]  # position, digest
-StopKey = tuple[str, int, bytes]  # namespace, tokens before it, the digest of all of them
+StopKey = tuple[str, int, bytes]  # namespace, number of tokens before it, digest of all of them
 
 
 class Unit(Scoped):

@@ -28,7 +28,7 @@ _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
 _TOKENS_MAX: Final = 2**32 - 1  # largest token count
-STOPS_MAX: Final = 3 + STEP_COUNT + 22  # stops of one sequence; `_DISTANCES` has 22
+STOPS_MAX: Final = 3 + STEP_COUNT + 22  # most stops of one sequence; `_DISTANCES` has 22
 
 
 class Turn:

@@ -100,7 +100,7 @@ class CallSession:
                 answer was lost.
             ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was sent.
         """
-        self._link.check_open()  # Raises in a forked child, where the lock would never be released.
+        self._link.check_open()  # Raises an error in a forked child, where the lock would never be released.
         with self._one_at_a_time:
             step = self._numbered(operations)
             try:
@@ -143,7 +143,7 @@ class CallSession:
     def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back. Closing twice is not an error."""
         self._is_closed = True
-        if self._session_id is None or self._link.is_inherited:  # never opened, or the parent process owns it
+        if self._session_id is None or self._link.is_inherited:  # never opened, or owned by the parent process
             return
         if self._kept is not None:
             self._kept.stop()

@@ -37,15 +37,17 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 # are relative to peft/).
 _MEANINGLESS = frozenset(
     {
-        # The adapter's origin: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with the model.
+        # Options about the adapter's origin: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with
+        # the model.
         "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
         # Dropout is off in `eval` (tuners/lora/layer.py, `update_layer`).
         "lora_dropout",
-        # Read only if `init_lora_weights` names the method. Methods that change the base model are refused there.
+        # Options that are read only if `init_lora_weights` names the method. Methods that change the base model are
+        # refused at that option.
         "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-        # Read only with `megatron_config`, `use_qalora` or `modules_to_save`, which are refused.
+        # Options that are read only with `megatron_config`, `use_qalora` or `modules_to_save`, which are refused.
         "megatron_core", "qalora_group_size", "ensure_weight_tying",
-        # Chooses the device that computes the initial factors (tuners/lora/config.py, `LoraRuntimeConfig`).
+        # An option that chooses the device for the initial factors (tuners/lora/config.py, `LoraRuntimeConfig`).
         "runtime_config",
     }
 )  # fmt: skip

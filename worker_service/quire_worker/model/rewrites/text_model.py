@@ -25,7 +25,7 @@ class TextModel(torch.nn.Module):
         self.model = model
         self.lm_head = lm_head
         self.config = config
-        self._decoder, self._head = model, lm_head  # plain attributes, without torch's slow look-up of children
+        self._decoder, self._head = model, lm_head  # plain attributes, because torch looks up submodules slowly
 
     def forward(
         self,

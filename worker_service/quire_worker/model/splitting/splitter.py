@@ -17,7 +17,7 @@ from quire_worker.model.splitting.mlp import expert_splits, mlp_splits
 from quire_worker.ranks.crew import Crew
 
 # Largest allowed difference between the sum of the parts and the whole: norm of the difference over norm of the whole.
-# Sums in another order stay below it; a gate mistaken for a value is far above.
+# Differences from another order of sums stay below it; a gate mistaken for a value is far above.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 _TRIAL_TOKENS = 4
@@ -65,7 +65,7 @@ def _split(module: torch.nn.Module, name: str, hidden_size: int, crew: Crew) -> 
     if attention is not None:
         attention.apply(module)
         return "attention"
-    # A module whose name is a number is one expert of several. Which experts run depends on the tokens, so the number
+    # A module with a number as its name is one of several experts. The tokens decide which experts run, so the number
     # of sums would differ from pass to pass.
     if not name.isdigit() and _take_first(module, mlp_splits(module, hidden_size, crew), hidden_size, crew):
         return "mlp"

@@ -81,7 +81,7 @@ def within_limits(mixer: Any, inner: Callable[..., Any], *arguments: Any, **keyw
         for bound in map(float, mixer.time_step_limit)
     ]
 
-    factors = getattr(mixer, "mup_vector", None)  # Falcon-H1 multiplies the projected elements by these
+    factors = getattr(mixer, "mup_vector", None)  # Falcon-H1 multiplies the projected elements by these factors
     scale = 1.0 if factors is None else factors.flatten()[-mixer.num_heads :]
 
     def limit(_module: Any, _given: Any, projected: torch.Tensor) -> torch.Tensor:
@@ -105,5 +105,5 @@ def renew_decays(mixer: Any) -> None:
         buffer.copy_(value.to(buffer.dtype))
 
 
-# Functions that compute several tokens from a state, by the mixer's class name.
+# Functions that compute several tokens from a state, by the class name of the mixer.
 CONTINUATIONS: Mapping[str, Callable[..., torch.Tensor]] = {"JambaMambaMixer": jamba}

@@ -33,7 +33,7 @@ class Flat(NamedTuple):
     """Description of a flat batch's tokens, on the host."""
 
     starts: torch.Tensor  # int64 [chunks + 1], index of each chunk's first token
-    has_limits: torch.Tensor  # bool [tokens], whether limits apply: the request began with the token
+    has_limits: torch.Tensor  # bool [tokens], whether limits apply to a token: only if the request began with it
 
 
 class FlatStates(Protocol):

@@ -1,8 +1,8 @@
 """Hits of chats that ask to be kept for 30 minutes, among strangers, and the price that others pay. Counts, no times.
 
 Two namespaces use one pool of full attention. In the first, chats return every few minutes and ask to be kept. In the
-second, more chats than the pool holds return as often and ask for nothing. Prompts pass that never return. Each row has
-the share of block references that hit, of both kinds of chats:
+second, more chats than fit into the pool return as often, and ask for nothing. Prompts pass that never return. Each row
+has the share of block references that hit, for both kinds of chats:
 
     unbounded   a pool in which nothing is evicted
     plain       the pool, without keeps
@@ -37,7 +37,7 @@ KEPT, OTHERS, STRANGER = "kept", "others", "stranger"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: whose it is, and an id for each of its blocks."""
+    """One prompt: its chat, and an id for each of its blocks."""
 
     namespace: str
     blocks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Runs every benchmark at its smallest size, to check that it still runs; times mean nothing.
+"""Runs every benchmark at its smallest size, to check that it still runs; the times have no meaning.
 
 Each benchmark prints its rows as JSON, which are read and counted. Benchmarks that need vLLM's environment are reported
 as not run if it is missing. A benchmark that is not listed here is an error.

@@ -1,8 +1,8 @@
 """Demo of the savings by paging as a service. Needs a clone, and the packages that `make demo` installs.
 
-It starts an allocator and a worker as separate processes. It streams four prompts that share a long prefix, and four
-samples of one prompt. It draws the tokens that were not computed again and the blocks of each text, and prints a table
-of the savings. All figures are the servers' answers.
+The demo starts an allocator and a worker as separate processes. It streams four prompts with a common long prefix, and
+four samples of one prompt. It draws the tokens that were saved and the blocks of each text, and prints a table of the
+savings. All figures are the servers' answers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Streams:
 
 
 async def shared_prefix(client: AsyncClient, console: Console, max_tokens: int) -> Outcome:
-    """Sends four requests at once. Their prompts begin with the same two paragraphs."""
+    """Sends four requests at once. The prompts begin with the same two paragraphs."""
     started = time.perf_counter()
     with Streams(console, "Four prompts that share a long prefix", ENDINGS) as streams:
 

@@ -61,7 +61,7 @@ class Round(NamedTuple):
 
     Attributes:
         prompts: digests of `LONG_COUNT` long prompts, concatenated.
-        fillers: digests of `FILLER_COUNT` more.
+        fillers: digests of `FILLER_COUNT` further prompts.
         newcomers: digests of `LONG_COUNT` more prompts, admitted when the pool is full of cached blocks.
         tokens: the tokens of one long prompt.
         short: tokens of `SHORT_COUNT` prompts.
@@ -122,7 +122,7 @@ def draw_decoded(rounds: int) -> list[Decoded]:
 def cpu_us(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> tuple[float, list[Any]]:
     """Calls a function with each of the arguments; returns CPU microseconds of this thread per call, and the results.
 
-    The clock is read once for all calls, because reading it takes as long as the shortest of them.
+    The clock is read once for all calls, because reading it takes as long as the shortest call.
     """
     calls = list(calls)
     started = time.thread_time_ns()

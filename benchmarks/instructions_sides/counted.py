@@ -29,7 +29,7 @@ STEP_OPERATIONS = 256
 
 
 def done(results: list[Any], matched_token_count: int = 0) -> None:
-    """Checks that the results are those of the named operations."""
+    """Checks that the results have the outcome of the named operations."""
     for each in results:
         assert getattr(each, "result", each) is Result.OK, each
         assert getattr(each, "matched_token_count", matched_token_count) == matched_token_count, each
@@ -43,7 +43,7 @@ class Counted(NamedTuple):
         unit: what is counted, for example a block.
         per_call: units in a call.
         calls: function and arguments of each counted call, prepared beforehand.
-        check: raises if the results are not those of the named operation.
+        check: raises if the results have another outcome than the named operation.
     """
 
     name: str
@@ -80,7 +80,9 @@ def used_pool(sliding: int = 0) -> Pool:
 
 
 def prompt_operations(sliding: int, where: str) -> list[Counted]:
-    """Returns operations on a prompt: allocate it, publish it, hit it, fork it, free it, and evict others for it."""
+    """Returns operations on a prompt: allocate it, publish it, hit it, fork it, free it, and evict other blocks
+    for it.
+    """
     pool, digests = used_pool(sliding), prompts(1)
     unit = f"prompt of {PROMPT_BLOCKS} blocks"
     ids = range(100, 100 + PROMPTS)
@@ -122,7 +124,7 @@ def decode_operation(sliding: int, where: str) -> Counted:
 
 
 def match_operation() -> Counted:
-    """Returns lookups of prompts whose first half is cached."""
+    """Returns lookups of prompts with a cached first half."""
     pool, known = used_pool(), prompts(1)
     admit(pool, 100, known)
     half = PROMPT_BLOCKS // 2 * DIGEST_BYTES

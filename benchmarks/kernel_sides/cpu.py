@@ -1,6 +1,6 @@
 """Attention over pages on a CPU: the worker's path, and code that uses PyTorch alone.
 
-All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]`. Their indices, masks and compilations are
+All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]`. Indices, masks and compilations are
 prepared. Only the work that each layer repeats is timed; the sides take turns.
 
     torch          the worker's path without its kernels: plain torch, planned the same way

@@ -4,10 +4,10 @@ Two speeds are measured first: a copy of 4 GiB (bytes read and written), and a m
 dtype. One share compares the bytes that a launch must move at least with the copy. The other compares the operations of
 the pairs that a causal mask leaves with the matrix product. Before any timing, the results of a batch's sides
 (`gpu_scenes.py`) are compared: Quire's with plain float32 for a few tokens, every peer's with Quire's for all tokens. A
-side that differs is not timed, and its row says so. Then all sides are launched in turn, in random order, each with
-cold caches. Rows have medians, and medians of the ratios of each round.
+side that differs is not timed, and its row says so. Then all sides are launched one after another, in random order,
+each with cold caches. Rows have medians, and medians of the ratios of each round.
 
-A side may be left out by rule, for lack of time, or because it failed. Its row says why.
+A side may be left out by rule, for lack of time, or because it failed. The case's row says why.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def time_sides(sides: dict[str, Side], timer: Timer, rounds: int) -> dict[str, l
 
 @torch.inference_mode()
 def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), scene: Scene | None = None) -> Row:
-    """Returns one row. It notes a peer that fails or differs; Quire's errors are raised.
+    """Returns one row. A peer that fails or differs is noted. Quire's errors are raised.
 
     Raises:
         ValueError: Quire's result differs from the reference.

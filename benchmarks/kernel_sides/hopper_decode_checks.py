@@ -1,9 +1,9 @@
 """A check of a new GPU: errors of decode against float64, and times, on shapes that take a few seconds.
 
-Each check yields a row as soon as it is known: the shape, the largest error of a head's row divided by the row's root
-mean square, the largest error of lse, and on a GPU the median time of a launch. Latent attention is checked twice, with
-the Hopper kernel and the Triton kernel, under the same division of work. Without a GPU the interpreter runs smaller
-shapes.
+Each check yields a row as soon as it has a result: the shape, the largest error of a head's row divided by the row's
+root mean square, the largest error of lse, and on a GPU the median time of a launch. Latent attention is checked twice,
+with the Hopper kernel and the Triton kernel, under the same division of work. Without a GPU the interpreter runs
+smaller shapes.
 """
 
 from __future__ import annotations

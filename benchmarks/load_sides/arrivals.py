@@ -21,7 +21,7 @@ class Arrival(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The times of a request, in seconds after its arrival; None if it was refused."""
+    """The times of a request, in seconds after its arrival; None if the request was refused."""
 
     first_token_s: float | None
     last_token_s: float | None

@@ -1,7 +1,8 @@
 """vLLM's AsyncLLM on a CPU: `python -m load_sides.vllm_side FOLDER CACHE_TOKENS`, with the Python that has vLLM.
 
-It reads a JSON list of arrivals a line, serves each at its time, and answers with a list of outcomes. Its engine runs
-in its own process, as in vLLM's server and like Quire's worker, without HTTP or a detokenizer.
+The process reads one JSON list of arrivals per line, serves each arrival at its time, and answers with a list of
+outcomes. vLLM's engine runs in its own process, as in vLLM's server and like Quire's worker, without HTTP or a
+detokenizer.
 """
 
 from __future__ import annotations

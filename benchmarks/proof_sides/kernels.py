@@ -1,4 +1,4 @@
-"""Speed of attention beside the chip's limits, for the cases with goals, the most important first.
+"""Speed of attention compared with the chip's limits, for the cases with goals, the most important first.
 
 Each row of a case has Quire's kernel and SDPA on dense keys. Where a kernel for Hopper chips replaced an older one, the
 row has the older one too ("triton"). Further rows compare fp8 pages with bfloat16 pages (`fp8`). Without a GPU, tiny

@@ -1,7 +1,8 @@
-"""A side as a process. It reads lines with a JSON list of requests, and answers with `Answer`'s fields as one object.
+"""A side as a process. The process reads lines with a JSON list of requests, and answers with `Answer`'s fields as one
+object.
 
-Each side has a new process, so that the peak of resident memory is that side's. This module imports nothing of Quire,
-because vLLM's side runs in its own environment.
+Each side has a new process, so that the peak of resident memory belongs to that side. This module imports nothing of
+Quire, because vLLM's side runs in its own environment.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def padded(model: Any) -> Generate:
     from transformers.generation.streamers import BaseStreamer
 
     class First(BaseStreamer):
-        """A streamer that calls back when the first token is there. transformers hands it the prompt first."""
+        """A streamer that calls back when the first token arrives. transformers hands it the prompt first."""
 
         def __init__(self, on_first: Callable[[], None]) -> None:
             self.seen, self.on_first = 0, on_first
@@ -67,7 +67,8 @@ def padded(model: Any) -> Generate:
 def continuous(model: Any) -> Generate:
     """Returns a function for `generate_batch`: transformers' continuous batching over paged keys and values, with SDPA.
 
-    It calls the parts of `generate_batch` one by one, because `generate_batch` itself takes one output length for all.
+    The function calls the parts of `generate_batch` one by one, because `generate_batch` itself takes one output length
+    for all.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 

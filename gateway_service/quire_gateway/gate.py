@@ -65,11 +65,12 @@ class Gate:
     Args:
         app: the endpoints. `scope["state"]` has these for the handlers: `namespace`, `split_special_tokens`,
             `request_id`, `memory` (the charge of their answer), and `body` if workers compute something for it.
-            telemetry: the metrics to update. keys: the callers' keys; None admits every caller, with the nameless
-            namespace. operator_token: the token that `OPERATOR_PATHS` require. Without it, `keys` close these paths to
-                every caller. names: host names that requests may have; None admits any. body_bytes_max: the largest
-                body of a request, in bytes. in_flight_max: the most requests in flight. With several namespaces, each
-                has its share.
+        telemetry: the metrics to update.
+        keys: the callers' keys; None admits every caller, with the nameless namespace.
+        operator_token: the token that `OPERATOR_PATHS` require. Without it, `keys` close these paths to every caller.
+        names: host names that requests may have; None admits any.
+        body_bytes_max: the largest body of a request, in bytes.
+        in_flight_max: the most requests in flight. With several namespaces, each has its share.
         request_log: takes a line for each request when it ends.
         tracing: takes a span of each request.
 

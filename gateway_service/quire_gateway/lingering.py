@@ -23,7 +23,8 @@ class Lingering:
         transport: the wrapped transport; all other methods are its own.
         loop: the event loop of the transport.
 
-    Attributes: is_unread: whether bytes may have arrived that the gateway does not read.
+    Attributes:
+        is_unread: whether bytes may have arrived that the gateway does not read.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:

@@ -60,8 +60,9 @@ class Telemetry:
         errors_by_key: number of requests that ended with an error, by name of the key and code of the error.
         retry_count: number of times that another worker was asked after a refusal.
         continued: number of responses that continue another one. `TAIL` counts responses that computed at most a block
-            more than their own new tokens, `MORE` all others. stored_count: number of stored responses. stored_bytes:
-            bytes of the stored responses.
+            more than their own new tokens, `MORE` all others.
+        stored_count: number of stored responses.
+        stored_bytes: bytes of the stored responses.
     """
 
     def __init__(self) -> None:

@@ -84,7 +84,8 @@ def check_type(content_type: str) -> None:
 def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Refuses a body that is compressed, or has a transfer coding other than chunked.
 
-    Raises: ApiError: the body is compressed, or has another transfer coding.
+    Raises:
+        ApiError: the body is compressed, or has another transfer coding.
     """
     for name, value in headers:
         coding = value.strip().lower()

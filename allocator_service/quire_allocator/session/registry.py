@@ -104,7 +104,8 @@ class SessionRegistry:
 
         An exception that is no refusal is a defect of the allocator: it stops this pool, and other pools continue.
 
-        Raises: Refusal: POOL_QUARANTINED, and the refusals of `operate`, which raises only before it changes anything.
+        Raises:
+            Refusal: POOL_QUARANTINED, and the refusals of `operate`, which raises only before it changes anything.
         """
         try:
             answer = operate()

@@ -138,7 +138,7 @@ class SessionStream:
         """Returns the next message, or None at the end of the stream.
 
         The end of the machine may interrupt only here: an answer that is being written cannot be taken back, and gRPC
-            accepts no status until it is out.
+        accepts no status until it is out.
         """
         machine = self._machine
         if machine.ending is not None:

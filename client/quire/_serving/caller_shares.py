@@ -15,7 +15,8 @@ class CallerShares:
     So a single caller gets half of all places. If n callers want all of them, each gets 1 / (n + 1). A place is always
     left for a caller that has none.
 
-    Args: alone_max: places that a single caller may hold: half of all places.
+    Args:
+        alone_max: places that a single caller may hold: half of all places.
     """
 
     def __init__(self, alone_max: int) -> None:

@@ -66,7 +66,8 @@ class EngineSequence:
         id: its id in the pool.
         tokens: all known tokens. The last ones may not be computed yet. Read only: `append` adds tokens.
         namespace: its prefix is shared only inside this namespace.
-        computed: tokens in the pages. committed: tokens of these that the allocator knows as computed.
+        computed: tokens in the pages.
+        committed: tokens of these that the allocator knows as computed.
         room: tokens that its blocks can hold.
         matched: leading tokens that were in the pages when it was admitted or forked.
         attended: leading tokens that would have matched with a checkpoint (see docs/hybrid.md).

@@ -68,7 +68,8 @@ class SessionCall:
 
         Do not write earlier: if a call without a connection is canceled, gRPC never wakes a task that waits to write.
 
-        Raises: EndedError: the call was canceled in the meantime.
+        Raises:
+            EndedError: the call was canceled in the meantime.
         """
         connecting = asyncio.create_task(_connection(self._call))
         try:

@@ -14,7 +14,7 @@ exactly once.
 
 Pure: no call, clock, randomness or lock. `session.AsyncSession` is its shell for asyncio. An engine with another event
 loop can write its own shell: send all messages in `outbox` in order, and pass every answer of the current stream to
-    `receive`, but no answer of an older stream.
+`receive`, but no answer of an older stream.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class Branches:
     def using(self, namespace: str, identity: str) -> Iterator[Branch]:
         """Yields a branch. The branch cannot expire during the block; its timer restarts afterwards.
 
-        Raises: ApiError: the namespace has no branch with this id.
+        Raises:
+            ApiError: the namespace has no branch with this id.
         """
         branch = self._of[namespace].get(identity) if namespace in self._of else None
         if branch is None:

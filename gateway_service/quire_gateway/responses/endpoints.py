@@ -75,7 +75,8 @@ class _Responses:
     def find(self, request: Request, identity: str, param: str | None = None) -> StoredResponse:
         """Returns a response of the caller's namespace.
 
-        Raises: ApiError: the namespace has no response with this id.
+        Raises:
+            ApiError: the namespace has no response with this id.
         """
         kept = self._store.find(request.state.namespace, identity)
         if kept is None:
@@ -123,7 +124,8 @@ class _Responses:
     async def count(self, request: Request) -> Response:
         """Returns how many tokens the prompt of a response would have.
 
-        Raises: ApiError: a response with this body would be refused.
+        Raises:
+            ApiError: a response with this body would be refused.
         """
         _, call, _ = await self._prepared(request, InputTokensBody)
         return json_response({"object": "response.input_tokens", "input_tokens": len(call.tokens[0])})
@@ -185,7 +187,8 @@ class _Responses:
     async def delete(self, request: Request, identity: str) -> Response:
         """Deletes a response, and cancels it if it is running.
 
-        Raises: ApiError: the response does not exist.
+        Raises:
+            ApiError: the response does not exist.
         """
         self.find(request, identity)
         await self._background.cancel(request.state.namespace, identity)
@@ -195,7 +198,8 @@ class _Responses:
     async def cancel(self, request: Request, identity: str) -> Response:
         """Cancels a response that is computed in the background. A response that has ended stays as it is.
 
-        Raises: ApiError: the response does not exist, or was not computed in the background.
+        Raises:
+            ApiError: the response does not exist, or was not computed in the background.
         """
         kept = self.find(request, identity)
         if not orjson.loads(kept.response)["background"]:

@@ -94,7 +94,7 @@ REQUEST_FIELDS: Final = (
 
 
 class UnsupportedError(RuntimeError):
-    """This engine cannot run on Quire. The message names the unsupported part and the remedy."""
+    """An engine with these settings cannot run on Quire. The message names the unsupported part and the remedy."""
 
 
 def check_release() -> None:

@@ -43,7 +43,8 @@ class Leader:
     """Sends orders to the other ranks. While there is no work, rank 0 sends `WAIT`, so that the other ranks know that
     it lives.
 
-    Attributes: size: number of ranks, including this one.
+    Attributes:
+        size: number of ranks, including this one.
     """
 
     def __init__(self, crew: Crew, *, silence_s: float, on_lost: Callable[[str], None]) -> None:

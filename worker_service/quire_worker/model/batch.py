@@ -43,8 +43,9 @@ class Chunk:
         block_tables: for each group, the sequence's blocks in order, enough for `start + len(tokens)` tokens. Further
             blocks are ignored, and so are blocks before the windows of all tokens. The first block of a group of states
             is its running block.
-        needs_logits: whether to compute the logits after the last token. needs_all_logits: whether to compute the
-            logits after each token. begun_with: number of tokens at the request's beginning; see `rotary.py`.
+        needs_logits: whether to compute the logits after the last token.
+        needs_all_logits: whether to compute the logits after each token.
+        begun_with: number of tokens at the request's beginning; see `rotary.py`.
         adapter: LoRA adapter of the request.
     """
 

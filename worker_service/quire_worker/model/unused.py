@@ -49,7 +49,8 @@ def check_unused(folder: Path, module: Any, names: Collection[str], entries: Map
         names: names of unused tensors, as transformers reports them.
         entries: entries of the checkpoint's files, by tensor name.
 
-    Raises: CheckpointError: an unused tensor belongs to the text; the message names it.
+    Raises:
+        CheckpointError: an unused tensor belongs to the text; the message names it.
     """
     text = _Text(module)
     unused = sorted(name for name in names if not SCALE_NAME.search(name))

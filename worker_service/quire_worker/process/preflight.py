@@ -55,7 +55,8 @@ def check_files(options: argparse.Namespace) -> None:
 def check_temporary_folder() -> None:
     """Checks that there is a folder where torch can put files while it is loaded.
 
-    Raises: UsageError: the folder does not exist.
+    Raises:
+        UsageError: the folder does not exist.
     """
     try:
         tempfile.gettempdir()

@@ -84,7 +84,8 @@ class BranchTask:
 class Swapped(NamedTuple):
     """Tokens `[first, end)` of a sample, with their pages in host memory; see `swap.py`.
 
-    Attributes: slots: the slots of these tokens' blocks, group after group, then the slots of the states.
+    Attributes:
+        slots: the slots of these tokens' blocks, group after group, then the slots of the states.
     """
 
     first: int

@@ -61,8 +61,9 @@ class RunTree:
     def add_fork(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> tuple[Run, Run]:
         """Publishes blocks as `add_child` does, but makes the first position a run of its own, which forks can borrow.
 
-        Returns: The run of the first position, and the run where the sequence ends now. For one position these are the
-            same run.
+        Returns:
+            The run of the first position, and the run where the sequence ends now. For one position these are the same
+            run.
         """
         self._log.stored(parent.scope, parent.last_digest, digests, position)
         first = self._attach(parent, digests[:DIGEST_BYTES], blocks[: self.width], position)
@@ -196,7 +197,7 @@ class RunTree:
         """Yields every run below a root, parents before children, while the tree keeps changing.
 
         A noted run may be split before the walk reaches it: its upper parts are new runs. It may also be evicted. So
-            the walk goes up from the run's deep end to the position where the run began when noted.
+        the walk goes up from the run's deep end to the position where the run began when noted.
         """
         noted = [(child, 0) for child in root.children.values()]
         while noted:

@@ -76,7 +76,8 @@ class _Positions:
 class _Restorer:
     """Makes the stops of one namespace.
 
-    Attributes: full: the managers of full attention, which come first in the pool.
+    Attributes:
+        full: the managers of full attention, which come first in the pool.
     """
 
     def __init__(self, pool: Pool, space: Namespace, links: dict[int, Links]) -> None:

@@ -53,8 +53,8 @@ class Unit(Scoped):
         is_published: whether prompts can hit it. A flag, because reading `first_digest` misses the CPU cache.
         was_hit: whether a new sequence has begun with it.
         stops: the stops that need it; None if there never was one.
-        needed_count: stops that need it, and live sequences that may make such a stop. aside_count: stops with
-            `is_aside` that need it.
+        needed_count: stops that need it, and live sequences that may make such a stop.
+        aside_count: stops with `is_aside` that need it.
     """
 
     __slots__ = ("_digest", "_position", "aside_count", "blocks", "is_published", "needed_count", "stops", "was_hit")

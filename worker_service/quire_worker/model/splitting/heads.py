@@ -40,7 +40,8 @@ def heads_of_rank(query_heads: int, kv_heads: int, *, rank: int, size: int) -> H
         rank: the rank's number.
         size: number of ranks.
 
-    Raises: ValueError: `query_heads` is not a multiple of both.
+    Raises:
+        ValueError: `query_heads` is not a multiple of both.
     """
     if query_heads % size or query_heads % kv_heads:
         raise ValueError(

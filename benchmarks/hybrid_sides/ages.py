@@ -134,9 +134,8 @@ def _together(all_curves: Sequence[Curves]) -> Curves:
 
 
 def _curves(requests: Sequence[Request], shape: Shape, classes: Classes) -> Curves:
-    """For each class, returns the hit tokens and the average bytes as functions of the time, in requests, that its
-    blocks are kept.
-    """
+    """Returns the hit tokens and the average bytes of each class, as functions of the time, in requests, that its
+    blocks are kept."""
     count = len(requests)
     curves: dict[Class, tuple[Floats, Floats]] = {}
     last: dict[int, Touch] = {}

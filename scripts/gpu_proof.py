@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
         default=540.0,
         help="time limit of all parts together, in seconds (default: %(default)s)",
     )
-    parser.add_argument("--dry", action="store_true", help="run what needs no GPU, on tiny shapes")
+    parser.add_argument("--dry", action="store_true", help="run only the parts that need no GPU, on tiny shapes")
     parser.add_argument("--commit", help="measured commit, for a copy without git")
     parser.add_argument(
         "--wheels",

@@ -65,7 +65,7 @@ def make_parser() -> Parser:
         type=_names,
         default=(),
         metavar="NAME,...",
-        help=f"namespaces that metrics name, at most {limits.METRIC_NAMESPACES_MAX}; all others together are `other`",
+        help=f"namespaces with their own label in metrics, at most {limits.METRIC_NAMESPACES_MAX}; others are `other`",
     )
     parser.add_argument(
         "--cpu", type=int, help="run only on this CPU: under load a message then costs a third less CPU time"
@@ -80,7 +80,7 @@ def _share(text: str) -> float:
     """Returns a share of a pool."""
     share = float(text)
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"it is a share from 0 to 1, not {text}")
+        raise argparse.ArgumentTypeError(f"must be a share from 0 to 1, not {text}")
     return share
 
 

@@ -110,7 +110,7 @@ class _Witness:
         self._counters.of(owner.name).observe_recovery(owner.pool, reported_block_count, seconds)
 
     def disagreed(self, owner: Ownership) -> None:
-        log.warning("an owner's tables differ from the allocator's, and it reports its pool again", pool=owner.name)
+        log.warning("an owner's tables differ from the allocator's, so it reports its pool again", pool=owner.name)
         self._counters.of(owner.name).disagreement_count += 1
 
     def resumed(self, owner: Ownership) -> None:

@@ -303,7 +303,7 @@ class Fleet:
         """
         self.model(None)
         if not any(backend.is_connected for backend in self.backends):
-            raise unavailable("no worker is ready: those that answer have no session with their allocator")
+            raise unavailable("no worker is ready: the workers that answer have no session with their allocator")
 
     def backend(
         self,

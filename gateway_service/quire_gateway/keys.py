@@ -204,7 +204,7 @@ class KeyFile:
         try:
             found = read_keys(self._path, {})
         except UsageError as error:
-            log.warning("the file of API keys is unusable; the previous keys stay in force", error=str(error))
+            log.warning("the file of API keys is unusable; the previous keys stay in use", error=str(error))
             return
         assert found is not None, "a path is required"
         self._on_change(found)

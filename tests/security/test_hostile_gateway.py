@@ -45,7 +45,7 @@ from tests.security.gateway_callers import (
 
 FIRST_TOKEN_S_MAX = 2.0
 BODY_BYTES = 8 << 20
-REFUSALS = {400, 404, 413, 429, 501}  # 404: no such branch; 501: what a script has no answer for
+REFUSALS = {400, 404, 413, 429, 501}  # 404: the branch does not exist; 501: the script has no answer
 ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 
 

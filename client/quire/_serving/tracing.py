@@ -178,7 +178,7 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
         "--otlp-endpoint",
         metavar="URL",
         help="send a span of each request to this OpenTelemetry collector over gRPC, as http://127.0.0.1:4317; other"
-        f" OTEL_* variables hold, too (default: ${VARIABLES[0]} or ${VARIABLES[1]}; without them, no traces)",
+        f" OTEL_* variables also apply (default: ${VARIABLES[0]} or ${VARIABLES[1]}; without them, no traces)",
     )
 
 

@@ -129,7 +129,7 @@ def readable(message: ItemT | None) -> ItemT:
     """
     if message is None:
         raise InternalError(
-            "the server sent something that is not a message of this protocol, or that was corrupted on the way"
+            "the server's message cannot be read: it is not of this protocol, or was corrupted on the way"
         )
     return message
 

@@ -46,7 +46,7 @@ Namespace = Annotated[str, typer.Option(help="Only requests of the same namespac
 
 def register(app: typer.Typer) -> None:
     """Adds the group of commands to the application."""
-    group = typer.Typer(no_args_is_help=True, cls=Group, help="The cache that prompts can hit: match, warm, drop.")
+    group = typer.Typer(no_args_is_help=True, cls=Group, help="Cached prefixes of prompts: match, warm, drop.")
     group.command(help=MATCH_EXAMPLES)(match)
     group.command(help=WARM_EXAMPLES)(warm)
     group.command(help=DROP_EXAMPLES)(drop)

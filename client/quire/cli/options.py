@@ -60,7 +60,7 @@ Timeout: TypeAlias = Annotated[
         help="How long a call may take.",
     ),
 ]
-DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")]
+DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")]
 
 ALLOCATOR = DEFAULT_ALLOCATOR
 WORKER = DEFAULT_WORKER

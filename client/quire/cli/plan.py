@@ -52,7 +52,7 @@ CheckpointTokens: TypeAlias = Annotated[
     typer.Option(
         min=1,
         metavar="TOKENS",
-        help="Recurrent states are kept at multiples of this. Default: 256 to 4,096, by model.",
+        help="Interval of the checkpoints of recurrent states. Default: 256 to 4,096, by model.",
     ),
 ]
 AllWeights: TypeAlias = Annotated[

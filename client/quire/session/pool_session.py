@@ -295,7 +295,7 @@ class AsyncSession:
         except FailedPreconditionError as error:  # the allocator lacks a feature
             return error
         except LedgerLostError as error:
-            log.error("the pool begins anew: %s", error)
+            log.error("the pool starts again empty: %s", error)
             self._answers.lose_pool()
         except InternalError as error:
             log.error("the allocator broke the protocol: %s", error)

@@ -79,7 +79,7 @@ class Branches:
         """
         branch = self._of[namespace].get(identity) if namespace in self._of else None
         if branch is None:
-            what = "there is no such branch: it was released or expired, or its worker was restarted"
+            what = "the branch does not exist: it was released or expired, or its worker was restarted"
             raise ApiError(404, what, code=BRANCH_NOT_FOUND)
         branch.use_count += 1
         try:

@@ -116,7 +116,7 @@ class Branches:
         if branch is None or not permissions.may_use(branch.namespace):
             raise QuireError.of(
                 Reason.BRANCH_UNKNOWN,
-                "there is no such branch: it was released or expired, or the worker was restarted",
+                "the branch does not exist: it was released or expired, or the worker was restarted",
             )
         self._renew(branch)
         return branch

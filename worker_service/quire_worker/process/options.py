@@ -91,7 +91,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--vllm-metrics",
         action="store_true",
-        help="also serve the numbers under the names of vLLM's metrics, as vllm:kv_cache_usage_perc",
+        help="also serve the metrics under vLLM's names, such as vllm:kv_cache_usage_perc",
     )
     _add_pool(parser)
     add_policy(parser)
@@ -128,8 +128,8 @@ def make_parser() -> Parser:
         "--cuda-graph-batch-max",
         type=int,
         default=CUDA_GRAPH_BATCH_MAX,
-        help="on a GPU, the largest batch of decoding samples for which a CUDA graph is captured at start, besides "
-        "smaller ones; 0: no graphs (default: %(default)s)",
+        help="on a GPU, the largest batch of decoding samples with a CUDA graph; graphs of smaller batches are "
+        "captured, too; 0: no graphs (default: %(default)s)",
     )
     parser.add_argument(
         "--threads", type=int, default=1, help="CPU threads of the model, per rank (default: %(default)s)"
@@ -154,7 +154,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=model_name,
         metavar="NAME",
-        help=f"names that requests may use for the model, up to {MODEL_NAMES_MAX}; answers have the first one "
+        help=f"names that requests may use for the model, up to {MODEL_NAMES_MAX}; answers name the first one "
         "(default: the folder's name)",
     )
     parser.add_argument(
@@ -201,8 +201,8 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
         type=memory_bytes,
         help="memory for the pool, such as 2GiB, or a share of the machine's or the GPU's memory, such as 80%% "
         "(default on a CPU: half of the memory that is available once the model is loaded, at most the need of "
-        "--max-running whole contexts, or 256MiB; default on a GPU: what --gpu-memory-utilization leaves beside "
-        "model and passes, which is measured)",
+        "--max-running whole contexts, or 256MiB; default on a GPU: the rest of --gpu-memory-utilization after "
+        "model and passes, as measured)",
     )
     memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
     parser.add_argument(
@@ -333,8 +333,8 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="COUNT",
-        help="tokens drafted for each sample in a pass, by --draft-model, or from what followed the same last tokens "
-        "earlier; 0: none (default: %(default)s)",
+        help="tokens drafted for each sample in a pass, by --draft-model, or copied from the text after an earlier "
+        "occurrence of the last tokens; 0: none (default: %(default)s)",
     )
     speculation.add_argument(
         "--draft-model",
@@ -395,5 +395,5 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument(
         "--trusted-rank-network",
         action="store_true",
-        help="allow ranks on several machines, whose messages are neither encrypted nor authenticated",
+        help="allow ranks on several machines; their messages are neither encrypted nor authenticated",
     )

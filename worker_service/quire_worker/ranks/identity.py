@@ -83,7 +83,7 @@ def identity_of(environment: Mapping[str, str], *, size: int | None, may_leave_m
     if not is_on_loopback and not may_leave_machine:
         raise UsageError(
             f"the ranks would connect through {address}, but their messages are neither encrypted nor "
-            "authenticated: give --trusted-rank-network if nobody else can reach that network"
+            "authenticated: give --trusted-rank-network if only trusted machines can reach that network"
         )
     rank = int(environment["RANK"])
     local_rank = int(environment.get("LOCAL_RANK", rank))

@@ -116,7 +116,7 @@ class Directory:
         if epoch <= owner.epoch:
             raise Refusal(
                 "FENCED",
-                f"pool {name}: epoch {epoch} must be above {owner.epoch}, which a newer stream of its owner has",
+                f"pool {name}: epoch {epoch} must be above {owner.epoch}, the epoch of a newer stream of its owner",
             )
         resumed = bool(owner.session_id) and resume_session == owner.session_id
         if resumed and spec != owner.spec:

@@ -201,7 +201,7 @@ def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], ran
         site = sites.get(layer)
         if site is None:
             raise AdapterError(
-                f"{_WEIGHTS} changes {layer:.200}, which is not a layer of this model that an adapter can change"
+                f"{_WEIGHTS} changes {layer:.200}, which is not a layer of this model, or cannot be changed by adapters"
             )
         expected = (rank, site.inputs) if part == "A" else (site.outputs, rank)
         if entry.shape != expected or entry.dtype not in _FLOATS:
@@ -232,7 +232,7 @@ def _check_targets(config: Mapping[str, Any], pairs: Mapping[str, object]) -> No
     for target in targets:
         is_excluded = isinstance(excluded, list) and target in excluded
         if not is_excluded and not any(_ends_with(layer, target) for layer in pairs):
-            raise AdapterError(f"{_CONFIG} targets {target!r:.200}, but {_WEIGHTS} has no such layer")
+            raise AdapterError(f"{_CONFIG} targets {target!r:.200}, but {_WEIGHTS} does not have this layer")
     for layer in pairs:
         left_out_by = None
         if not any(_ends_with(layer, target) for target in targets):

@@ -262,8 +262,7 @@ DEFAULT = f"quire {DEFAULT_POLICY}"
 
 def through_session(policy: str, restarts: int) -> Callable[[Sequence[Request], int], int]:
     """Returns a function that runs the trace over the session protocol. The allocator is replaced this many times, at
-    equal distances. Each new allocator rebuilds the pool from its owner's report.
-    """
+    equal distances. Each new allocator rebuilds the pool from its owner's report."""
 
     def run(requests: Sequence[Request], capacity: int) -> int:
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=BLOCK_TOKENS)

@@ -235,8 +235,7 @@ async def alone(each: Side, prompts: list[list[int]], output_tokens: int) -> Rou
 
 async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Rounds]:
     """Runs the rounds of both sides together, and the long rounds of each alone. The order of creating and starting the
-    sides alternates.
-    """
+    sides alternates."""
     torch.set_num_threads(1)
     model = load_model(options.model, block_size=BLOCK_SIZE)
     tokenizer = Tokenizer(options.model)

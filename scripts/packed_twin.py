@@ -25,8 +25,7 @@ def is_column(field: FieldDescriptorProto) -> bool:
 
 def with_columns(messages: dict[str, DescriptorProto], name: str) -> set[str]:
     """Returns the names of the messages that have columns, or contain a message with columns: `name` and the messages
-    inside it.
-    """
+    inside it."""
     found: set[str] = set()
     for field in messages[name].field:
         inner = field.type_name.removeprefix(PACKAGE)

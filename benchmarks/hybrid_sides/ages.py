@@ -66,8 +66,7 @@ def by_turn_length_and_wait(touch: Touch) -> Class:
 
 def hit_ratio_max(requests: Sequence[Request], shape: Shape, pool_bytes: int, *, has_classes: bool) -> float:
     """Returns the largest possible ratio of hit prompt tokens for a policy that knows ages. With `has_classes`, the
-    policy also knows the length of a text, and the number of the turn in its session.
-    """
+    policy also knows the length of a text, and the number of the turn in its session."""
     curves = _curves(requests, shape, by_turn_and_length if has_classes else all_alike)
     room = _room(requests, shape, pool_bytes)
     low, high = _prices(curves, curves, room)

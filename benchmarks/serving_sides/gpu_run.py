@@ -107,8 +107,7 @@ def _quire_rows(
 ) -> Iterator[Row]:
     """Yields a row with the name of the first of `SETTINGS` that makes the worker answer, and the rows of this setting.
     If it is the first setting, adds rows of `decode` under `WAITING`: side "quire, waiting", with its turn divided by
-    the usual one.
-    """
+    the usual one."""
     turns_ms: dict[tuple[int, int], float | None] = {}
     bounds = Bounds(model, speed, element_bytes=2)
     environment = {"QUIRE_PROBE_DUMMY": "1"} if has_gpu else {}

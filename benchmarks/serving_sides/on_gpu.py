@@ -179,8 +179,7 @@ def decoding_pairs(passes: list[Pass], count: int) -> list[tuple[Pass, Pass]]:
 
 def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None, float | None]:
     """Returns the median milliseconds of a turn and of the device's work in it, and the device's idle share of the
-    turns' time; None without turns.
-    """
+    turns' time; None without turns."""
     if not pairs:
         return None, None, None
     turns_ms = [two["begin_ms"] - one["begin_ms"] for one, two in pairs]
@@ -191,8 +190,7 @@ def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None,
 
 def longest_idle(rounds: list[list[tuple[Pass, Pass]]]) -> list[dict[str, float]]:
     """Returns the five longest gaps between two passes of all rounds: round, turn, length, and events during the gap
-    that may have delayed the model's thread (`probed_worker.grown`).
-    """
+    that may have delayed the model's thread (`probed_worker.grown`)."""
     idle: list[dict[str, float]] = [
         {
             "round": number,

@@ -111,7 +111,7 @@ def described(served: ServerProcess) -> dict[str, Any]:
 
 
 def routes() -> list[tuple[str, str]]:
-    """Returns every method and path that the gateway serves, also those missing from its description."""
+    """Returns every method and path that the gateway serves, including those missing from its description."""
     telemetry = Telemetry()
     store = Store(telemetry, bytes_max=0, lifetime_s=1, are_several=False)
     app = make_app(

@@ -29,7 +29,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 class Model(NamedTuple):
-    """A checkpoint, and its adapters by name; the name "" stands for no adapter."""
+    """A checkpoint, and its adapters by name; the name "" means no adapter."""
 
     base: Path
     adapters: dict[str, Path]

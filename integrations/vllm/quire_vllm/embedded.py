@@ -30,8 +30,7 @@ class Admitted(NamedTuple):
 
 class Waiting(NamedTuple):
     """A new sequence was not admitted. With `is_computed_elsewhere`, another sequence is computing the prefix, so the
-    prompt will hit it a little later. Otherwise there are too few blocks.
-    """
+    prompt will hit it a little later. Otherwise there are too few blocks."""
 
     is_computed_elsewhere: bool
 
@@ -46,8 +45,7 @@ class Need(NamedTuple):
 
 class Prompt(NamedTuple):
     """A waiting request: its key, the token counts of its first chunk and of its whole prompt, its digests, and whether
-    it was preempted before.
-    """
+    it was preempted before."""
 
     key: str
     chunk_token_count: int

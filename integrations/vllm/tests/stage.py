@@ -42,8 +42,7 @@ STATISTICS: Final = ("requests", "queries", "hits", "preempted_requests", "preem
 
 class Cast(NamedTuple):
     """Two scheduler classes, and the folder with the model's configuration for them. The second class schedules
-    ahead.
-    """
+    ahead."""
 
     scheduler: Any
     async_scheduler: Any

@@ -74,7 +74,9 @@ class TwinRetention:
     def set_stops(
         self, sequence: TwinSequence, digests: Sequence[bytes], length: int, prompt: int, junction: int
     ) -> tuple[int, ...]:
-        """Sets the stops of a new sequence. Its first `length` tokens are published, and it parts after them."""
+        """Sets the stops of a new sequence. Its first `length` tokens are published, and the prompt diverges after
+        them.
+        """
         end = sequence.prompt_end = self.edge_before(prompt - 1)
         if all(kind.keeps_prefixes for kind in self.pool.kinds):
             return ()

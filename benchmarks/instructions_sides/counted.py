@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 from allocator_sides.core_side import new_pool
 from allocator_sides.workload import BLOCK_TOKENS, DIGEST_BYTES
+from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.v1 import _packed_pb2 as packed
+from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import Result
 from session_sides.handler import Handler
+from session_sides.in_process import InProcess
 from session_sides.streams import Owner
 
 BLOCKS = 8_192
@@ -165,6 +168,29 @@ def step_operation() -> Counted:
     return Counted(f"session, step of {STEP_OPERATIONS} appends", "append", STEP_OPERATIONS, steps, all_ok)
 
 
+def owner_operation() -> Counted:
+    """Returns steps of appends through an owner: it builds each step, and its ledger follows the answer."""
+    group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=BLOCK_TOKENS)
+    owner = InProcess(pb.PoolSpec(block_count=BLOCKS, groups=[group]))
+    ids = range(1, STEP_OPERATIONS + 1)
+    opened = StepBuilder()
+    for sequence_id in ids:
+        opened.allocate(sequence_id, 1 + sequence_id % BLOCK_TOKENS)
+    owner.step(opened)
+
+    def grow(ahead: int) -> StepOutcome:
+        builder = StepBuilder()
+        for sequence_id in ids:
+            builder.grow(sequence_id, 1 + sequence_id % BLOCK_TOKENS + ahead)
+        return owner.step(builder)
+
+    def all_grew(results: list[Any]) -> None:
+        assert {each.result for outcome in results for each in outcome.grows} == {Result.OK}, results
+
+    steps = [(grow, (ahead,)) for ahead in range(1, BLOCK_TOKENS + 1)]
+    return Counted(f"owner and session, step of {STEP_OPERATIONS} appends", "append", STEP_OPERATIONS, steps, all_grew)
+
+
 def metrics_operations() -> list[Counted]:
     """Returns the metrics' work after a step: for steps of prompts, and for steps of a decoding batch."""
     # Imported last: an earlier import moves objects in memory, which changes the counts of copies above by 2 %.
@@ -218,7 +244,7 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     run(counter, work, 0)
-    run(counter, metrics_operations(), len(work))
+    run(counter, [*metrics_operations(), owner_operation()], len(work))
 
 
 def run(counter: ctypes.CDLL, work: list[Counted], first: int) -> None:

@@ -187,8 +187,9 @@ class AdapterInfo:
 # Pools
 
 
+# Shared with the core: scripts/shared_values.py
 class GroupKind(OpenEnum):
-    """How the layers of a group use their blocks."""
+    """How the layers of a group use their blocks, numbered as in `quire.v1.GroupKind`."""
 
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2  # Tokens attend to the last `window` tokens, including themselves.
@@ -196,6 +197,7 @@ class GroupKind(OpenEnum):
     STATE = 4  # recurrent layers: a block has a state instead of tokens, and a table has one entry
 
 
+# Shared with the core: scripts/shared_values.py
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """One KV cache group. Every `block_size` of a pool is a multiple of the smallest one.
@@ -223,16 +225,16 @@ class GroupSpec:
         return 0
 
 
+# Shared with the core: scripts/shared_values.py
 @dataclass(frozen=True, slots=True)
 class Quota:
     """Limits of one namespace in a pool, in blocks of all groups; None means no limit.
 
     Attributes:
-        namespace: the namespace's name. "*" means every namespace without its own quota.
+        namespace: its name. "*" means every namespace without its own quota.
         held_blocks_max: the most blocks that its sequences may hold; a shared block counts once. Beyond this limit,
             operations get Result.QUOTA.
-        cached_blocks_max: the most blocks that it may leave in the cache. Beyond this limit, the namespace's own blocks
-            are evicted first.
+        cached_blocks_max: the most blocks that it may leave in the cache. Beyond it, its own are evicted first.
     """
 
     namespace: str
@@ -240,6 +242,7 @@ class Quota:
     cached_blocks_max: int | None = None
 
 
+# Shared with the core: scripts/shared_values.py
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """A pool's specification, which its owner declares once. Layout and fingerprint are part of each digest's root.

@@ -119,7 +119,7 @@ def test_each_volume_of_credentials_is_read_by_one_service_and_the_authoritys_by
 
 
 def test_volumes_begin_as_folders_that_their_maker_may_write_to(compose: dict[str, Any]) -> None:
-    dockerfile = (ROOT / "allocator_service" / "Dockerfile").read_text(encoding="utf-8")
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     (names,) = re.findall(r"for service in ([a-z0-9 ]+);", dockerfile)
     mounts = compose["services"]["certs"]["volumes"]
     assert names.split() == [mount.split(":")[1].rpartition("/")[2] for mount in mounts[1:]]

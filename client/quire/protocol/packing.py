@@ -73,15 +73,12 @@ def _pack(code: str, numbers: Iterable[int], name: str = "") -> bytes:
     except (OverflowError, TypeError):
         _refuse(code, numbers, name)
         raise
+    # True and False would be packed as 1 and 0.
+    if name and not isinstance(numbers, array) and bool in map(type, numbers):
+        _refuse(code, numbers, name)
     if not IS_LITTLE_ENDIAN:
         column.byteswap()
-    data = column.tobytes()
-    if name:
-        # True and False pack as 1 and 0. Few columns contain these values, so a cheap search of the bytes comes first.
-        width = column.itemsize
-        if (1).to_bytes(width, "little") in data or bytes(width) in data:
-            _refuse(code, numbers, name)
-    return data
+    return column.tobytes()
 
 
 def _refuse(code: str, numbers: Sequence[object], name: str) -> None:

@@ -28,12 +28,12 @@ from quire.cli import (
     top,
     up,
 )
-from quire.cli.names import Group
+from quire.cli.names import CommandGroup
 from quire.errors import QuireError
 
 app = typer.Typer(
     name="quire",
-    cls=Group,
+    cls=CommandGroup,
     help="Paged KV cache as a service: run it, use it, look into it.",
     no_args_is_help=True,
     rich_markup_mode="rich",

@@ -184,7 +184,7 @@ def test_nothing_of_a_text_is_in_any_span(scene: Scene) -> None:
 @pytest.mark.parametrize("kind", ["refuses", "never answers"])
 def test_a_dead_collector_delays_no_answer_and_no_stop(kind: str, tmp_path: Path) -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # It does not listen, so connections are refused.
+        unused.bind(("127.0.0.1", 0))  # The collector does not listen, so connections are refused.
         stalled = threading.Event()
         with collecting(stalled) as collector, pytest.MonkeyPatch.context() as patch:
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")

@@ -62,7 +62,7 @@ def worker() -> Iterator[ScriptedServer]:
 def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     keys = f"{HONEST} honest,{HOSTILE} hostile"
     folder = tmp_path_factory.mktemp("gateway")
-    with gateway(folder, "--worker", worker.address, "--in-flight-max", "32", QUIRE_API_KEYS=keys) as process:
+    with gateway(folder, "--worker", worker.address, "--max-in-flight", "32", QUIRE_API_KEYS=keys) as process:
         warm_up(process)
         yield process
 

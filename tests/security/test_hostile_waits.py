@@ -87,7 +87,7 @@ def served(
     keys = f"{HONEST} honest,{HOSTILE} hostile"
     address = holding[1].address
     with gateway(
-        tmp_path_factory.mktemp("waits"), "--worker", address, "--in-flight-max", "32", QUIRE_API_KEYS=keys
+        tmp_path_factory.mktemp("waits"), "--worker", address, "--max-in-flight", "32", QUIRE_API_KEYS=keys
     ) as process:
         warm_up(process)
         yield process

@@ -61,7 +61,7 @@ def worker() -> Iterator[ScriptedServer]:
 @pytest.fixture(scope="module")
 def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("gateway")
-    servers = ("--worker", worker.address, "--allocator", worker.address, "--in-flight-max", "32")
+    servers = ("--worker", worker.address, "--allocator", worker.address, "--max-in-flight", "32")
     with gateway(folder, *servers, QUIRE_API_KEYS=f"{HONEST} honest,{HOSTILE} hostile") as process:
         warm_up(process)
         yield process

@@ -90,7 +90,7 @@ def served(
     keys = f"{HONEST} honest,{HOSTILE} hostile"
     address = holding[1].address
     servers = ("--worker", address, "--allocator", address)
-    with gateway(tmp_path_factory.mktemp("waits"), *servers, "--in-flight-max", "32", QUIRE_API_KEYS=keys) as process:
+    with gateway(tmp_path_factory.mktemp("waits"), *servers, "--max-in-flight", "32", QUIRE_API_KEYS=keys) as process:
         warm_up(process)
         yield process
 

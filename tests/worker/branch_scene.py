@@ -12,7 +12,7 @@ import pytest
 import torch
 from quire.errors import QuireError
 from quire.protocol.permissions import EVERYTHING
-from quire_worker.calls.branch_values import Branch
+from quire_worker.calls.branch import Branch
 from quire_worker.calls.branches import Branches
 from quire_worker.sampling.params import SamplingParams
 

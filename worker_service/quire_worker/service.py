@@ -134,6 +134,13 @@ class WorkerService(AdapterCalls, RequestCalls):
         """Ends branches and frees their blocks."""
         return await self._answer(context, "ReleaseBranches", request, self._branch_calls.release)
 
+    async def ListBranches(self, request: pb.ListBranchesRequest, context: Context) -> pb.ListBranchesResponse:
+        """Answers with the branches, to observers of the pool."""
+        permissions: Permissions = self._authorize(context)
+        if not permissions.may_observe(self._pool):
+            await abort(context, QuireError.of(Reason.POOL_FORBIDDEN, "the certificate does not permit this pool"))
+        return self._branch_calls.listed(permissions)
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Answers with the tokens of a text or a conversation."""
         try:

@@ -108,8 +108,11 @@ class BranchCalls:
         """Releases branches that the caller may use."""
         count = len(message.branch_ids)
         require(count <= IDS_MAX, f"branch_ids must have at most {IDS_MAX} entries, not {count}")
-        await self._branches.release(message.branch_ids, permissions)
-        return pb.ReleaseBranchesResponse()
+        return pb.ReleaseBranchesResponse(released_count=await self._branches.release(message.branch_ids, permissions))
+
+    def listed(self, permissions: Permissions) -> pb.ListBranchesResponse:
+        """Returns the branches that the caller may use."""
+        return pb.ListBranchesResponse(branches=self._branches.listed(permissions))
 
     @asynccontextmanager
     async def generating(

@@ -24,12 +24,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from quire._serving.caller_shares import CallerShares
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
+from quire.v1 import worker_pb2 as pb
 
-from quire_worker.calls.branch_values import Branch, Scores
+from quire_worker.calls.branch import ID_BYTES, PREFIX_BYTES, Branch
 from quire_worker.calls.loop_timer import LoopTimer
 from quire_worker.engine import Engine
 from quire_worker.sampling.grammar import Matcher
@@ -44,6 +46,13 @@ CANDIDATE_COUNT_MAX = 256
 CANDIDATE_TOKENS_MAX = 65_536  # sum over all candidates
 BUSY_RETRY_S = 0.05  # seconds until the next look at a branch that is in use when its time ends
 COMPUTE_ALONE = SamplingParams(max_tokens=1)  # for requests that only compute their tokens
+
+
+class Scores(NamedTuple):
+    """Result of `Branches.score`: the logprobs of each candidate's tokens, and the count of granted blocks."""
+
+    logprobs: list[list[float]]
+    granted_block_count: int
 
 
 class Branches:
@@ -222,10 +231,16 @@ class Branches:
                 unknown.append(branch_id)
         return unknown
 
-    async def release(self, branch_ids: Iterable[bytes], permissions: Permissions) -> None:
-        """Releases branches that the caller may use, each as soon as no call uses it."""
+    async def release(self, branch_ids: Iterable[bytes], permissions: Permissions) -> int:
+        """Releases branches that the caller may use, each as soon as no call uses it. Returns their number.
+
+        Args:
+            branch_ids: ids, or their first bytes, as lists have them.
+            permissions: those of the caller.
+        """
+        released_count, by_prefix = 0, {branch_id[:PREFIX_BYTES]: each for branch_id, each in self._branches.items()}
         for branch_id in branch_ids:
-            branch = self._branches.get(branch_id)
+            branch = (by_prefix if len(branch_id) == PREFIX_BYTES else self._branches).get(branch_id)
             if branch is None or not permissions.may_use(branch.namespace):
                 continue
             async with branch.lock:
@@ -233,6 +248,17 @@ class Branches:
                     if branch.sample is not None:
                         await self._engine.settled(branch.sample)
                     self._end(branch)
+                    released_count += 1
+        return released_count
+
+    def listed(self, permissions: Permissions) -> list[pb.BranchInfo]:
+        """Returns the branches that the caller may use, oldest first. Their lifetimes do not change."""
+        now_s = self._clock()
+        return [
+            branch.info(now_s, is_held=self._is_held(branch))
+            for branch in self._branches.values()
+            if permissions.may_use(branch.namespace)
+        ]
 
     # -- parts of a call -----------------------------------------------------------------------------------------------
 
@@ -346,7 +372,7 @@ class Branches:
     def _new(self, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish) -> Branch:
         """Creates a branch in a place that was taken."""
         now_s = self._clock()
-        branch = Branch(secrets.token_bytes(16), tokens, namespace, ttl_s, now_s + ttl_s, wish=wish)
+        branch = Branch(secrets.token_bytes(ID_BYTES), tokens, namespace, ttl_s, now_s, now_s + ttl_s, wish=wish)
         self._branches[branch.id] = branch
         self._timer.set(branch.expires_s)
         return branch

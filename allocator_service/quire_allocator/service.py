@@ -326,10 +326,9 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
 
 def add_to_server(service: AllocatorService, server: aio.Server) -> None:
-    """Adds the service to a server. `Session` and `Apply` read and write the messages with columns of bytes."""
-    session = grpc.stream_stream_rpc_method_handler(
-        service.Session, packed.SessionRequest.FromString, packed.SessionReply.SerializeToString
-    )
+    """Adds the service to a server. `Session` and `Apply` have messages with columns of bytes, and `Session`
+    parses and serializes them itself, because it needs their sizes."""
+    session = grpc.stream_stream_rpc_method_handler(service.Session)
     apply = grpc.unary_unary_rpc_method_handler(
         service.Apply, packed.Step.FromString, packed.StepReply.SerializeToString
     )

@@ -34,13 +34,13 @@ class BrokenError(Exception):
 class LossyStream(SessionStream):
     """Applies steps, but breaks the stream instead of answering, as often as its service says."""
 
-    async def _write(self, reply: packed.SessionReply) -> None:
+    async def _write(self, answer: bytes) -> None:
         service = self._service
         assert isinstance(service, LossyService)
-        if reply.HasField("step_reply") and service.replies_to_lose:
+        if packed.SessionReply.FromString(answer).HasField("step_reply") and service.replies_to_lose:
             service.replies_to_lose -= 1
             raise BrokenError
-        await super()._write(reply)
+        await super()._write(answer)
 
 
 class LossyService(AllocatorService):

@@ -67,7 +67,6 @@ def answer_step(
     owner.untold_drops.clear()
     owner.steps.record(step, answer)
     owner.steps.forget(ack)
-    sessions.kept_bytes.count(owner, number, step.ByteSize() + answer.ByteSize())
     sessions.publish(owner, ack)
     return Answered(answer, columns)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat())
+HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()
 
 
 @contextlib.contextmanager
@@ -83,9 +83,9 @@ class SessionStream:
             )
             require(is_placed, text, "LIMIT")
             await self._answer(await self._read_first())
-            while machine.phase is not Phase.DETACHED and (request := await self._read()) is not None:
-                await self._answer(request)
-                del request  # its memory, while the next message is awaited
+            while machine.phase is not Phase.DETACHED and (message := await self._read()) is not None:
+                await self._answer(message)
+                del message  # its memory, while the next message is awaited
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
             code = error.code.name
@@ -101,9 +101,12 @@ class SessionStream:
                 places.leave(self._caller)
             self._service.counters.count_rpc("Session", code)
 
-    async def _answer(self, request: packed.SessionRequest | None) -> None:
+    async def _answer(self, message: bytes | None) -> None:
         machine = self._machine
-        request = request or packed.SessionRequest()
+        try:
+            request = packed.SessionRequest.FromString(message or b"")
+        except DecodeError:
+            raise Refusal("MALFORMED", "the message is not a SessionRequest") from None
         started, now = time.perf_counter(), self._service.clock()
         if machine.phase is Phase.REPORTING and request.HasField("report_end"):
             with _collection_paused():
@@ -114,11 +117,15 @@ class SessionStream:
         applied, owner, counted = machine.applied, machine.owner, None
         if applied is not None and owner is not None:  # looked up now, because the pool may be dropped after the write
             counted = self._service.counters.of(owner.name), owner.pool
+        answers = [reply.SerializeToString() for reply in replies]
+        if applied is not None and owner is not None:
+            size = len(message or b"") + len(answers[0])
+            self._service.sessions.kept_bytes.count(owner, request.step.number, size)
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:
-            for reply in replies:
-                await self._write(reply)
+            for answer in answers:
+                await self._write(answer)
         finally:  # counted after the write, because the owner waits for the write; also if it fails
             if applied is not None and counted is not None:
                 numbers, pool = counted
@@ -128,7 +135,7 @@ class SessionStream:
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
 
-    async def _read_first(self) -> packed.SessionRequest | None:
+    async def _read_first(self) -> bytes | None:
         try:
             async with asyncio.timeout(limits.ATTACH_TIMEOUT_S), self._service.attaching.of(self._caller):
                 return await self._read()
@@ -137,7 +144,7 @@ class SessionStream:
                 "IDLE", f"the stream's first message, Attach, did not arrive within {limits.ATTACH_TIMEOUT_S:g} s"
             ) from None
 
-    async def _read(self) -> packed.SessionRequest | None:
+    async def _read(self) -> bytes | None:
         """Returns the next message, or None at the end of the stream.
 
         The end of the machine may interrupt only here: an answer that is being written cannot be taken back, and gRPC
@@ -148,17 +155,15 @@ class SessionStream:
             raise machine.ending
         self._reading = True
         try:
-            request = await self._context.read()
+            message = await self._context.read()
         except asyncio.CancelledError:
             if machine.ending is None:
                 raise
             self._task.uncancel()
             raise machine.ending from None
-        except DecodeError:
-            raise Refusal("MALFORMED", "the message is not a SessionRequest") from None
         finally:
             self._reading = False
-        return None if request is aio.EOF else request  # type: ignore[attr-defined]
+        return None if message is aio.EOF else message  # type: ignore[attr-defined]
 
     def _interrupt(self) -> None:
         """Ends the stream after its machine was ended from outside.
@@ -171,12 +176,12 @@ class SessionStream:
         else:
             asyncio.get_running_loop().call_later(SILENCE_S, self._task.cancel)
 
-    def _write(self, reply: packed.SessionReply) -> Awaitable[None]:
-        size = ANSWER_COPIES * reply.ByteSize()
-        return self._context.write(reply) if size <= SMALL_BYTES else self._write_large(reply, size)
+    def _write(self, answer: bytes) -> Awaitable[None]:
+        size = ANSWER_COPIES * len(answer)
+        return self._context.write(answer) if size <= SMALL_BYTES else self._write_large(answer, size)
 
-    async def _write_large(self, reply: packed.SessionReply, size: int) -> None:
-        """Writes a reply, and counts its bytes until the owner has taken it.
+    async def _write_large(self, answer: bytes, size: int) -> None:
+        """Writes an answer, and counts its bytes until the owner has taken it.
 
         Raises:
             Refusal: LIMIT, the caller leaves too many bytes of replies unread.
@@ -185,7 +190,7 @@ class SessionStream:
         text = f"one caller may leave {unread.each_max:,} bytes of replies unread, fewer if others leave many"
         require(unread.take(self._caller, size), f"{text}: read replies faster", "LIMIT")
         try:
-            await self._context.write(reply)
+            await self._context.write(answer)
         finally:
             unread.leave(self._caller, size)
 

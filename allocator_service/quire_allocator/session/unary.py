@@ -92,6 +92,7 @@ class UnarySessions:
             answer, applied = answer_step(self._sessions, owner, step, restricted, now)
             reply = answer.step_reply
             if applied is not None:
+                self._sessions.kept_bytes.count(owner, step.number, step.ByteSize() + reply.ByteSize())
                 numbers = self._counters.of(owner.name)
                 numbers.observe_step(owner.pool, applied, reply, time.perf_counter() - started)
                 numbers.observe_blocks(owner.pool, applied, reply, now)

@@ -59,9 +59,9 @@ async def test_steps_of_a_stream_and_by_calls_take_less_than_the_time_that_passe
     await by_calls.apply(by_calls.message(grows=grows((1, 8, b""))))
     elapsed = time.perf_counter() - started
     for pool in ("a", "b"):
-        seconds = allocator.service.counters.of(pool).step_seconds
-        assert sum(seconds.counts) == 1
-        assert 0 < seconds.sum < elapsed
+        counters = allocator.service.counters.of(pool)
+        assert sum(counters.step_seconds.counts) == 1
+        assert 0 < counters.step_seconds_sum < elapsed
 
 
 async def test_refusals_count_the_blocks_that_they_are_short_of(allocator: RunningAllocator) -> None:

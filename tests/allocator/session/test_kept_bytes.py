@@ -43,7 +43,10 @@ def take(sessions: SessionRegistry, owner: Ownership, number: int, ack: int = 0,
     length = size - message.ByteSize()
     message.MergeFromString(b"\xfa\x7f" + bytes([length & 127 | 128, length >> 7]) + b"j" * length)
     step = packed.Step.FromString(message.SerializeToString())
-    return answer_step(sessions, owner, step, None, 0.0).applied is not None
+    answer, applied = answer_step(sessions, owner, step, None, 0.0)
+    if applied is not None:
+        sessions.kept_bytes.count(owner, number, step.ByteSize() + answer.ByteSize())
+    return applied is not None
 
 
 def test_a_caller_that_keeps_too_many_bytes_loses_replies_and_others_keep_theirs(sessions: SessionRegistry) -> None:

@@ -246,10 +246,10 @@ async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters
 ) -> None:
     write = SessionStream._write
 
-    def drop_and_write(stream: SessionStream, reply: pb.SessionReply) -> Awaitable[None]:
-        if reply.HasField("step_reply"):
+    def drop_and_write(stream: SessionStream, answer: bytes) -> Awaitable[None]:
+        if pb.SessionReply.FromString(answer).HasField("step_reply"):
             allocator.service.sessions.drop(allocator.service.directory.pool("a"))  # as if its lease had ended
-        return write(stream, reply)
+        return write(stream, answer)
 
     owner = await StreamOwner.ready(allocator)
     monkeypatch.setattr(SessionStream, "_write", drop_and_write)

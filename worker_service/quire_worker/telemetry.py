@@ -33,6 +33,7 @@ class WorkerTelemetry:
         self.output_token_count = 0
         self.drafted_token_count = 0  # draft tokens computed behind a sample's last token
         self.accepted_token_count = 0  # drafted tokens that equal the sampled ones
+        self.kv_events: Counter[str] = Counter()  # see `kv_events.publisher`
         self.held_block_count = 0  # after the last step that was answered
         self.held_block_count_max = 0
         self.table_entry_count_max = 0

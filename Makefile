@@ -127,10 +127,11 @@ model: ## check the model of the session protocol with Spin, and that each plant
 mutants: $(READY) ## change the product at random and name what no test notices; an hour or more: COUNT=100 SEED=7
 	$(BIN)/python scripts/mutants.py --count $(or $(COUNT),100) --seed $(or $(SEED),1) --jobs $(JOBS)
 
-check: $(READY) ## lint, formatting, whether the client's blocking half, docs/metrics.md and the dashboards are fresh, what may import what, the protos, and types
+check: $(READY) ## lint, formatting, whether what scripts write is fresh, what may import what, the protos, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/unasync.py --check
+	$(BIN)/python scripts/shared_values.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
 	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/lint-imports --no-logo --no-cache
@@ -138,8 +139,9 @@ check: $(READY) ## lint, formatting, whether the client's blocking half, docs/me
 	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker \
 		benchmarks examples conformance/run.py conformance/owner.py integrations/vllm/quire_vllm integrations/vllm/tests
 
-format: $(READY) ## format and mend what can be mended; write the client's blocking half from the asyncio one
+format: $(READY) ## format and mend what can be mended; write the client's blocking half and shared values
 	$(BIN)/python scripts/unasync.py
+	$(BIN)/python scripts/shared_values.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -42,8 +42,7 @@ from quire_kernels.extra import sample  # noqa: E402
 from quire_kernels.ops.decode_paged import decode_paged_reference  # noqa: E402
 from quire_kernels.ops.merge_states import merge_states_reference  # noqa: E402
 from quire_kernels.ops.mla_paged import mla_paged_reference  # noqa: E402
-from quire_kernels.ops.prefill_paged import prefill_paged_reference  # noqa: E402
-from quire_kernels.ops.prefill_ragged import prefill_ragged_reference  # noqa: E402
+from quire_kernels.ops.prefill_attention import prefill_paged_reference, prefill_ragged_reference  # noqa: E402
 from quire_kernels.ops.sampling import weights_reference  # noqa: E402
 from quire_kernels.shared.fp8 import E4M3, E5M2, FP8_MAX, quantise_reference  # noqa: E402
 from quire_kernels.shared.options import AttentionOptions  # noqa: E402

@@ -1,10 +1,11 @@
-"""Prints the size of the allocator's core and how widely its words are used, each measure with its goal.
+"""Prints the size of the core, how widely its words are used, and names used twice, each measure with its goal.
 
     python scripts/measures.py
 
 Words of retention are counted in names, docstrings and comments, but not in import lines. The field `stops` is a list
 of token counts: an answer of the allocator carries it to its owner's ledger, and a report carries it back. It is
-counted outside the modules that decide about stops.
+counted outside the modules that decide about stops. Names of classes and files are counted in the whole product,
+without what scripts write from another file.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from shared_values import MARKER
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 CORE: Final = ROOT / "allocator_service/quire_allocator/core"
@@ -99,6 +103,19 @@ def doors(paths: Iterable[Path]) -> set[str]:
     }
 
 
+def class_names(path: Path) -> set[str]:
+    """Returns the names of a file's classes, without those that are written from the core's."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    classes = [node for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.ClassDef)]
+    firsts = {each.name: min(line.lineno for line in (each, *each.decorator_list)) for each in classes}
+    return {name for name, first in firsts.items() if lines[first - 2] != MARKER}
+
+
+def used_twice(found: Iterable[str]) -> list[str]:
+    """Returns the names that occur more than once."""
+    return sorted(name for name, count in Counter(found).items() if count > 1)
+
+
 def glossary() -> list[str]:
     """Returns the words of the glossary in ARCHITECTURE.md."""
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Words\n")[1]
@@ -107,11 +124,15 @@ def glossary() -> list[str]:
 
 
 def measures() -> list[Measure]:
-    """Returns all measures of the core."""
+    """Returns all measures with their goals."""
     core = sources(CORE)
     deciding = [path for path in core if path.parent.name not in {"readers", "rebuild"}]
     product = sources(*(ROOT / folder for folder in PRODUCT))
     naming = [path for path in product if path not in KEEPING and has_field(path, "stops")]
+    written = [path for path in product if path.parent.name != "_sync"]
+    classes = used_twice(name for path in written for name in class_names(path))
+    files = used_twice(path.name for path in written if path.name != "__init__.py")
+    print("classes:", *classes, "\nfiles:", *files, file=sys.stderr)
     show("words of retention", [path for path in core if words(path) & RETENTION])
     show("naming stops", naming)
     show("what leaves next", [path for path in deciding if names(path) & WORTHS])
@@ -124,6 +145,8 @@ def measures() -> list[Measure]:
         Measure("files that tell which block leaves next", sum(bool(names(path) & WORTHS) for path in deciding), 4),
         Measure("doors of a grow", len(doors(core)), 5),
         Measure("words of the glossary", len(glossary()), 50),
+        Measure("names of classes used twice", len(classes), 45),
+        Measure("names of files used twice", len(files), 41),
     ]
 
 

@@ -20,8 +20,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Must be set before Triton is imported.
 
+from quire_kernels.ops.prefill_attention import prefill_paged, prefill_paged_reference
 from quire_kernels.ops.prefill_hopper import SWITCH, runs_on_hopper
-from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
 from quire_kernels.shared.launch import Tiling, chip_of
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import unpack_paged_cache

@@ -32,6 +32,7 @@ from typing import Final
 
 from quire._numbers import require_integer
 
+# Shared with the core: scripts/shared_values.py
 DIGEST_BYTES: Final = 32
 FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' hashes. On the wire they are padded with zeros.
 CONTENT_ID_BYTES_MAX: Final = 128

@@ -187,15 +187,17 @@ class AdapterInfo:
 # Pools
 
 
+# Shared with the core: scripts/shared_values.py
 class GroupKind(OpenEnum):
-    """How the layers of a group use their blocks."""
+    """How the layers of a group use their blocks, numbered as in `quire.v1.GroupKind`."""
 
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2  # Tokens attend to the last `window` tokens, including themselves.
     CHUNKED_LOCAL = 3  # Tokens attend only inside their own chunk of `window` tokens.
-    STATE = 4  # recurrent layers: a block holds a state instead of tokens, and a table has one entry
+    STATE = 4  # recurrent layers: a block has a state instead of tokens, and a table has one entry
 
 
+# Shared with the core: scripts/shared_values.py
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """One KV cache group. Every `block_size` of a pool is a multiple of the smallest one.
@@ -223,15 +225,16 @@ class GroupSpec:
         return 0
 
 
+# Shared with the core: scripts/shared_values.py
 @dataclass(frozen=True, slots=True)
 class Quota:
     """Limits of one namespace in a pool, in blocks of all groups; None means no limit.
 
     Attributes:
-        namespace: the namespace's name. "*" means every namespace without its own quota.
-        held_blocks_max: blocks that its sequences may hold, with shared ones counted once. Beyond it, operations get
-            Result.QUOTA.
-        cached_blocks_max: blocks that it may leave in the cache. Beyond it, its own blocks are evicted first.
+        namespace: its name. "*" means every namespace without its own quota.
+        held_blocks_max: the most blocks that its sequences may hold; a shared block counts once. Beyond this limit,
+            operations get Result.QUOTA.
+        cached_blocks_max: the most blocks that it may leave in the cache. Beyond it, its own are evicted first.
     """
 
     namespace: str
@@ -239,18 +242,19 @@ class Quota:
     cached_blocks_max: int | None = None
 
 
+# Shared with the core: scripts/shared_values.py
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """A pool's specification, which its owner declares once. Layout and fingerprint are part of each digest's root.
 
     Attributes:
-        block_count: physical blocks. They have one size in bytes, and all groups share them.
+        block_count: physical blocks. Blocks have one size in bytes, and all groups share them.
         watermark_block_count: free blocks that a new sequence must leave for running sequences.
         quotas: at most one per namespace.
         eviction_policy: name of the policy that chooses the cached blocks to evict first; empty for the default.
         retention: windows and states that stay cached: `dense` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 if unknown.
-        append_only: tables change only at their end. A commit swaps nothing: a sequence keeps its own blocks. Such a
+        append_only: tables change only at their end. A commit swaps no blocks: a sequence keeps its own. An append-only
             pool has no groups of states. Blocks that fell out of a window are given back; an engine may keep their
             entries.
         first_block_id: the lowest block id, for engines that use lower ids themselves; at most 65,536.

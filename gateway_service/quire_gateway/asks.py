@@ -10,7 +10,7 @@ from quire.sampling import SamplingOptions
 
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
 from quire_gateway.cache_wishes import Wish, wish_of
-from quire_gateway.calls.tools import Choice, Tools, tools_of
+from quire_gateway.calls.tools import ToolChoice, Tools, tools_of
 from quire_gateway.conversations import Chat, chat_of
 from quire_gateway.failures import PROMPT, invalid, unsupported
 from quire_gateway.structures import structure_of
@@ -197,7 +197,7 @@ def _with_tools(ask: Ask, tools: Tools | None) -> Ask:
     structure = next((name for name in STRUCTURES if name in ask.options), None)
     if structure is None:
         return ask._replace(tools=tools)
-    if tools.choice is not Choice.AUTO:
+    if tools.choice is not ToolChoice.AUTO:
         options = {name: value for name, value in ask.options.items() if name != structure}
         return ask._replace(tools=tools, options=cast("SamplingOptions", options))
     if structure != "json_schema":

@@ -19,7 +19,7 @@ from quire.streams import AsyncChunkStream
 
 from quire_gateway.answer_sizes import VALUE_BYTES, bounded, bytes_of, told_bytes_of
 from quire_gateway.asks import Ask, with_defaults
-from quire_gateway.calls.plans import TAIL_TOKENS, Plan, ends_behind_reasoning, ends_in_reasoning, plan_of
+from quire_gateway.calls.plans import TAIL_TOKENS, CallPlan, ends_behind_reasoning, ends_in_reasoning, plan_of
 from quire_gateway.continuing import Said, continued
 from quire_gateway.conversations import Chat
 from quire_gateway.entries import Entry
@@ -27,7 +27,7 @@ from quire_gateway.failures import ApiError, full_of_answers, of_quire, unavaila
 from quire_gateway.fleet import Backend, Fleet, Model
 from quire_gateway.shares import Charge
 from quire_gateway.spelling import Speller
-from quire_gateway.unary import ELSEWHERE, tokens_of
+from quire_gateway.unary_calls import ELSEWHERE, tokens_of
 
 log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ LARGE_BYTES: Final = 1_000 * VALUE_BYTES  # bytes of a chunk that takes the even
 QUEUED_MAX: Final = 64  # unread pieces, for requests with several prompts
 
 
-class Piece(NamedTuple):
+class StreamPiece(NamedTuple):
     """A chunk of the answers to one prompt."""
 
     prompt: int
@@ -77,7 +77,7 @@ class Call(NamedTuple):
     timeout_s: float
     entry: Entry
     as_split: tuple[tuple[int, ...], ...] = ()
-    plan: Plan | None = None
+    plan: CallPlan | None = None
     held: Held | None = None
     cache: CachePolicy | None = None
 
@@ -182,7 +182,7 @@ async def _planned(fleet: Fleet, call: Call) -> Call:
     return call._replace(ask=ask, plan=plan._replace(tells_reasoning=bool(ask.tells_reasoning)))
 
 
-async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Piece, None]:
+async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[StreamPiece, None]:
     """Yields the pieces that workers answer, as they come. Closing the generator cancels unfinished answers.
 
     In a stream, the logprobs of a piece are charged until the next piece is asked for. Other data stays charged until
@@ -196,10 +196,10 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
         async with aclosing(answers) as chunks:
             async for chunk in chunks:
                 await _charged(fleet, memory, call, chunk)
-                yield Piece(0, chunk)
+                yield StreamPiece(0, chunk)
                 memory.give_back(told_bytes_of(call.ask, chunk))
         return
-    queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+    queue: asyncio.Queue[StreamPiece | None] = asyncio.Queue()
     room = asyncio.Semaphore(QUEUED_MAX)
 
     async def read(number: int) -> None:
@@ -207,7 +207,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
             async for chunk in chunks:
                 await _charged(fleet, memory, call, chunk)
                 await room.acquire()
-                queue.put_nowait(Piece(number, chunk))
+                queue.put_nowait(StreamPiece(number, chunk))
 
     async def read_all() -> None:
         try:
@@ -234,7 +234,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Pie
         del reading  # Its error refers to this frame, so keeping it would make a reference cycle.
 
 
-def _clear(queue: asyncio.Queue[Piece | None]) -> None:
+def _clear(queue: asyncio.Queue[StreamPiece | None]) -> None:
     while not queue.empty():
         queue.get_nowait()
 

@@ -10,8 +10,8 @@ import orjson
 from quire.sampling import FinishReason, Usage
 
 from quire_gateway import probabilities
-from quire_gateway.calls.deltas import Call as CalledFunction
 from quire_gateway.calls.deltas import CallDelta, Delta
+from quire_gateway.calls.deltas import OpenCall as CalledFunction
 from quire_gateway.failures import ApiError
 from quire_gateway.probabilities import Spelled, Told
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final
 
-from quire_gateway import unary
+from quire_gateway import unary_calls
 from quire_gateway.fleet import Fleet, Model
 from quire_gateway.probabilities import Columns, Told, in_slices
 
@@ -42,7 +42,7 @@ class Speller:
             part = tokens[len(found) :][:_SLICE_TOKENS]
             found += [texts[token] for token, texts in zip(part, await self._ask(part, [()] * len(part)), strict=True)]
         rest = tokens[len(found) :]
-        known = await unary.spelled(self._fleet, self._model, set(rest)) if rest else {}
+        known = await unary_calls.spelled(self._fleet, self._model, set(rest)) if rest else {}
         return found + [known[token] for token in rest]
 
     async def slices(self, told: Columns) -> AsyncIterator[tuple[Sequence[Told], Sequence[Mapping[int, bytes]]]]:
@@ -55,14 +55,16 @@ class Speller:
                 yield part, await self._ask([each.token_id for each in part], others)
                 continue
             if known is None:
-                known = await unary.spelled(self._fleet, self._model, told.token_ids())
+                known = await unary_calls.spelled(self._fleet, self._model, told.token_ids())
             yield part, [known] * len(part)
 
     async def _begin(self) -> None:
         """Learns whether the model's tokens are always settled. A worker is asked once for each model."""
         model = self._model.base
         if model not in self._fleet.settled:
-            self._fleet.settled[model] = (await unary.spelled_in_text(self._fleet, self._model, (), ())).is_settled
+            self._fleet.settled[model] = (
+                await unary_calls.spelled_in_text(self._fleet, self._model, (), ())
+            ).is_settled
         self._is_settled = self._is_settled or self._fleet.settled[model]
 
     async def _ask(self, tokens: Sequence[int], others: Sequence[Iterable[int]]) -> list[Mapping[int, bytes]]:
@@ -73,7 +75,7 @@ class Speller:
         found: list[bytes] = []
         while len(found) < len(asked):
             part = asked[len(found) :][:_SLICE_TOKENS]
-            answer = await unary.spelled_in_text(
+            answer = await unary_calls.spelled_in_text(
                 self._fleet, self._model, part, text, keeps_special=self._keeps_special
             )
             found += answer.texts

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire_gateway import unary
+from quire_gateway import unary_calls
 from quire_gateway.bodies import MESSAGES_MAX, TOOLS_MAX, ChatBody, Flag, Message, Tokens
 from quire_gateway.conversations import Chat, chat_of
 from quire_gateway.failures import PROMPT, invalid, missing
@@ -99,7 +99,7 @@ async def tokenized(fleet: Fleet, asked: Tokenizing, split_special_tokens: bool 
     """
     model = fleet.model(asked.model)
     own = "prompt" if isinstance(asked.prompt, str) else "messages"
-    tokens = await unary.tokens_of(
+    tokens = await unary_calls.tokens_of(
         fleet,
         model,
         asked.prompt,

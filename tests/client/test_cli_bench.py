@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from quire.cli import bench
 from quire.cli.app import app
-from quire.cli.load import Outcome, Shape, drawn
+from quire.cli.load import LoadShape, Outcome, drawn
 from quire.errors import NotFoundError, Reason, UsageError
 from quire.v1 import worker_pb2 as pb
 from typer.testing import CliRunner
@@ -169,4 +169,4 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 
 def test_conversations_have_as_many_turns_as_requests_were_asked_for() -> None:
-    assert [len(each) for each in drawn(Shape(4, turns=3), 7, 50, 1)] == [3, 3, 1]
+    assert [len(each) for each in drawn(LoadShape(4, turns=3), 7, 50, 1)] == [3, 3, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def test_the_servers_options_are_passed_on_untouched() -> None:
 
 
 def test_version_is_printed() -> None:
-    assert quire("--version").stdout.startswith("quire ")
+    assert re.fullmatch(r"quire \d+\.\d+\.\d+\S*, core (compiled|python)\n", quire("--version").stdout)
 
 
 def test_without_its_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

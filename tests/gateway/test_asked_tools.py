@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from quire_gateway.calls.tools import Choice
+from quire_gateway.calls.tools import ToolChoice
 from quire_gateway.conversations import Chat
 from quire_gateway.failures import ApiError
 
@@ -62,15 +62,15 @@ def test_tools_are_what_can_be_called_and_a_choice_what_has_to_be() -> None:
     assert tools is not None
     assert [(function.name, function.is_strict) for function in tools.functions] == [("f", False), ("g", True)]
     assert tools.functions[1].schema == {"type": "object", "properties": {}, "additionalProperties": False}
-    assert (tools.choice, tools.is_parallel) == (Choice.AUTO, True)
+    assert (tools.choice, tools.is_parallel) == (ToolChoice.AUTO, True)
     assert chat(tools=[TOOL], tool_choice="none").tools is None
     required = chat(tools=[TOOL, other], tool_choice="required", parallel_tool_calls=False).tools
-    assert required == tools._replace(choice=Choice.REQUIRED, is_parallel=False)
+    assert required == tools._replace(choice=ToolChoice.REQUIRED, is_parallel=False)
     named = chat(tools=[TOOL, other], tool_choice={"type": "function", "function": {"name": "g"}}).tools
-    assert named == (tools.functions[1:], Choice.NAMED, False)
+    assert named == (tools.functions[1:], ToolChoice.NAMED, False)
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
     one = chat(tools=[TOOL, other], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
-    assert one.tools == (tools.functions[:1], Choice.REQUIRED, True)
+    assert one.tools == (tools.functions[:1], ToolChoice.REQUIRED, True)
     (prompt,) = one.prompts
     assert isinstance(prompt, Chat)
     assert prompt.tools == (TOOL, other), "the template is told of all, so that prefixes are shared"

@@ -18,7 +18,7 @@ from quire_gateway.calls.formats import (
     literals_of,
     only_arguments,
 )
-from quire_gateway.calls.grammars import Function, Held, grammar_of
+from quire_gateway.calls.grammars import Function, KeptGrammar, grammar_of
 
 from tests.gateway.scene import DEMO
 from tests.gateway.test_calls import WRITTEN
@@ -29,7 +29,7 @@ END: Final = "<|end|>"  # the demo model's end-of-text token
 THINK: Final = REASONING_FORMATS["think"]
 SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
 FUNCTIONS: Final = [Function(name, SCHEMA, False) for name in ("f", "f2")]
-FREE: Final = Held()
+FREE: Final = KeptGrammar()
 CONTENT: Final = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 # Texts for which a model family has special tokens.
 NAMES: Final = [
@@ -63,7 +63,7 @@ def kind_of(added: str) -> Kind:
     return Kind(tokenizer, described, {name: tokenizer.token_to_id(name) for name in names})
 
 
-def refused_at(kind: Kind, form: Format, text: str, held: Held = FREE, functions: Any = FUNCTIONS) -> str | None:
+def refused_at(kind: Kind, form: Format, text: str, held: KeptGrammar = FREE, functions: Any = FUNCTIONS) -> str | None:
     """Returns the rest of a text from the first token that the grammar forbids; None if it allows all, and an end after
     it."""
     grammar = llguidance.LLMatcher.grammar_from_lark(grammar_of(form, functions, kind.tokens, held))
@@ -106,19 +106,19 @@ def test_a_call_that_has_begun_is_held_to_its_schema(kind: Kind, name: str) -> N
 def test_text_may_be_before_a_call_and_none_where_there_has_to_be_one(kind: Kind, name: str) -> None:
     form, text = CALL_FORMATS[name], written(name)
     assert refused_at(kind, form, f"I look it up. {text}") is None
-    must = Held(is_called=True)
+    must = KeptGrammar(is_called=True)
     assert refused_at(kind, form, text, must) is None
     assert refused_at(kind, form, "No.", must) is not None
 
 
 @pytest.mark.parametrize("name", [name for name in CALL_FORMATS if name != "openai"])
 def test_one_call_is_all_where_calls_are_not_parallel(kind: Kind, name: str) -> None:
-    assert refused_at(kind, CALL_FORMATS[name], WRITTEN[name], Held(has_many=False))
+    assert refused_at(kind, CALL_FORMATS[name], WRITTEN[name], KeptGrammar(has_many=False))
 
 
 @pytest.mark.parametrize("name", [name for name in CALL_FORMATS if name != "llama3_json"])
 def test_content_has_its_schema_beside_calls(kind: Kind, name: str) -> None:
-    form, text, held = CALL_FORMATS[name], written(name), Held(content=CONTENT)
+    form, text, held = CALL_FORMATS[name], written(name), KeptGrammar(content=CONTENT)
     before = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
     before = before.replace("<|end|>", "") if name == "openai" else ""
     assert refused_at(kind, form, text, held) is None
@@ -129,19 +129,21 @@ def test_content_has_its_schema_beside_calls(kind: Kind, name: str) -> None:
 def test_what_is_written_behind_reasoning_is_held_and_reasoning_is_not(kind: Kind) -> None:
     form = replace(CALL_FORMATS["hermes"], marks=THINK.marks)
     text = f"I call it.\n</think>\n\n{WRITTEN['hermes']}"
-    assert refused_at(kind, form, text, Held(is_reasoning=True)) is None
+    assert refused_at(kind, form, text, KeptGrammar(is_reasoning=True)) is None
     assert refused_at(kind, form, f"<think>{text}") is None
-    assert refused_at(kind, form, text.replace('"a"', '"b"'), Held(is_reasoning=True))
+    assert refused_at(kind, form, text.replace('"a"', '"b"'), KeptGrammar(is_reasoning=True))
     for content in ('{"x":1}', "text"):
-        refused = refused_at(kind, form, f"<think>Hm.</think>\n\n{content}", Held(content=CONTENT))
+        refused = refused_at(kind, form, f"<think>Hm.</think>\n\n{content}", KeptGrammar(content=CONTENT))
         assert (refused is None) == (content != "text")
-    assert refused_at(kind, form, '{"x": 1}', Held(content=CONTENT)) is not None, "without spaces, as without tools"
-    assert refused_at(kind, form, "[1]", Held(content=True)) is None
+    assert refused_at(kind, form, '{"x": 1}', KeptGrammar(content=CONTENT)) is not None, (
+        "without spaces, as without tools"
+    )
+    assert refused_at(kind, form, "[1]", KeptGrammar(content=True)) is None
 
 
 def test_answers_that_have_to_call_are_structures(kind: Kind) -> None:
     one, every = Format((only_arguments("f"),)), Format((REQUIRED,))
-    must = Held(is_called=True)
+    must = KeptGrammar(is_called=True)
     assert refused_at(kind, one, '{"a": "x"}', must, FUNCTIONS[:1]) is None
     assert refused_at(kind, one, '{"b": "x"}', must, FUNCTIONS[:1])
     two = '[{"name":"f","parameters":{"a":"x"}},{"name":"f2","parameters":{}}]'
@@ -154,7 +156,7 @@ def test_answers_that_have_to_call_are_structures(kind: Kind) -> None:
 
 def test_what_is_due_begins_at_once_where_the_prompt_has_closed_the_reasoning(kind: Kind) -> None:
     behind = replace(CALL_FORMATS["hermes"], marks=THINK.marks)
-    call, closed = WRITTEN["hermes"], Held(has_reasoned=True)
+    call, closed = WRITTEN["hermes"], KeptGrammar(has_reasoned=True)
     for held, text in ((closed._replace(is_called=True), call), (closed._replace(content=CONTENT), '{"x":1}')):
         assert refused_at(kind, behind, text, held) is None
         assert refused_at(kind, behind, f"<think>Hm.</think>{text}", held) is not None
@@ -164,10 +166,10 @@ def test_what_is_due_begins_at_once_where_the_prompt_has_closed_the_reasoning(ki
 
 def test_content_that_is_due_is_not_left_out(kind: Kind) -> None:
     thinks = Format(marks=THINK.marks)
-    for held in (Held(content=CONTENT), Held(has_reasoned=True, content=CONTENT)):
+    for held in (KeptGrammar(content=CONTENT), KeptGrammar(has_reasoned=True, content=CONTENT)):
         assert refused_at(kind, thinks, '{"x":1}', held, ()) is None
         assert refused_at(kind, thinks, "", held, ()) is not None
-    assert refused_at(kind, thinks, "Hm.</think>", Held(is_reasoning=True, content=CONTENT), ()) is not None
+    assert refused_at(kind, thinks, "Hm.</think>", KeptGrammar(is_reasoning=True, content=CONTENT), ()) is not None
 
 
 def test_what_is_not_known_of_a_schema_has_no_effect_unless_it_is_strict() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_gateway.calls import formats
-from quire_gateway.calls.deltas import Call, Delta, joined
-from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS, Format, Maybe, Run, Slot, only_arguments
+from quire_gateway.calls.deltas import Delta, OpenCall, joined
+from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS, Format, Maybe, Slot, TextRun, only_arguments
 from quire_gateway.calls.reader import AnswerReader
 
 FUNCTIONS = ("f", "f2", "get_weather")
@@ -41,7 +41,7 @@ def reader(form: Format, functions: Sequence[str] = FUNCTIONS, *, is_reasoning: 
     return AnswerReader(form, functions, lambda count: f"{next(numbers):0{count}}", is_reasoning=is_reasoning)
 
 
-def read(form: Format, pieces: Sequence[str], **options: Any) -> tuple[str, str, list[Call]]:
+def read(form: Format, pieces: Sequence[str], **options: Any) -> tuple[str, str, list[OpenCall]]:
     reading = reader(form, **options)
     return joined([*map(reading.push, pieces), reading.flush()])
 
@@ -51,7 +51,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def called(calls: Sequence[Call]) -> list[tuple[str, Any]]:
+def called(calls: Sequence[OpenCall]) -> list[tuple[str, Any]]:
     return [(call.function, json.loads(call.arguments)) for call in calls]
 
 
@@ -99,7 +99,7 @@ def test_pieces_do_not_depend_on_how_a_text_is_cut(name: str, parts: list[str], 
     assert read(form, list(text), is_reasoning=is_reasoning) == whole
 
 
-def written(run: Run, name: str, arguments: Sequence[str], space: str) -> str:
+def written(run: TextRun, name: str, arguments: Sequence[str], space: str) -> str:
     """Returns calls of one function in the form of a declared run."""
 
     def elements(given: formats.Elements, index: int) -> str:

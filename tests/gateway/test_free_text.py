@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quire_gateway.calls.formats import CALL_FORMATS
-from quire_gateway.calls.grammars import Held, grammar_of
+from quire_gateway.calls.grammars import KeptGrammar, grammar_of
 
 from tests.gateway.test_call_grammars import CONTENT, END, FUNCTIONS, THINK, Kind, kind_of, written
 
@@ -49,10 +49,12 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return kind_of(request.param)
 
 
-@pytest.mark.parametrize("held", [Held(), Held(has_many=False), Held(is_reasoning=True)], ids=["many", "one", "thinks"])
+@pytest.mark.parametrize(
+    "held", [KeptGrammar(), KeptGrammar(has_many=False), KeptGrammar(is_reasoning=True)], ids=["many", "one", "thinks"]
+)
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_text_that_is_free_is_followed_as_if_its_grammar_were_asked_for_each_token(
-    kind: Kind, name: str, held: Held, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, name: str, held: KeptGrammar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = CALL_FORMATS[name] if name == "openai" else replace(CALL_FORMATS[name], marks=THINK.marks)
     dice, size = random.Random(f"{name} {held}"), kind.tokenizer.get_vocab_size() + PADDING
@@ -87,6 +89,6 @@ def test_a_text_that_is_free_is_followed_as_if_its_grammar_were_asked_for_each_t
 
 def test_what_has_to_be_something_from_its_beginning_on_is_never_free() -> None:
     kind = kind_of("none")
-    for held in (Held(is_called=True), Held(content=CONTENT)):
+    for held in (KeptGrammar(is_called=True), KeptGrammar(content=CONTENT)):
         text = grammar_of(CALL_FORMATS["hermes"], FUNCTIONS, kind.tokens, held)
         assert text.startswith("%llguidance {}\n")

@@ -9,21 +9,21 @@ from quire_gateway.calls.deltas import joined
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.grammars import Function
 from quire_gateway.calls.plans import (
+    CallPlan,
     Notation,
-    Plan,
     ends_behind_reasoning,
     ends_in_reasoning,
     plan_of,
     reasoning_token_count,
 )
-from quire_gateway.calls.tools import Choice, Tools
+from quire_gateway.calls.tools import ToolChoice, Tools
 from quire_gateway.failures import ApiError
 
-TOOLS = Tools((Function("f", {"type": "object"}, False),), Choice.AUTO, True)
+TOOLS = Tools((Function("f", {"type": "object"}, False),), ToolChoice.AUTO, True)
 THINK = REASONING_FORMATS["think"]
 
 
-def plan(tools: Tools | None, content: Any = None, **notation: Any) -> Plan | None:
+def plan(tools: Tools | None, content: Any = None, **notation: Any) -> CallPlan | None:
     return plan_of(tools, content, Notation(**notation), is_reasoning=False)
 
 
@@ -45,10 +45,10 @@ def test_reasoning_alone_needs_no_grammar_and_what_follows_it_does() -> None:
 
 
 def test_calls_that_have_to_be_made_need_no_format_and_others_do() -> None:
-    for choice in (Choice.REQUIRED, Choice.NAMED):
+    for choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
         found = plan(TOOLS._replace(choice=choice))
         assert found is not None
-        assert found.tells_calls == (choice is Choice.REQUIRED)
+        assert found.tells_calls == (choice is ToolChoice.REQUIRED)
     with pytest.raises(ApiError) as raised:
         plan(TOOLS)
     assert (raised.value.status, raised.value.body["error"]["param"]) == (400, "tools")
@@ -58,7 +58,7 @@ def test_calls_that_have_to_be_made_need_no_format_and_others_do() -> None:
 
 
 def test_ids_are_those_of_the_family_also_where_a_call_has_to_be_made() -> None:
-    found = plan(TOOLS._replace(choice=Choice.REQUIRED), calls=CALL_FORMATS["mistral"])
+    found = plan(TOOLS._replace(choice=ToolChoice.REQUIRED), calls=CALL_FORMATS["mistral"])
     assert found is not None
     reader = found.reader(lambda count: "x" * count)
     assert reader.push('[{"name":"f","parameters":{}}]').calls[0].call_id == "x" * 9
@@ -67,14 +67,14 @@ def test_ids_are_those_of_the_family_also_where_a_call_has_to_be_made() -> None:
 @pytest.mark.parametrize(
     "calls", [None, CALL_FORMATS["hermes"], CALL_FORMATS["openai"]], ids=["none", "hermes", "openai"]
 )
-@pytest.mark.parametrize("choice", [Choice.REQUIRED, Choice.NAMED])
-def test_an_answer_that_is_cut_before_the_call_it_has_to_make_is_no_text(choice: Choice, calls: Any) -> None:
+@pytest.mark.parametrize("choice", [ToolChoice.REQUIRED, ToolChoice.NAMED])
+def test_an_answer_that_is_cut_before_the_call_it_has_to_make_is_no_text(choice: ToolChoice, calls: Any) -> None:
     found = plan(TOOLS._replace(choice=choice), calls=calls)
     assert found is not None
     text = '{"a": 1}'
     if calls is CALL_FORMATS["openai"]:
         text = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{text}<|call|>"
-    elif choice is Choice.REQUIRED:
+    elif choice is ToolChoice.REQUIRED:
         text = f'[{{"name":"f","parameters":{text}}}]'
     for end in range(len(text) + 1):
         reader = found.reader(lambda count: "x" * count)

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from quire_gateway.calls.deltas import Call, CallDelta, Delta
+from quire_gateway.calls.deltas import CallDelta, Delta, OpenCall
 from quire_gateway.continuing import Parting, Said, common_count, continued
 from quire_gateway.conversations import Chat
 from quire_gateway.failures import ApiError
@@ -154,7 +154,7 @@ def form(into: list[Ended]) -> ResponseForm:
 def test_events_and_the_whole_have_the_same_output() -> None:
     """Pieces of every size give the same items as the whole answer, in order. Each item is opened and closed once."""
     dice = random.Random(7)
-    calls = [Call("a" * 9, "f", '{"x": 1}'), Call("b" * 9, "g", "{}")]
+    calls = [OpenCall("a" * 9, "f", '{"x": 1}'), OpenCall("b" * 9, "g", "{}")]
     deltas = [Delta(reasoning="thinks "), Delta(reasoning="much"), Delta(content="says "), Delta(content="this")]
     for number, call in enumerate(calls):
         deltas.append(Delta(calls=(CallDelta(number, "", call.call_id, call.function),)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from quire.errors import QuireError, Reason
-from quire_worker.aside.bench import Bench, Limits, OverLimitError
+from quire_worker.aside.bench import Bench, BenchLimits, OverLimitError
 from quire_worker.aside.threads import Threads
 from quire_worker.calls.structures import StructureCompiler
 from quire_worker.model.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ def job(role: str, content: str = "hello") -> dict[str, object]:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    limits = Limits(memory_bytes=64 << 20, cpu_s=1, wall_s=60)
+    limits = BenchLimits(memory_bytes=64 << 20, cpu_s=1, wall_s=60)
     bench = Bench("templates", lambda: {"templates": TEMPLATES, "variables": {}}, limits)
     yield bench
     bench.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.sampling.beam_search import BeamSearch, Hypothesis, Rule, row_count
+from quire_worker.sampling.beam_search import BeamRule, BeamSearch, Hypothesis, row_count
 from quire_worker.sampling.logprobs import likeliest
 from quire_worker.sampling.params import EarlyStopping, SamplingParams
 from quire_worker.scheduling.output import FinishReason
@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
 
 
-def found_by_transformers(folder: Path, tokens: list[int], rule: Rule, n: int) -> list[tuple[tuple[int, ...], float]]:
+def found_by_transformers(
+    folder: Path, tokens: list[int], rule: BeamRule, n: int
+) -> list[tuple[tuple[int, ...], float]]:
     """Returns texts without their end tokens, and their scores."""
     ends = sorted(rule.end_token_ids)
     found = reference_model(folder).generate(
@@ -54,7 +56,7 @@ def found_by_transformers(folder: Path, tokens: list[int], rule: Rule, n: int) -
     return list(zip(texts, found.sequences_scores.tolist(), strict=True))
 
 
-def found_by_search(folder: Path, tokens: list[int], rule: Rule) -> list[Hypothesis]:
+def found_by_search(folder: Path, tokens: list[int], rule: BeamRule) -> list[Hypothesis]:
     """Returns the result of our search when transformers' model gives it the likeliest tokens."""
     search, texts, rows = BeamSearch(rule), [tokens], row_count(rule.beam_count, rule.end_token_ids)
     while texts:
@@ -78,7 +80,7 @@ def liked_tokens(folder: Path, tokens: list[int], count: int, dice: random.Rando
 def test_a_search_chooses_what_transformers_chooses(folder: Path, seed: int) -> None:
     dice = random.Random(seed)
     tokens = prompt(dice.randrange(1, 40), seed=seed)
-    rule = Rule(
+    rule = BeamRule(
         dice.choice([2, 3, 4, 8]),
         dice.choice([1.0, 0.0, 0.6, 2.0, -1.0]),
         list(EarlyStopping)[seed % 3],
@@ -92,7 +94,7 @@ def test_a_search_chooses_what_transformers_chooses(folder: Path, seed: int) -> 
     assert [each.score for each in found] == pytest.approx([score for _, score in expected], rel=1e-5)
 
 
-def sampling_of(rule: Rule, n: int) -> dict[str, Any]:
+def sampling_of(rule: BeamRule, n: int) -> dict[str, Any]:
     return {
         "num_beams": rule.beam_count,
         "n": n,
@@ -105,15 +107,15 @@ def sampling_of(rule: Rule, n: int) -> dict[str, Any]:
     }
 
 
-def assert_is_that_of_transformers(folder: Path, tokens: list[int], rule: Rule, output: Output) -> None:
+def assert_is_that_of_transformers(folder: Path, tokens: list[int], rule: BeamRule, output: Output) -> None:
     expected = found_by_transformers(folder, tokens, rule, len(output.tokens))
     assert output.tokens == [text for text, _ in expected], rule
     assert output.scores == pytest.approx([score for _, score in expected], rel=1e-4)
 
 
-def rules_of(folder: Path, dice: random.Random, tokens: list[int]) -> Rule:
+def rules_of(folder: Path, dice: random.Random, tokens: list[int]) -> BeamRule:
     ends = liked_tokens(folder, tokens, dice.choice([0, 1, 2]), dice)
-    return Rule(dice.choice([2, 4, 6]), dice.choice([1.0, 0.3]), dice.choice(list(EarlyStopping)), 30, 0, ends)
+    return BeamRule(dice.choice([2, 4, 6]), dice.choice([1.0, 0.3]), dice.choice(list(EarlyStopping)), 30, 0, ends)
 
 
 @pytest.mark.parametrize(("blocks", "batch_tokens"), [(512, 64), (24, 16)])
@@ -144,7 +146,7 @@ async def test_texts_and_scores_are_those_of_transformers_whoever_else_runs(
 
 
 async def test_a_pool_that_holds_one_beam_at_a_time_is_enough(folder: Path) -> None:
-    tokens, rule = prompt(40, seed=1), Rule(4, 1.0, EarlyStopping.HEURISTIC, 12)
+    tokens, rule = prompt(40, seed=1), BeamRule(4, 1.0, EarlyStopping.HEURISTIC, 12)
     async with running(folder, blocks=5, batch_tokens=64, running_max=2) as harness:
         output = await harness.generate(tokens, **sampling_of(rule, 2))
         assert harness.engine.scheduler.roster.preemption_count > 0
@@ -153,7 +155,7 @@ async def test_a_pool_that_holds_one_beam_at_a_time_is_enough(folder: Path) -> N
 
 
 async def test_beams_outlive_the_allocator(folder: Path) -> None:
-    tokens, rule = prompt(30, seed=2), Rule(4, 1.0, EarlyStopping.NEVER, 40)
+    tokens, rule = prompt(30, seed=2), BeamRule(4, 1.0, EarlyStopping.NEVER, 40)
     async with running(folder) as harness:
         request = harness.submit(tokens, **sampling_of(rule, 4))
         task = asyncio.create_task(harness.collect(request))
@@ -181,7 +183,7 @@ def blocks_of(samples: list[Sample], length_of: Callable[[Sample], int]) -> int:
 
 async def test_beams_hold_what_copy_on_write_needs_and_pruned_ones_are_freed_in_the_same_turn(folder: Path) -> None:
     beam_count, tokens = 4, prompt(200, seed=3)
-    rule = Rule(beam_count, 1.0, EarlyStopping.NEVER, 40)
+    rule = BeamRule(beam_count, 1.0, EarlyStopping.NEVER, 40)
     async with running(folder, batch_tokens=256) as harness:
         pool = harness.allocator.directory
         request = harness.submit(tokens, **sampling_of(rule, 1))
@@ -232,7 +234,7 @@ def test_what_does_not_go_with_beams_is_refused_by_its_name(options: dict[str, A
 async def test_windows_and_states_are_forked_with_their_beams(family: str, tmp_path: Path) -> None:
     has_states = family in STATE_FAMILIES
     folder = write_with_states(family, tmp_path) if has_states else write_tiny(family, tmp_path)
-    tokens, rule = prompt(37, seed=4), Rule(4, 1.0, EarlyStopping.HEURISTIC, 24)
+    tokens, rule = prompt(37, seed=4), BeamRule(4, 1.0, EarlyStopping.HEURISTIC, 24)
     blocks = pool_of(folder, 128)
     async with running(folder, blocks=blocks) as harness:
         output = await harness.generate(tokens, **sampling_of(rule, 3))

@@ -16,7 +16,7 @@ from quire_worker.model.splitting.heads import heads_of_rank
 from quire_worker.process.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.identity import RENDEZVOUS, RankIdentity, identity_of, loopback_interface
-from quire_worker.ranks.messages import pack, unpack
+from quire_worker.ranks.rank_messages import pack, unpack
 
 TORCHRUN = {
     "RANK": "1",

@@ -26,7 +26,7 @@ from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.gated_mlp import GatedMlp, GatedMlpRewrite
 from quire_worker.model.rewrites.linear import Linear, LinearRewrite
 from quire_worker.model.rewrites.norm import Norm, NormRewrite
-from quire_worker.model.rewrites.recording import Call
+from quire_worker.model.rewrites.recording import RecordedCall
 from quire_worker.model.rewrites.rewriter import Rewritten, agrees
 from quire_worker.model.rewrites.rotary_tables import POSITIONS_MAX, RotaryTables
 from transformers import (
@@ -306,9 +306,9 @@ def test_no_weight_is_there_twice(family: str, tmp_path: Path) -> None:
     assert tensor_bytes(model.module) < panels * tensor_bytes(load_untouched(folder).module)
 
 
-def call_of(module: torch.nn.Module, *arguments: torch.Tensor) -> Call:
+def call_of(module: torch.nn.Module, *arguments: torch.Tensor) -> RecordedCall:
     with torch.inference_mode():
-        return Call(arguments, {}, module(*arguments))
+        return RecordedCall(arguments, {}, module(*arguments))
 
 
 def test_a_replacement_that_computes_something_else_is_not_kept() -> None:

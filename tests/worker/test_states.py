@@ -20,7 +20,7 @@ from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.loading import load_model
 from quire_worker.model.states import flat, mixers, state_pass
-from quire_worker.model.states.state_pass import Segment
+from quire_worker.model.states.state_pass import StateSegment
 from quire_worker.model.states.view import SegmentView
 from quire_worker.service import WorkerService
 from transformers import AutoModelForCausalLM
@@ -262,7 +262,7 @@ def test_layers_of_minimax_that_attend_may_have_a_window(tmp_path: Path) -> None
 
 def test_a_layer_of_the_cache_gives_the_states_that_it_is_asked_for() -> None:
     """Transformers before 5.21 passes `state_idx`."""
-    view = SegmentView(cast("Any", None), Segment(slice(0, 2), torch.tensor([0]), is_begun=False))
+    view = SegmentView(cast("Any", None), StateSegment(slice(0, 2), torch.tensor([0]), is_begun=False))
     inputs, state = torch.ones(1, 4, 2), torch.ones(1, 5)
     view.update_conv_state(inputs, 3, state_idx=1)
     view.update_recurrent_state(state, 3)

@@ -67,7 +67,7 @@ class Admission:
         self._managers = managers
         self._sequences = sequences
         self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since
-        self.limits_cache = any(quota.cached_block_count_max is not None for quota in spec.quotas)
+        self.limits_cache = any(quota.cached_blocks_max is not None for quota in spec.quotas)
         self._has_taken_over = not spec.append_only  # takeovers were tried, or there are none
 
     @property
@@ -204,8 +204,8 @@ class Admission:
 
     def enforce_cache_quota(self, space: Namespace) -> None:
         """Evicts the cached blocks of a namespace beyond its quota."""
-        if space.queue is not None and space.quota is not None and space.quota.cached_block_count_max is not None:
-            over = space.cached_count - space.quota.cached_block_count_max
+        if space.queue is not None and space.quota is not None and space.quota.cached_blocks_max is not None:
+            over = space.cached_count - space.quota.cached_blocks_max
             if over > 0:
                 self._blocks.evict_from(space, over)
 
@@ -230,6 +230,6 @@ class Admission:
         return sum([manager.let_go(part, sequence.token_count) for manager, part in parts])
 
     def _over_quota(self, space: Namespace, added: int) -> int:
-        if added <= 0 or space.quota is None or space.quota.held_block_count_max is None:
+        if added <= 0 or space.quota is None or space.quota.held_blocks_max is None:
             return 0
-        return space.held_count + added - space.quota.held_block_count_max
+        return space.held_count + added - space.quota.held_blocks_max

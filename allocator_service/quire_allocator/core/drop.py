@@ -8,11 +8,11 @@ from quire_allocator.core.pool import Pool
 
 
 class CacheDrop(NamedTuple):
-    """The arguments of `drop_cached`, as a value."""
+    """A part of the cache to drop: in one namespace (None: in all), all blocks after the kept digests of a prefix."""
 
-    namespace: str | None = None
-    digests: bytes = b""
-    kept_digest_count: int = 0
+    namespace: str | None
+    digests: bytes
+    kept_digest_count: int
 
 
 def drop_cached(pool: Pool, namespace: str | None = None, digests: bytes = b"", kept_digest_count: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Specification of a pool, and results of its operations, as values without behavior."""
+"""Specification of a pool, and results of its operations. `scripts/shared_values.py` copies some to the client."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 DIGEST_BYTES: Final = 32
-NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry whose block was given back
+NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the window and was given back
 RETENTIONS: Final = ("auto", "dense")
+OTHERS: Final = "*"  # in a quota: every namespace without its own
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
 NO_BLOCKS: Final = array("I")  # an empty array to copy, at half the cost of making one
 
 
 class Result(enum.IntEnum):
-    """The result of an operation. All but OK mean that nothing changed. The numbers are those of `quire.v1.Result`."""
+    """The result of an operation, numbered as in `quire.v1.Result`. With any other than OK, nothing has changed."""
 
     OK = 0
     NO_SPACE = 1
     NOT_FOUND = 2
-    EXISTS = 3
+    EXISTS = 3  # A live sequence has the new sequence's id.
     TOO_LONG = 4
-    PENDING = 5
-    QUOTA = 6
-    UNCOMMITTED = 7
-    FORBIDDEN = 8  # the step's caller may not do it; the core itself permits everything
-    PASS_TOO_LONG = 9  # it would fit if it were computed in smaller passes
-    ID_TOO_LOW = 10  # an earlier sequence had this id or a higher one
+    PENDING = 5  # The caller asked to defer, and another sequence is computing the prefix.
+    QUOTA = 6  # The namespace would exceed its quota of blocks.
+    UNCOMMITTED = 7  # A recurrent state cannot be forked beyond the committed tokens.
+    FORBIDDEN = 8  # The caller's certificate does not permit the namespace. The core itself permits everything.
+    PASS_TOO_LONG = 9  # The sequence would fit in smaller passes.
+    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has this id.
 
 
 class GroupKind(enum.Enum):
-    """The way in which the layers of a group use their blocks."""
+    """How the layers of a group use their blocks, numbered as in `quire.v1.GroupKind`."""
 
-    FULL_ATTENTION = "full_attention"
-    SLIDING_WINDOW = "sliding_window"
-    CHUNKED_LOCAL = "chunked_local"
-    STATE = "state"
+    FULL_ATTENTION = 1
+    SLIDING_WINDOW = 2  # Tokens attend to the last `window` tokens, including themselves.
+    CHUNKED_LOCAL = 3  # Tokens attend only inside their own chunk of `window` tokens.
+    STATE = 4  # recurrent layers: a block has a state instead of tokens, and a table has one entry
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One KV cache group.
+    """One KV cache group. Every `block_size` of a pool is a multiple of the smallest one.
 
     Attributes:
+        kind: kind of all its layers.
         block_size: tokens per block; for STATE, tokens between two checkpoints.
-        window: tokens of a window or chunk, for SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
+        window: tokens, for SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
     """
 
     kind: GroupKind
@@ -57,40 +59,37 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits of one namespace in a pool, in blocks of all groups; None is no limit.
+    """Limits of one namespace in a pool, in blocks of all groups; None means no limit.
 
     Attributes:
-        namespace: its name; `OTHERS` stands for every namespace that is not named.
-        held_block_count_max: blocks in the tables of its sequences; beyond that, a grow answers QUOTA.
-        cached_block_count_max: the most cached blocks; beyond that, its own are evicted at once.
+        namespace: its name. "*" means every namespace without its own quota.
+        held_blocks_max: the most blocks that its sequences may hold; a shared block counts once. Beyond this limit,
+            operations get Result.QUOTA.
+        cached_blocks_max: the most blocks that it may leave in the cache. Beyond it, its own are evicted first.
     """
 
     namespace: str
-    held_block_count_max: int | None = None
-    cached_block_count_max: int | None = None
-
-
-OTHERS: Final = "*"
+    held_blocks_max: int | None = None
+    cached_blocks_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The specification that an owner declares: `block_count` blocks of one size in bytes, which all groups draw from.
-
-    Block sizes may differ; each is a multiple of the smallest, and one digest covers a smallest block.
+    """A pool's specification, which its owner declares once. Layout and fingerprint are part of each digest's root.
 
     Attributes:
-        watermark_block_count: free blocks that a new sequence must leave for those that run.
+        block_count: physical blocks. Blocks have one size in bytes, and all groups share them.
+        watermark_block_count: free blocks that a new sequence must leave for running sequences.
         quotas: at most one per namespace.
-        eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
-        retention: which windows and states stay cached: `dense` or `auto`; empty for the default, auto.
-        chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 if not
-            announced.
-        append_only: whether tables change only at their end, for engines that cannot replace an entry. A sequence keeps
-            its own block if a commit finds the digest already published. No group keeps states.
-        first_block_id: the lowest block id; the others follow.
-        tells_removed: whether the answer to each step says which digests left the index.
-        block_bytes: bytes of one block, only for metrics; 0 if unknown.
+        eviction_policy: name of the policy that chooses the cached blocks to evict first; empty for the default.
+        retention: windows and states that stay cached: `dense` or `auto`; empty for the default, auto.
+        chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 if unknown.
+        append_only: tables change only at their end. A commit swaps no blocks: a sequence keeps its own. An append-only
+            pool has no groups of states. Blocks that fell out of a window are given back; an engine may keep their
+            entries.
+        first_block_id: the lowest block id, for engines that use lower ids themselves; at most 65,536.
+        tells_removed: whether each step's outcome names the digests that were removed from the index.
+        block_bytes: bytes of a block, only for the allocator's metrics; 0 if unknown.
     """
 
     block_count: int
@@ -114,7 +113,7 @@ class PoolSpec:
 
     @property
     def block_size(self) -> int:
-        """Returns how many tokens one digest covers: the smallest block size."""
+        """Returns the tokens per digest: the smallest block size of all groups."""
         return min(group.block_size for group in self.groups)
 
     @property
@@ -138,7 +137,7 @@ class Match(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A whole block to copy before any write of the step."""
+    """A whole block to copy, with all layers of its group, before the engine writes to the step's blocks."""
 
     source: int
     destination: int
@@ -154,7 +153,7 @@ class Swap(NamedTuple):
 
 
 class Takeover(NamedTuple):
-    """Says that, from a position on, the kept blocks of a sequence in one group replace their published twins."""
+    """A sequence's own blocks in a group are published, from a position on. They replace its twins, now empty."""
 
     sequence_id: int
     group: int
@@ -162,7 +161,7 @@ class Takeover(NamedTuple):
 
 
 class Victim(NamedTuple):
-    """The live sequence that is cheapest to preempt, and the tokens that would be computed again."""
+    """The live sequence that is cheapest to preempt, and the tokens that it would then recompute."""
 
     sequence_id: int
     token_count: int

@@ -37,13 +37,8 @@ from quire_allocator.core.spec import (
 QUOTED_CHARACTERS_MAX: Final = 64  # characters of a caller's name that a message quotes
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
-KINDS: dict[int, GroupKind] = {
-    pb.GROUP_KIND_FULL_ATTENTION: GroupKind.FULL_ATTENTION,
-    pb.GROUP_KIND_SLIDING_WINDOW: GroupKind.SLIDING_WINDOW,
-    pb.GROUP_KIND_CHUNKED_LOCAL: GroupKind.CHUNKED_LOCAL,
-    pb.GROUP_KIND_STATE: GroupKind.STATE,
-}
-WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in KINDS.items()}
+KINDS: Final = {cast("pb.GroupKind.ValueType", kind.value): kind for kind in GroupKind}
+WIRE_KINDS: Final = {kind: number for number, kind in KINDS.items()}
 
 LIMITS = server_pb2.Limits(
     message_bytes_max=MESSAGE_BYTES_MAX,
@@ -262,8 +257,8 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
         quotas=[
             pb.Quota(
                 namespace=quota.namespace,
-                held_blocks_max=quota.held_block_count_max,
-                cached_blocks_max=quota.cached_block_count_max,
+                held_blocks_max=quota.held_blocks_max,
+                cached_blocks_max=quota.cached_blocks_max,
             )
             for quota in spec.quotas
         ],

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from quire import Client
 from quire.cli import options, output
-from quire.cli.names import Group
+from quire.cli.names import CommandGroup
 from quire.errors import QuireError, Reason
 from quire.types import AdapterInfo
 
@@ -20,7 +20,7 @@ Name = Annotated[str, typer.Argument(help="Name by which requests select it.", s
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to the application."""
-    group = typer.Typer(no_args_is_help=True, cls=Group, help="LoRA adapters of a worker: list, load, unload.")
+    group = typer.Typer(no_args_is_help=True, cls=CommandGroup, help="LoRA adapters of a worker: list, load, unload.")
     group.command("list")(list_all)
     group.command()(load)
     group.command()(unload)

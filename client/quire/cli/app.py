@@ -28,12 +28,12 @@ from quire.cli import (
     top,
     up,
 )
-from quire.cli.names import Group
+from quire.cli.names import CommandGroup
 from quire.errors import QuireError
 
 app = typer.Typer(
     name="quire",
-    cls=Group,
+    cls=CommandGroup,
     help="Paged KV cache as a service: run it, use it, look into it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -44,14 +44,17 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"quire {__version__}")
+        print(f"quire {__version__}, core {about.core() or 'not installed'}")
         raise typer.Exit
 
 
 @app.callback()
 def quire(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and how the core runs."
+        ),
     ] = False,
 ) -> None:
     """Paged KV cache as a service: run it, use it, look into it."""

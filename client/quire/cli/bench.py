@@ -24,7 +24,7 @@ from rich.table import Table
 from quire import AsyncClient
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
-from quire.cli.load import Conversation, Load, Outcome, Shape, drawn
+from quire.cli.load import Conversation, Load, LoadShape, Outcome, drawn
 from quire.cli.prompts import content
 from quire.errors import UsageError
 from quire.sampling import SamplingParams
@@ -118,7 +118,7 @@ def bench(
                 client, params, concurrency=concurrency, rate=rate, seed=seed, salt=secrets.token_hex(8),
                 namespace=namespace, adapter=adapter, timeout_s=timeout,
             )  # fmt: skip
-            first = drawn(Shape(min(shape.prompt_tokens, 16)), 1, status.vocabulary_size, seed + 1)
+            first = drawn(LoadShape(min(shape.prompt_tokens, 16)), 1, status.vocabulary_size, seed + 1)
             await load.run(first, lambda _outcome: None)
             outcomes, since_s = list[Outcome](), time.monotonic()
             with _progress(count) as advance:
@@ -143,16 +143,16 @@ def bench(
         sys.exit(output.FAILED)
 
 
-def _shape(workload: Workload, prompt_tokens: int, shared_tokens: int | None, turns: int) -> Shape:
+def _shape(workload: Workload, prompt_tokens: int, shared_tokens: int | None, turns: int) -> LoadShape:
     if workload is not Workload.SHARED:
-        return Shape(prompt_tokens, turns=turns if workload is Workload.CHATS else 1)
+        return LoadShape(prompt_tokens, turns=turns if workload is Workload.CHATS else 1)
     shared_tokens = prompt_tokens * 3 // 4 if shared_tokens is None else shared_tokens
     if shared_tokens >= prompt_tokens:
         raise UsageError(f"--shared-tokens {shared_tokens} must be fewer than --prompt-tokens {prompt_tokens}")
-    return Shape(prompt_tokens, shared_tokens)
+    return LoadShape(prompt_tokens, shared_tokens)
 
 
-def _require_room(shape: Shape, output_tokens: int, room: int) -> None:
+def _require_room(shape: LoadShape, output_tokens: int, room: int) -> None:
     """Raises UsageError if the last turn of a conversation would not fit a sequence of the worker."""
     own = shape.prompt_tokens - shape.shared_tokens
     needed = shape.shared_tokens + shape.turns * (own + output_tokens)

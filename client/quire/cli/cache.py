@@ -9,7 +9,7 @@ import typer
 from quire import Allocator, Client
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
-from quire.cli.names import Group
+from quire.cli.names import CommandGroup
 from quire.cli.prompts import Prompt, prompted, tokens_of
 from quire.errors import UsageError
 from quire.views import CacheDropped
@@ -46,7 +46,9 @@ Namespace = Annotated[str, typer.Option(help="Only requests of the same namespac
 
 def register(app: typer.Typer) -> None:
     """Adds the group of commands to the application."""
-    group = typer.Typer(no_args_is_help=True, cls=Group, help="The cache that prompts can hit: match, warm, drop.")
+    group = typer.Typer(
+        no_args_is_help=True, cls=CommandGroup, help="The cache that prompts can hit: match, warm, drop."
+    )
     group.command(help=MATCH_EXAMPLES)(match)
     group.command(help=WARM_EXAMPLES)(warm)
     group.command(help=DROP_EXAMPLES)(drop)

@@ -15,7 +15,7 @@ from quire.errors import QuireError
 from quire.sampling import SamplingParams
 
 
-class Shape(NamedTuple):
+class LoadShape(NamedTuple):
     """The shape of random conversations.
 
     The first turn has `prompt_tokens` tokens. Its first `shared_tokens` are equal in all conversations. Each later turn
@@ -51,7 +51,7 @@ class Outcome:
         return (self.total_s - self.first_s) / (len(self.token_ids) - 1)
 
 
-def drawn(shape: Shape, count: int, vocabulary: int, seed: int) -> Iterator[Conversation]:
+def drawn(shape: LoadShape, count: int, vocabulary: int, seed: int) -> Iterator[Conversation]:
     """Draws conversations with `count` turns in total. The last one may have fewer turns."""
     draw = random.Random(seed)
     shared = _tokens(draw, shape.shared_tokens, vocabulary)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from quire import Allocator
 from quire.cli import block_map, options, output, pool_usage, watch
-from quire.cli.names import Group
+from quire.cli.names import CommandGroup
 from quire.views import PoolBlocks, PoolSummary, PoolUsage
 
 LIST_EXAMPLES = """List the pools of an allocator.
@@ -35,7 +35,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Adds the group of commands to the application."""
-    group = typer.Typer(no_args_is_help=True, cls=Group, help="Pools of an allocator: list, show, watch.")
+    group = typer.Typer(no_args_is_help=True, cls=CommandGroup, help="Pools of an allocator: list, show, watch.")
     group.command("list", help=LIST_EXAMPLES)(list_all)
     group.command(help=SHOW_EXAMPLES)(show)
     watch.register(group)

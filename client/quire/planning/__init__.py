@@ -19,7 +19,7 @@ from quire.planning.memory import blocks_for, longest_sequence, parse_bytes, par
 from quire.planning.planner import full_attention_bytes, plan_layout, smallest_count_layout
 from quire.planning.retention import Retention, chat_block_count, chats_kept
 from quire.planning.specs import LayerSpec, element_bytes_of
-from quire.planning.weights import weight_bytes
+from quire.planning.weight_bytes import weight_bytes
 
 __all__ = [
     "GROUP_COST",

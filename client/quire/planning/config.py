@@ -11,7 +11,7 @@ from quire._numbers import require_integer
 from quire.planning.fields import ConfigError, Fields
 from quire.planning.kinds import LayerKind, layer_kinds
 from quire.planning.specs import ELEMENT_BYTES, LayerSpec, element_bytes_of
-from quire.planning.states import divided, state_bytes_of
+from quire.planning.state_groups import divided, state_bytes_of
 from quire.types import GroupKind
 
 # Model types whose plans were compared with the caches that transformers creates.

@@ -15,12 +15,13 @@ from quire.v1 import allocator_pb2 as pb
 _Told: TypeAlias = dict[str, Any]  # non-empty fields of a reply, by name
 _SELDOM_TOLD: Final = frozenset({"swaps", "copies", "takeovers", "emptied_blocks", "outside_drops", "removed"})
 _NOTHING_REMOVED: Final = pb.Removed()
-NULL_BLOCK: Final = 0xFFFFFFFF  # table entry of a block that fell out of the window
+# Shared with the core: scripts/shared_values.py
+NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the window and was given back
 
 
+# Shared with the core: scripts/shared_values.py
 class Result(OpenEnum):
-    """The result of one operation, numbered as in `quire.v1.Result`. Only OK is true. With any other result, even an
-    unknown one, the operation has changed nothing."""
+    """The result of an operation, numbered as in `quire.v1.Result`. With any other than OK, nothing has changed."""
 
     OK = 0
     NO_SPACE = 1
@@ -30,11 +31,12 @@ class Result(OpenEnum):
     PENDING = 5  # The caller asked to defer, and another sequence is computing the prefix.
     QUOTA = 6  # The namespace would exceed its quota of blocks.
     UNCOMMITTED = 7  # A recurrent state cannot be forked beyond the committed tokens.
-    FORBIDDEN = 8  # The caller's certificate does not permit the namespace.
-    PASS_TOO_LONG = 9  # The sequence would fit if it were computed in smaller passes.
-    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has it.
+    FORBIDDEN = 8  # The caller's certificate does not permit the namespace. The core itself permits everything.
+    PASS_TOO_LONG = 9  # The sequence would fit in smaller passes.
+    ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has this id.
 
     def __bool__(self) -> bool:
+        """Returns whether this is OK. Any other result, even an unknown one, is false."""
         return self is Result.OK
 
     def __str__(self) -> str:
@@ -51,6 +53,7 @@ class Swap(NamedTuple):
     block: int
 
 
+# Shared with the core: scripts/shared_values.py
 class Takeover(NamedTuple):
     """A sequence's own blocks in a group are published, from a position on. They replace its twins, now empty."""
 
@@ -59,8 +62,9 @@ class Takeover(NamedTuple):
     position: int
 
 
+# Shared with the core: scripts/shared_values.py
 class CacheDrop(NamedTuple):
-    """A part of the cache to drop: of a namespace (None: of all), behind the kept digests of a prefix."""
+    """A part of the cache to drop: in one namespace (None: in all), all blocks after the kept digests of a prefix."""
 
     namespace: str | None
     digests: bytes
@@ -75,6 +79,7 @@ class Removed(NamedTuple):
     digests: bytes
 
 
+# Shared with the core: scripts/shared_values.py
 class Copy(NamedTuple):
     """A whole block to copy, with all layers of its group, before the engine writes to the step's blocks."""
 
@@ -82,6 +87,7 @@ class Copy(NamedTuple):
     destination: int
 
 
+# Shared with the core: scripts/shared_values.py
 class Victim(NamedTuple):
     """The live sequence that is cheapest to preempt, and the tokens that it would then recompute."""
 

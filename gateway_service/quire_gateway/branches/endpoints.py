@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from quire.errors import QuireError
 from starlette.types import Receive, Scope, Send
 
-from quire_gateway import relay, unary
+from quire_gateway import relay, unary_calls
 from quire_gateway.answer_sizes import bounded
 from quire_gateway.asks import Ask, Prompt, of_continuation, with_defaults
 from quire_gateway.bodies import ChatBody
@@ -96,7 +96,7 @@ class _Calls:
 
         async def compute() -> dict[str, Any]:
             split = request.state.split_special_tokens
-            tokens = await unary.tokens_of(work.fleet, model, prompt, names, split_special_tokens=split)
+            tokens = await unary_calls.tokens_of(work.fleet, model, prompt, names, split_special_tokens=split)
             held = await relay.prefilled(
                 work.fleet, model, tokens, namespace, ttl_s=body.ttl_s, timeout_s=work.request_timeout_s, names=names
             )

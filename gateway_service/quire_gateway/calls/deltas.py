@@ -34,7 +34,7 @@ class Delta(NamedTuple):
         return bool(self.content or self.reasoning or self.calls)
 
 
-class Call(NamedTuple):
+class OpenCall(NamedTuple):
     """A call that is complete."""
 
     call_id: str
@@ -42,12 +42,12 @@ class Call(NamedTuple):
     arguments: str
 
 
-def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[Call]]:
+def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[OpenCall]]:
     """Returns the content, reasoning and calls of all pieces."""
-    calls: list[Call] = []
+    calls: list[OpenCall] = []
     for piece in (each for delta in deltas for each in delta.calls):
         if piece.call_id:
-            calls.append(Call(piece.call_id, piece.function, piece.arguments))
+            calls.append(OpenCall(piece.call_id, piece.function, piece.arguments))
         else:
             call = calls[piece.number]
             calls[piece.number] = call._replace(arguments=call.arguments + piece.arguments)

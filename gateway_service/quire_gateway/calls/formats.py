@@ -54,7 +54,7 @@ IN_REASONING: Final = frozenset({AnswerPart.REASONING})
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TextRun:
     """Calls that follow each other.
 
     Attributes:
@@ -103,7 +103,7 @@ class Format:
         answer: the mark among `marks` that opens the channel of the answer; None without channels.
     """
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[TextRun, ...] = ()
     marks: tuple[Mark, ...] = ()
     call_id: str = "call_{random}"
     id_characters: int = 24
@@ -140,14 +140,14 @@ _DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _LIST_TAIL: Final = (_ID, "}")
 
 
-def _list(opening: str) -> Run:
+def _list(opening: str) -> TextRun:
     """Returns a run that is a JSON array of calls."""
-    return Run(_object(), _LIST_TAIL, (opening, "["), (",",), ("]",))
+    return TextRun(_object(), _LIST_TAIL, (opening, "["), (",",), ("]",))
 
 
-def _deepseek(head: Elements, tail: Elements = ()) -> Run:
+def _deepseek(head: Elements, tail: Elements = ()) -> TextRun:
     begin, end, call_begin, call_end = _DEEPSEEK
-    return Run((call_begin, *head), (*tail, call_end), (begin,), (), (end,))
+    return TextRun((call_begin, *head), (*tail, call_end), (begin,), (), (end,))
 
 
 _JSON: Final = (Maybe(("<|constrain|>",)), Maybe(("json",)))
@@ -157,17 +157,17 @@ _CALLED: Final = (Maybe(("<|call|>",)),)  # usually the end of the answer, which
 
 CALL_FORMATS: Final[Mapping[str, Format]] = {
     # for Qwen 2.5 and 3, Hermes, Granite 4
-    "hermes": Format((Run(_object(before=("<tool_call>",)), ("}", "</tool_call>")),)),
+    "hermes": Format((TextRun(_object(before=("<tool_call>",)), ("}", "</tool_call>")),)),
     "llama3_json": Format(
         (
-            Run(_object('"parameters"'), ("}",), (), (";",), (), AT_START),
-            Run(_object('"parameters"'), ("}",), ("<|python_tag|>",), (";",), (), IN_CONTENT),
+            TextRun(_object('"parameters"'), ("}",), (), (";",), (), AT_START),
+            TextRun(_object('"parameters"'), ("}",), ("<|python_tag|>",), (";",), (), IN_CONTENT),
         )
     ),
     # Mistral's templates refuse ids of any other length.
     "mistral": Format((_list("[TOOL_CALLS]"),), call_id="{random}", id_characters=9),
     "mistral_v11": Format(
-        (Run(("[TOOL_CALLS]", Slot.NAME, Maybe(("[CALL_ID]", Slot.WORD)), "[ARGS]")),),
+        (TextRun(("[TOOL_CALLS]", Slot.NAME, Maybe(("[CALL_ID]", Slot.WORD)), "[ARGS]")),),
         call_id="{random}",
         id_characters=9,
     ),
@@ -176,7 +176,7 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
     "granite": Format((_list("<|tool_call|>"), _list("<tool_call>"))),
     "kimi_k2": Format(
         (
-            Run(
+            TextRun(
                 ("<|tool_call_begin|>", "functions.", Slot.NAME, ":", Slot.INDEX, "<|tool_call_argument_begin|>"),
                 ("<|tool_call_end|>",),
                 ("<|tool_calls_section_begin|>",),
@@ -188,9 +188,9 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
     ),
     "openai": Format(
         (
-            Run(("<|channel|>", "commentary", "to=functions.", Slot.NAME, *_JSON, "<|message|>"), _CALLED),
-            Run(("<|start|>", "assistant", *_TO), _CALLED),
-            Run(_TO, _CALLED, places=AT_START),
+            TextRun(("<|channel|>", "commentary", "to=functions.", Slot.NAME, *_JSON, "<|message|>"), _CALLED),
+            TextRun(("<|start|>", "assistant", *_TO), _CALLED),
+            TextRun(_TO, _CALLED, places=AT_START),
         ),
         (
             Mark(("<|channel|>", "analysis", "<|message|>"), AnswerPart.REASONING),
@@ -215,9 +215,9 @@ REASONING_FORMATS: Final[Mapping[str, Format]] = {
 
 
 # An answer that must call some function is a JSON array of calls.
-REQUIRED: Final = Run(_object('"parameters"'), ("}",), ("[",), (",",), ("]",), AT_START)
+REQUIRED: Final = TextRun(_object('"parameters"'), ("}",), ("[",), (",",), ("]",), AT_START)
 
 
-def only_arguments(name: str) -> Run:
+def only_arguments(name: str) -> TextRun:
     """Returns the run of an answer that must call one given function: only its arguments are written."""
-    return Run((), places=AT_START, function=name)
+    return TextRun((), places=AT_START, function=name)

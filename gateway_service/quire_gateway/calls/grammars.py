@@ -19,8 +19,8 @@ from quire_gateway.calls.formats import (
     Format,
     Mark,
     Maybe,
-    Run,
     Slot,
+    TextRun,
 )
 
 _HEAD: Final = """TEXT: /(.|\\n)*/
@@ -47,7 +47,7 @@ class Function(NamedTuple):
     is_strict: bool
 
 
-class Held(NamedTuple):
+class KeptGrammar(NamedTuple):
     """Constraints on an answer besides the schemas of its calls.
 
     Attributes:
@@ -67,7 +67,7 @@ class Held(NamedTuple):
     is_compact: bool = False
 
 
-def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: Held) -> str:
+def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: KeptGrammar) -> str:
     """Returns the grammar of an answer.
 
     Args:
@@ -82,7 +82,9 @@ def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str,
 class _Writer:
     """Writes one grammar, rule by rule."""
 
-    def __init__(self, form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: Held) -> None:
+    def __init__(
+        self, form: Format, functions: Sequence[Function], tokens: Mapping[str, int], held: KeptGrammar
+    ) -> None:
         self._form, self._functions, self._tokens, self._held = form, functions, tokens, held
         self._rules: list[str] = []
         self._space = "" if held.is_compact else "SPACE?"
@@ -138,7 +140,7 @@ class _Writer:
         assert isinstance(first, str)
         return self._rule("mark", [_sequence(self._trigger(first, before), *self._elements(tuple(rest)))])
 
-    def _run(self, number: int, run: Run) -> str:
+    def _run(self, number: int, run: TextRun) -> str:
         """Returns the rule of a run."""
         call = ""
         if run.opening or (run.separator is not None and self._held.has_many):
@@ -157,7 +159,7 @@ class _Writer:
             begun = [self._begun(run, index) for index in range(len(self._functions))]
         return self._rule(f"run_{number}", [_sequence(_any(begun), more, *closing)])
 
-    def _begun(self, run: Run, index: int) -> str:
+    def _begun(self, run: TextRun, index: int) -> str:
         """Returns the first call of a run without an opening of its own."""
         if not run.head or (self._held.is_called and run.places == AT_START):
             return self._call(run, index)
@@ -174,7 +176,7 @@ class _Writer:
         self._rules.append(f"{rule}[lazy]: PADDING {' PADDING '.join(texts)}")
         return _sequence(rule, self._call(run, index, run.head[named:]))
 
-    def _call(self, run: Run, index: int, head: Elements | None = None) -> str:
+    def _call(self, run: TextRun, index: int, head: Elements | None = None) -> str:
         """Returns the rule of a call of one function, with the rest of its head."""
         parts = self._elements(run.head if head is None else head, index)
         parts = parts[1:] if head is None and parts else parts

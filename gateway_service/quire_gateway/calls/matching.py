@@ -26,7 +26,7 @@ class Status(enum.Enum):
     ABSENT = "absent"
 
 
-class Found(NamedTuple):
+class FoundCall(NamedTuple):
     """The result of looking for elements at a place of a text.
 
     Attributes:
@@ -48,7 +48,7 @@ def after_space(text: str, place: int) -> int:
     return place if found is None else found.end()
 
 
-def find(elements: Elements, text: str, place: int, functions: Collection[str], *, before: str = "") -> Found:
+def find(elements: Elements, text: str, place: int, functions: Collection[str], *, before: str = "") -> FoundCall:
     """Looks for elements at a place of a text. Whitespace may precede each element except the first.
 
     Args:
@@ -62,31 +62,31 @@ def find(elements: Elements, text: str, place: int, functions: Collection[str], 
     for count, element in enumerate(elements):
         start = after_space(text, place) if count else place
         if start - place > SPACE_MAX:
-            return Found(Status.ABSENT, place)
+            return FoundCall(Status.ABSENT, place)
         if isinstance(element, Maybe):
             inner = find(element.elements, text, start, functions)
             if inner.status is Status.BEGUN:
-                return Found(Status.BEGUN, place)
+                return FoundCall(Status.BEGUN, place)
             if inner.status is Status.WHOLE:
                 place = inner.end
             continue
         found = _literal(element, text, start) if isinstance(element, str) else _slot(element, text, start, functions)
         if found.status is not Status.WHOLE:
-            return Found(found.status, place)
+            return FoundCall(found.status, place)
         function, number = found.function or function, found.number or number
         place = found.end
     start = after_space(text, place)
     status = _literal(before, text, start).status if start - place <= SPACE_MAX else Status.ABSENT
-    return Found(status, start if before else place, function, number)
+    return FoundCall(status, start if before else place, function, number)
 
 
-def _literal(literal: str, text: str, place: int) -> Found:
+def _literal(literal: str, text: str, place: int) -> FoundCall:
     if text.startswith(literal, place):
-        return Found(Status.WHOLE, place + len(literal))
-    return Found(Status.BEGUN if literal.startswith(text[place:]) else Status.ABSENT, place)
+        return FoundCall(Status.WHOLE, place + len(literal))
+    return FoundCall(Status.BEGUN if literal.startswith(text[place:]) else Status.ABSENT, place)
 
 
-def _slot(slot: Slot, text: str, place: int, functions: Collection[str]) -> Found:
+def _slot(slot: Slot, text: str, place: int, functions: Collection[str]) -> FoundCall:
     """Looks for a part that differs between calls. A part that reaches the end of the text may continue."""
     is_quoted = slot in (Slot.QUOTED_NAME, Slot.QUOTED)
     if is_quoted:
@@ -101,11 +101,11 @@ def _slot(slot: Slot, text: str, place: int, functions: Collection[str]) -> Foun
     names = slot in (Slot.NAME, Slot.QUOTED_NAME)
     if end == len(text):
         can_be = not names or any(name.startswith(value) for name in functions)
-        return Found(Status.BEGUN if can_be else Status.ABSENT, place)
+        return FoundCall(Status.BEGUN if can_be else Status.ABSENT, place)
     if (names and value not in functions) or (slot is Slot.INDEX and not value):
-        return Found(Status.ABSENT, place)
+        return FoundCall(Status.ABSENT, place)
     if is_quoted:
         if text[end] != '"':
-            return Found(Status.ABSENT, place)
+            return FoundCall(Status.ABSENT, place)
         end += 1
-    return Found(Status.WHOLE, end, value if names else "", value if slot is Slot.INDEX else "")
+    return FoundCall(Status.WHOLE, end, value if names else "", value if slot is Slot.INDEX else "")

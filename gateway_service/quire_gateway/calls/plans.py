@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 
 from quire_gateway.calls.deltas import Delta
 from quire_gateway.calls.formats import REQUIRED, AnswerPart, Format, only_arguments
-from quire_gateway.calls.grammars import Held, grammar_of
+from quire_gateway.calls.grammars import KeptGrammar, grammar_of
 from quire_gateway.calls.reader import AnswerReader
-from quire_gateway.calls.tools import Choice, Tools
+from quire_gateway.calls.tools import ToolChoice, Tools
 from quire_gateway.failures import invalid, unsupported
 
 _THINKS: Final = re.compile(r"<think>\s*\Z")
@@ -48,7 +48,7 @@ class _CallsReader(AnswerReader):
         return super().flush()._replace(content="")
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """The constraints on an answer, and the way to read it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
         return kind(self.form, self.functions, new_id, is_reasoning=self.is_reasoning)
 
 
-def reasoning_token_count(plan: Plan, spelled: Iterable[bytes]) -> int:
+def reasoning_token_count(plan: CallPlan, spelled: Iterable[bytes]) -> int:
     """Counts the reasoning tokens of an answer, with the tokens that open and close the reasoning.
 
     Args:
@@ -123,7 +123,7 @@ def _read(schema: Any) -> Any:
 
 def plan_of(
     tools: Tools | None, content: Any, notation: Notation, *, is_reasoning: bool, has_reasoned: bool = False
-) -> Plan | None:
+) -> CallPlan | None:
     """Returns the plan for an answer; None if all of it is text.
 
     Args:
@@ -146,11 +146,11 @@ def plan_of(
         form = Format((), channels.marks if channels else marks, answer=channels.answer if channels else None)
         grammar = None
         if content is not None:
-            grammar = grammar_of(form, (), notation.tokens, Held(is_reasoning, has_reasoned, content=content))
-        return Plan(form, (), grammar, is_reasoning, False)
-    is_called = tools.choice is not Choice.AUTO
+            grammar = grammar_of(form, (), notation.tokens, KeptGrammar(is_reasoning, has_reasoned, content=content))
+        return CallPlan(form, (), grammar, is_reasoning, False)
+    is_called = tools.choice is not ToolChoice.AUTO
     if is_called and (own is None or own.answer is None):
-        run = REQUIRED if tools.choice is Choice.REQUIRED else only_arguments(tools.functions[0].name)
+        run = REQUIRED if tools.choice is ToolChoice.REQUIRED else only_arguments(tools.functions[0].name)
         form = replace(own or Format(), runs=(run,), marks=marks)
     elif own is None:
         raise unsupported(
@@ -166,7 +166,9 @@ def plan_of(
             "cannot be combined with tools for this model, because its calls are themselves plain JSON",
         )
     is_compact = is_called and form.answer is None
-    held = Held(is_reasoning, has_reasoned, is_called, tools.is_parallel, None if is_called else content, is_compact)
+    held = KeptGrammar(
+        is_reasoning, has_reasoned, is_called, tools.is_parallel, None if is_called else content, is_compact
+    )
     names = tuple(function.name for function in tools.functions)
     grammar = grammar_of(form, tools.functions, notation.tokens, held)
-    return Plan(form, names, grammar, is_reasoning, tools.choice is not Choice.NAMED, has_content=not is_called)
+    return CallPlan(form, names, grammar, is_reasoning, tools.choice is not ToolChoice.NAMED, has_content=not is_called)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from quire_gateway.calls.deltas import CallDelta, Delta, merged
-from quire_gateway.calls.formats import AnswerPart, Elements, Format, Mark, Maybe, Run, Slot
-from quire_gateway.calls.matching import Found, Status, after_space, find
+from quire_gateway.calls.formats import AnswerPart, Elements, Format, Mark, Maybe, Slot, TextRun
+from quire_gateway.calls.matching import FoundCall, Status, after_space, find
 
 _OUTSIDE: Final = re.compile(r'[{}\[\]"]')  # the structural characters of JSON, outside of strings
 _SPACE: Final = " \t\r\n"
@@ -77,7 +77,7 @@ class AnswerReader:
         self._form, self._functions, self._new_id = form, frozenset(functions), new_id
         self._text = ""  # not handed on yet
         self._json: _Json | None = None  # set while arguments are being read
-        self._run: Run | None = None  # set while a run is being read
+        self._run: TextRun | None = None  # set while a run is being read
         self._has_tail = False  # whether the tail of the last call was read
         self._space = ""  # whitespace that is handed on only if text follows it
         # whether leading whitespace is dropped: it would be first, or right behind a mark or a call
@@ -197,11 +197,11 @@ class AnswerReader:
             self._is_behind = True
         return True
 
-    def _find_call(self, run: Run, elements: Elements, place: int) -> Found:
+    def _find_call(self, run: TextRun, elements: Elements, place: int) -> FoundCall:
         found = find(elements, self._text, place, self._functions, before="{")
         return found if found.function or not run.function else found._replace(function=run.function)
 
-    def _begin_call(self, run: Run, found: Found, end: int) -> None:
+    def _begin_call(self, run: TextRun, found: FoundCall, end: int) -> None:
         form, number = self._form, self.call_count
         call_id = form.call_id.format(
             random=self._new_id(form.id_characters), name=found.function, index=found.number or number
@@ -220,7 +220,7 @@ class AnswerReader:
         if end is not None:
             self._json = None
 
-    def _read_behind(self, run: Run, *, is_last: bool) -> bool:
+    def _read_behind(self, run: TextRun, *, is_last: bool) -> bool:
         """Takes in the tail of a call, then the next call or the closing of the run."""
         start = after_space(self._text, 0)
         if not self._has_tail:

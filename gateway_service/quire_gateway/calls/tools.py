@@ -22,7 +22,7 @@ _NAME_KEYS: Final = frozenset({"name"})
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Choice(enum.Enum):
+class ToolChoice(enum.Enum):
     """The caller's choice whether the answer calls functions."""
 
     AUTO = "auto"  # The model decides.
@@ -40,7 +40,7 @@ class Tools(NamedTuple):
     """
 
     functions: tuple[Function, ...]
-    choice: Choice
+    choice: ToolChoice
     is_parallel: bool
 
 
@@ -66,7 +66,7 @@ def tools_of(body: ChatBody) -> Tools | None:
         functions[function.name] = function
     is_parallel = body.parallel_tool_calls is not False
     if not isinstance(choice, dict):
-        return Tools(tuple(functions.values()), Choice(choice or "auto"), is_parallel)
+        return Tools(tuple(functions.values()), ToolChoice(choice or "auto"), is_parallel)
     if choice.get("type") == "allowed_tools":
         return _allowed(choice, functions, is_parallel=is_parallel)
     if choice.get("type", "function") != "function":
@@ -74,7 +74,7 @@ def tools_of(body: ChatBody) -> Tools | None:
     _check_keys(choice, _CHOICE_KEYS, "tool_choice")
     function = _named(choice.get("function"), functions, "tool_choice.function")
     _check_keys(choice["function"], _NAME_KEYS, "tool_choice.function")
-    return Tools((function,), Choice.NAMED, False)
+    return Tools((function,), ToolChoice.NAMED, False)
 
 
 def _allowed(choice: Mapping[str, Any], functions: Mapping[str, Function], *, is_parallel: bool) -> Tools:
@@ -100,7 +100,9 @@ def _allowed(choice: Mapping[str, Any], functions: Mapping[str, Function], *, is
         _named(tool.get("function") if isinstance(tool, dict) else None, functions, f"{place}.tools[{number}].function")
         for number, tool in enumerate(allowed["tools"])
     ]
-    return Tools(tuple({function.name: function for function in found}.values()), Choice(allowed["mode"]), is_parallel)
+    return Tools(
+        tuple({function.name: function for function in found}.values()), ToolChoice(allowed["mode"]), is_parallel
+    )
 
 
 def _named(given: Any, functions: Mapping[str, Function], place: str) -> Function:

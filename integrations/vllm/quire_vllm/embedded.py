@@ -64,7 +64,7 @@ class EmbeddedPool:
         self.shape = shape
         self._spec = spec = PoolSpec(
             shape.block_count,
-            tuple(GroupSpec(GroupKind(kind), size, window) for kind, size, window in shape.groups),
+            tuple(GroupSpec(GroupKind[kind.upper()], size, window) for kind, size, window in shape.groups),
             shape.cache_layout,
             shape.model_fingerprint,
             shape.watermark_block_count,

@@ -57,7 +57,7 @@ def test_each_row_of_a_decoding_batch_is_taken_for_its_own_sequence() -> None:
 
 
 def test_a_quota_is_no_need_and_a_drop_is_no_eviction() -> None:
-    pool = make_pool(8, quotas=(Quota("blue", cached_block_count_max=1),))
+    pool = make_pool(8, quotas=(Quota("blue", cached_blocks_max=1),))
     leave(pool, "abc", "blue")
     leave(pool, "xy", "red")
     assert needs(pool) == (2, 2, {})

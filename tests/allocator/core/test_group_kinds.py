@@ -16,7 +16,6 @@ from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.readers.group_invariants import CHECKS
 from quire_allocator.core.rebuild.rebuild import BUILDERS
 from quire_allocator.core.spec import GroupKind
-from quire_allocator.wire import translate
 
 from tests.allocator.core.pools import chunked, computed, d, full, make_pool, sliding, state
 from tests.allocator.twin.kinds import ORDER
@@ -29,14 +28,15 @@ def test_every_kind_of_group_has_its_manager_its_checks_and_its_builder(table: M
 
 def test_every_kind_of_group_has_one_name_on_the_wire_and_on_both_sides() -> None:
     names = {kind.name for kind in GroupKind}
+    numbers = {f"GROUP_KIND_{kind.name}": kind.value for kind in GroupKind}
+    assert dict(pb.GroupKind.items()) == {"GROUP_KIND_UNSPECIFIED": 0, **numbers}
     assert {kind.name for kind in quire.types.GroupKind} == names
-    assert set(translate.KINDS.values()) == set(GroupKind)
     assert {kind.name for kind in SHOWN_KINDS} == names
     assert {pb.GroupKind.Name(kind) for kind in ledger.KIND_ORDER} == {f"GROUP_KIND_{name}" for name in names}
 
 
 def test_every_kind_of_group_is_known_to_the_twin() -> None:
-    assert set(ORDER) == {kind.value for kind in GroupKind}
+    assert set(ORDER) == {kind.name.lower() for kind in GroupKind}
 
 
 def test_every_window_has_its_rule() -> None:

@@ -123,7 +123,7 @@ def test_what_is_gone_leaves_room_in_the_share() -> None:
 )
 def test_a_caller_who_keeps_everything_takes_no_more_than_its_share(groups: tuple[GroupSpec, ...], seed: int) -> None:
     dice, width = random.Random(seed), len(groups)
-    pool = share(make_pool(40 * width, *groups, quotas=(Quota("quiet", cached_block_count_max=20),)), 10 * width)
+    pool = share(make_pool(40 * width, *groups, quotas=(Quota("quiet", cached_blocks_max=20),)), 10 * width)
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     for _ in range(150):
         pool.blocks.policy.now_ms += dice.choice((0, 10, 3_000))

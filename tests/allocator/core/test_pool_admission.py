@@ -221,7 +221,7 @@ def quota_pool(block_count: int = 8, *groups: object, **limits: int | None) -> P
 
 
 def test_a_namespace_holds_no_more_than_its_quota_and_others_do() -> None:
-    pool = quota_pool(held_block_count_max=4)
+    pool = quota_pool(held_blocks_max=4)
     assert refusal(pool.allocate(1, 17, namespace="blue")) == (Result.QUOTA, 1)
     pool.allocate(1, 12, namespace="blue")
     assert refusal(pool.allocate(2, 8, namespace="blue")) == (Result.QUOTA, 1)
@@ -234,7 +234,7 @@ def test_a_namespace_holds_no_more_than_its_quota_and_others_do() -> None:
 
 
 def test_shared_blocks_count_once_and_cached_ones_when_they_are_taken_again() -> None:
-    pool = quota_pool(held_block_count_max=4)
+    pool = quota_pool(held_blocks_max=4)
     computed(pool, 1, "abc", namespace="blue")
     assert pool.allocate(2, 13, d("abc"), "blue").result is Result.OK  # three shared blocks, and one of its own
     assert pool.allocate(3, 13, d("abc"), "blue").result is Result.QUOTA
@@ -245,7 +245,7 @@ def test_shared_blocks_count_once_and_cached_ones_when_they_are_taken_again() ->
 
 
 def test_too_long_is_said_before_quota_and_quota_before_no_space() -> None:
-    pool = quota_pool(held_block_count_max=2)
+    pool = quota_pool(held_blocks_max=2)
     assert pool.allocate(1, 33, namespace="blue").result is Result.TOO_LONG
     pool.allocate(1, 32)
     assert pool.allocate(2, 12, namespace="blue").result is Result.QUOTA
@@ -263,7 +263,7 @@ def test_every_namespace_that_is_not_named_has_the_quota_of_the_others_to_itself
 
 
 def test_of_what_it_leaves_behind_a_namespace_loses_its_own_first() -> None:
-    pool = quota_pool(cached_block_count_max=2)
+    pool = quota_pool(cached_blocks_max=2)
     computed(pool, 1, "xy")
     pool.free(1)  # the oldest cached block of the pool, of another namespace
     computed(pool, 2, "abcd", namespace="blue")
@@ -277,7 +277,7 @@ def test_of_what_it_leaves_behind_a_namespace_loses_its_own_first() -> None:
 
 
 def test_a_namespace_still_knows_its_oldest_after_its_blocks_came_and_went_many_times() -> None:
-    pool = quota_pool(cached_block_count_max=3)
+    pool = quota_pool(cached_blocks_max=3)
     computed(pool, 1, "ab", namespace="blue")
     computed(pool, 2, "x", namespace="blue")
     pool.free(1)
@@ -292,7 +292,7 @@ def test_a_namespace_still_knows_its_oldest_after_its_blocks_came_and_went_many_
 
 
 def test_a_namespace_that_may_leave_nothing_is_forgotten_with_its_last_sequence() -> None:
-    pool = quota_pool(cached_block_count_max=0)
+    pool = quota_pool(cached_blocks_max=0)
     computed(pool, 1, "ab", namespace="blue")
     pool.fork(1, 2)
     pool.free(1)
@@ -303,14 +303,14 @@ def test_a_namespace_that_may_leave_nothing_is_forgotten_with_its_last_sequence(
 
 
 def test_what_falls_out_of_a_window_counts_as_left_behind() -> None:
-    pool = quota_pool(8, sliding(4, 4), cached_block_count_max=1)
+    pool = quota_pool(8, sliding(4, 4), cached_blocks_max=1)
     computed(pool, 1, "abcd", namespace="blue")  # three of four blocks fell out; the same prompt would hit the third
     assert counts(pool) == (6, 1, 1)
     assert [pool.match("blue", d("abc")[: 32 * count]) for count in (1, 2, 3)] == [0, 0, 12]
 
 
 def test_a_block_that_growing_leaves_behind_counts_too() -> None:
-    pool = quota_pool(8, state(4), cached_block_count_max=0)
+    pool = quota_pool(8, state(4), cached_blocks_max=0)
     computed(pool, 1, "a", namespace="blue")
     answer = grow(pool, 1, 5)  # continues in a copy; the checkpoint would be cached, which the quota forbids
     assert [tuple(copy) for copy in answer.copies] == [(0, 1)]
@@ -320,7 +320,7 @@ def test_a_block_that_growing_leaves_behind_counts_too() -> None:
 
 def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> None:
     # The copy is held instead of the checkpoint, not beside it.
-    pool = quota_pool(8, full(4), state(4), held_block_count_max=3)
+    pool = quota_pool(8, full(4), state(4), held_blocks_max=3)
     computed(pool, 1, "ab", namespace="blue")
     assert pool.blocks.namespaces["blue"].held_count == 3
     assert refusal(grow(pool, 1, 9)) == (Result.QUOTA, 1)
@@ -334,7 +334,7 @@ def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> No
 
 
 def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> None:
-    pool = quota_pool(8, state(4), held_block_count_max=1)
+    pool = quota_pool(8, state(4), held_blocks_max=1)
     computed(pool, 1, "a", namespace="blue")
     assert grow(pool, 1, 5).copies == [(0, 1)]
     pool.free(1)
@@ -343,7 +343,7 @@ def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> No
 
 
 def test_who_asks_for_nothing_more_is_not_refused_although_a_swap_took_the_namespace_beyond_its_quota() -> None:
-    pool = quota_pool(8, held_block_count_max=1)
+    pool = quota_pool(8, held_blocks_max=1)
     computed(pool, 1, "a", namespace="blue")
     pool.free(1)
     pool.allocate(2, 4, namespace="blue")  # without digests: a block of its own
@@ -357,7 +357,7 @@ def test_who_asks_for_nothing_more_is_not_refused_although_a_swap_took_the_names
 
 @pytest.mark.parametrize("group", [full(4), sliding(4, 8)])
 def test_a_block_that_another_published_and_left_is_copied_within_the_quota(group: GroupSpec) -> None:
-    pool = quota_pool(8, group, held_block_count_max=2)
+    pool = quota_pool(8, group, held_blocks_max=2)
     pool.allocate(1, 8, namespace="blue")
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)

@@ -61,7 +61,7 @@ class Comparison:
         retention = rng.choice(("auto", "auto", "auto", "dense"))
         spec = PoolSpec(
             shape.block_count,
-            tuple(GroupSpec(GroupKind(name), size, window) for name, size, window in shape.groups),
+            tuple(GroupSpec(GroupKind[name.upper()], size, window) for name, size, window in shape.groups),
             watermark_block_count=watermark,
             quotas=tuple(Quota(name, *limits) for name, limits in quotas.items()),
             eviction_policy=policy,

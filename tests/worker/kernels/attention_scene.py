@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from quire_kernels.ops.decode_paged import decode_paged, decode_paged_reference
-from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
+from quire_kernels.ops.prefill_attention import prefill_paged, prefill_paged_reference
 from quire_kernels.shared.decode_work import divide_decode
 from quire_kernels.shared.fp8 import is_fp8
 from quire_kernels.shared.options import AttentionOptions

@@ -12,8 +12,7 @@ from quire_kernels.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire_kernels.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from quire_kernels.ops.decode_paged import decode_paged_reference
 from quire_kernels.ops.pack_mask import segment_packbits
-from quire_kernels.ops.prefill_paged import prefill_paged_reference
-from quire_kernels.ops.prefill_ragged import prefill_ragged_reference
+from quire_kernels.ops.prefill_attention import prefill_paged_reference, prefill_ragged_reference
 from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.prefill_rows import Masking

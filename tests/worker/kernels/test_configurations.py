@@ -72,7 +72,7 @@ def tiling_of(configuration: KernelConfiguration) -> tuple[object, ...]:
 
 def test_every_tiling_that_a_launcher_can_choose_is_compiled() -> None:
     dims = [(dim, dim) for dim in (16, 64, 72, 80, 96, 128, 160, 192, 224, 256)] + [(192, 128), (256, 64)]
-    chosen: dict[str, set[tuple[object, ...]]] = {"decode_paged_kernel": set(), "prefill_paged_kernel": set()}
+    chosen: dict[str, set[tuple[object, ...]]] = {"decode_paged_kernel": set(), "prefill_kernel": set()}
     caches = [(chip, cache) for chip in ARCHITECTURES for cache in (None, *FP8_TYPES[chip])]
     for (chip, cache), element_bytes, (dim, v_dim) in itertools.product(caches, (2, 4), dims):
         what, is_fp8 = ((chip,), element_bytes, cache), cache is not None
@@ -81,7 +81,7 @@ def test_every_tiling_that_a_launcher_can_choose_is_compiled() -> None:
             chosen["decode_paged_kernel"].add((*what, False, decode))
         for rows, masked in itertools.product((0, 1, 16, 17, 64, 65, 4096), (False, True)):
             prefill = prefill_tiling(chip, rows, dim, v_dim, element_bytes, masked=masked, is_fp8=is_fp8)
-            chosen["prefill_paged_kernel"].add((*what, masked, prefill))
+            chosen["prefill_kernel"].add((*what, masked, prefill))
     for kernel, tilings in chosen.items():
         compiled = {tiling_of(found) for found in SHIPPED if found.kernel.__name__ == kernel and has_options(found)}
         assert tilings == compiled

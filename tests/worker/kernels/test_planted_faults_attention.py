@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_kernels.ops import merge_splits, prefill_ragged
+from quire_kernels.ops import merge_splits, prefill_attention
 from quire_kernels.shared import work_units
 from quire_kernels.shared.fp8 import E5M2
 from quire_kernels.shared.options import AttentionOptions
@@ -68,8 +68,8 @@ def prefills_ragged(device: torch.device) -> None:
     tiling = prefill_tiling("sm_90", 5, 64, 64, 4)
     division = divide_prefill(indptrs[0], token_count=5, group=2, tiling=tiling)
     options, masking = AttentionOptions(0.125), Masking(causal=True)
-    expected = prefill_ragged.prefill_ragged_reference(q, k, v, *indptrs, options, masking)
-    assert_close(prefill_ragged.prefill_ragged(q, k, v, *indptrs, options, masking, division), expected)
+    expected = prefill_attention.prefill_ragged_reference(q, k, v, *indptrs, options, masking)
+    assert_close(prefill_attention.prefill_ragged(q, k, v, *indptrs, options, masking, division), expected)
 
 
 def divides(device: torch.device) -> None:
@@ -149,22 +149,22 @@ FAULTS: list[tuple[Fault, Check]] = [
         ("decode_paged", "a last page of one key is taken for full",
          "length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
          "length = page_count * PAGE_SIZE", decodes([81], window_left=20)),
-        ("prefill_paged", "prefill does not see the last key of the last page",
+        ("prefill_attention", "prefill does not see the last key of the last page",
          "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
          "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request) - 1", prefills([30], [9])),
-        ("prefill_paged", "prefill reads the slot after the last key",
+        ("prefill_attention", "prefill reads the slot after the last key",
          "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
          "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request) + 1",
          prefills([30], [9], Masking(causal=False))),
-        ("prefill_paged", "prefill takes the last page for full",
+        ("prefill_attention", "prefill takes the last page for full",
          "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
          "kv_len = page_count * PAGE_SIZE", prefills([30], [9])),
-        ("prefill_paged", "prefill without pages sees what the last page is said to hold",
+        ("prefill_attention", "prefill without pages sees what the last page is said to hold",
          "kv_len = tl.where(page_count > 0, kv_len, 0)", "kv_len = tl.maximum(kv_len, 0)", prefills_without_pages),
-        ("prefill_ragged", "the first key of the next request is read",
+        ("prefill_attention", "the first key of the next request is read",
          "kv_len = tl.load(kv_indptr + request + 1) - kv_begin",
          "kv_len = tl.load(kv_indptr + request + 1) - kv_begin + 1", prefills_ragged),
-        ("prefill_ragged", "the last key of a request is not seen",
+        ("prefill_attention", "the last key of a request is not seen",
          "kv_len = tl.load(kv_indptr + request + 1) - kv_begin",
          "kv_len = tl.load(kv_indptr + request + 1) - kv_begin - 1", prefills_ragged),
         ("tile", "a page is looked up one key late", "tl.load(page_ids + keys // PAGE_SIZE, mask=valid, other=0)",
@@ -217,7 +217,7 @@ FAULTS: list[tuple[Fault, Check]] = [
          prefills([60], [20], Masking(causal=True, chunk_size=16))),
         ("prefill_rows", "rows of a mask are too short", "mask_row = token.to(tl.int64) * kv_len",
          "mask_row = token.to(tl.int64) * q_len", prefills_under_bits),
-        ("prefill_ragged", "values of another request are read", "v + kv_begin.to(tl.int64) * stride_v_token", "v",
+        ("prefill_attention", "values of another request are read", "v + kv_begin.to(tl.int64) * stride_v_token", "v",
          prefills_ragged),
     )
 ]  # fmt: skip

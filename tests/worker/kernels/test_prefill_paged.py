@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from quire_kernels.ops.pack_mask import segment_packbits
-from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
+from quire_kernels.ops.prefill_attention import prefill_paged, prefill_paged_reference
 from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_kernels.shared.paged_cache import kv_lengths
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from quire_kernels.ops.pack_mask import segment_packbits
-from quire_kernels.ops.prefill_ragged import prefill_ragged, prefill_ragged_reference
+from quire_kernels.ops.prefill_attention import prefill_ragged, prefill_ragged_reference
 from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling

@@ -54,9 +54,7 @@ def test_users_of_the_wrappers_compile_nothing_after_warming_up() -> None:
     assert found["later"] == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kernel"), [(["[8, 40]"], "prefill_paged_kernel"), (["", "append"], "append_kernel")]
-)
+@pytest.mark.parametrize(("arguments", "kernel"), [(["[8, 40]"], "prefill_kernel"), (["", "append"], "append_kernel")])
 def test_what_warming_up_leaves_out_would_be_noticed(arguments: list[str], kernel: str) -> None:
     found = launches("tests.worker.kernels.wrapper_launches", *arguments)
     assert kernel in {key.split()[0] for key in found["later"]}

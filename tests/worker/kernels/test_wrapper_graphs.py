@@ -11,7 +11,7 @@ from quire_kernels.flashinfer import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
 )
-from quire_kernels.ops.prefill_ragged import prefill_ragged_reference
+from quire_kernels.ops.prefill_attention import prefill_ragged_reference
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.prefill_rows import Masking
 from quire_kernels.shared.reference import TOLERANCE

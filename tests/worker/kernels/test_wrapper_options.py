@@ -13,7 +13,7 @@ from quire_kernels.flashinfer import (
     BatchPrefillWithRaggedKVCacheWrapper,
 )
 from quire_kernels.ops.decode_paged import decode_paged_reference
-from quire_kernels.ops.prefill_paged import prefill_paged_reference
+from quire_kernels.ops.prefill_attention import prefill_paged_reference
 from quire_kernels.shared.prefill_rows import Masking
 from quire_kernels.shared.reference import gather
 

@@ -23,7 +23,7 @@ from quire_kernels.flashinfer.common import (
     workspace_bytes,
 )
 from quire_kernels.flashinfer.prefill_plan import CheckedQueries, MaskRequest, PlannedQueries, PrefillShape, check_plan
-from quire_kernels.ops.prefill_paged import prefill_paged
+from quire_kernels.ops.prefill_attention import prefill_paged
 from quire_kernels.shared.numbers import require_sizes
 from quire_kernels.shared.options import AttentionOptions, Scale
 from quire_kernels.shared.paged_cache import PagedKVCache, check_kv_layout, kv_lengths, unpack_paged_cache

@@ -19,7 +19,7 @@ from quire_kernels.flashinfer.common import (
     workspace_bytes,
 )
 from quire_kernels.flashinfer.prefill_plan import MaskRequest, PlannedQueries, PrefillShape, check_plan
-from quire_kernels.ops.prefill_ragged import prefill_ragged
+from quire_kernels.ops.prefill_attention import prefill_ragged
 from quire_kernels.shared.numbers import require_sizes
 from quire_kernels.shared.options import Scale
 from quire_kernels.shared.paged_cache import check_indptr, check_kv_layout

@@ -180,7 +180,7 @@ def decode_paged(
             q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
             indptr, indices, last_page_len, division.work.units, division.work.indptr,
             out, lse, division.partial_out, division.partial_lse, **option_arguments(options),
-            window_left=options.window_left, batch=batch, **strides_of(q, cache),
+            window_left=options.window_left, batch=batch, **strides_of(q, cache.k, cache.v),
             KV_HEADS=kv_heads, GROUP=group, PAGE_SIZE=cache.page_size, WINDOW=options.window_left >= 0,
             **head_dim_blocks(cache.head_dim, cache.v_head_dim), BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
             UPCAST=interpreted, OVERLAP=can_overlap(q.device), num_warps=tiling.num_warps,

@@ -12,7 +12,6 @@ import triton
 
 from quire_kernels.shared.fp8 import FP8_BYTES, FP8_NAMES, is_fp8
 from quire_kernels.shared.options import AttentionOptions
-from quire_kernels.shared.paged_cache import PagedCache
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NATIVE_FP8_CAPABILITY = (8, 9)
@@ -204,14 +203,11 @@ def option_arguments(options: AttentionOptions) -> dict[str, Any]:
     }
 
 
-def strides_of(q: torch.Tensor, cache: PagedCache) -> dict[str, int]:
-    """Returns the stride arguments of the kernels, in elements."""
-    tensors = (
-        ("q", q, ("token", "head", "dim")),
-        *((name, part, ("page", "token", "head", "dim")) for name, part in (("k", cache.k), ("v", cache.v))),
-    )
+def strides_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
+    """Returns the stride arguments of the kernels, in elements. Keys and values without pages have no page's stride."""
+    axes = ("page", "token", "head", "dim")
     return {
         f"stride_{name}_{axis}": stride
-        for name, tensor, axes in tensors
-        for axis, stride in zip(axes, tensor.stride(), strict=True)
+        for name, tensor in (("q", q), ("k", k), ("v", v))
+        for axis, stride in zip(axes[-tensor.dim() :], tensor.stride(), strict=True)
     }

@@ -21,7 +21,7 @@ from quire_kernels.shared.prefill_rows import Masking, PrefillWork
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillLaunch:
-    """The checked arguments for either prefill kernel."""
+    """The checked arguments of a launch, with pages or without."""
 
     grid: tuple[int]
     out: torch.Tensor  # [tokens, query_heads, v_head_dim]
@@ -48,7 +48,7 @@ def prepare_prefill(
     lse: torch.Tensor | None,
     interpreted: bool,
 ) -> PrefillLaunch:
-    """Checks queries, options, masks and division, and computes the arguments that both prefill kernels share.
+    """Checks queries, options, masks and division, and computes the kernel's arguments except the keys' own.
 
     Args:
         q: `[tokens, query_heads, head_dim]`.

@@ -1,4 +1,4 @@
-"""The common part of both prefill kernels: attention of a block of query rows to all keys that any of them sees.
+"""Prefill: attention of a block of query rows to all keys that any of them sees.
 
 Row r of a request is head `r % GROUP` (of a KV head's query heads) of token `r // GROUP`. So keys are read once for all
 heads that share them, and any ratio of heads fills the block. Token t of a request with q_len queries and kv_len keys

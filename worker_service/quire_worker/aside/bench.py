@@ -33,7 +33,7 @@ class OverLimitError(Exception):
     """A job was not done within its limits."""
 
 
-class Limits(NamedTuple):
+class BenchLimits(NamedTuple):
     """Limits of one job, and the number of children.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Turn:
 class Bench:
     """Runs jobs of one kind in child processes. It must be used on the event loop."""
 
-    def __init__(self, kind: str, configuration: Callable[[], Any], limits: Limits) -> None:
+    def __init__(self, kind: str, configuration: Callable[[], Any], limits: BenchLimits) -> None:
         """Creates the bench; the first job or `warm` starts its process.
 
         Args:

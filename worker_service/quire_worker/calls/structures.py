@@ -10,7 +10,7 @@ from __future__ import annotations
 import structlog
 from quire.errors import QuireError, Reason
 
-from quire_worker.aside.bench import Bench, Limits, OverLimitError
+from quire_worker.aside.bench import Bench, BenchLimits, OverLimitError
 from quire_worker.aside.threads import Threads
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.model.no_tokenizer import NoTokenizer, NoTokenizerError
@@ -20,7 +20,7 @@ from quire_worker.sampling.params import Structure
 
 log = structlog.get_logger()
 COMPILE_S_MAX = 10  # for one structure, with the time that it waits for others
-LIMITS = Limits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
+LIMITS = BenchLimits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
 
 
 class StructureCompiler:

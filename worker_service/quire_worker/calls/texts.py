@@ -16,7 +16,7 @@ import structlog
 from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 
-from quire_worker.aside.bench import Bench, Limits, OverLimitError
+from quire_worker.aside.bench import Bench, BenchLimits, OverLimitError
 from quire_worker.aside.threads import Threads
 from quire_worker.model.conversation import Conversation, ConversationError, read_conversation
 from quire_worker.model.no_tokenizer import NoTokenizer, NoTokenizerError
@@ -32,7 +32,7 @@ WAITING_MAX = 64  # waiting long texts
 ANSWER_TOKENS_MAX = 16 << 10  # built on the event loop up to this size; takes a few milliseconds
 ResultT = TypeVar("ResultT")
 TEMPLATE_S_MAX = 10  # for one conversation, with the time that it waits for others
-LIMITS = Limits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
+LIMITS = BenchLimits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
 
 
 class Texts:

@@ -170,12 +170,12 @@ class _File:
     def __exit__(self, *error: object) -> None:
         self._inner.__exit__(None, None, None)
 
-    def get_slice(self, name: str) -> _Slice:
+    def get_slice(self, name: str) -> _TensorSlice:
         """Returns an object that reads the tensor when it is indexed."""
-        return _Slice(self._inner.get_slice(name), name, self._progress)
+        return _TensorSlice(self._inner.get_slice(name), name, self._progress)
 
 
-class _Slice:
+class _TensorSlice:
     """Replaces safetensors' slice: a tensor that is read when it is indexed."""
 
     def __init__(self, inner: Any, name: str, progress: _Progress) -> None:

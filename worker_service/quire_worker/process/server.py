@@ -49,7 +49,7 @@ from quire_worker.process.chat_template import read_chat_template
 from quire_worker.process.kv_event_options import kv_events_of
 from quire_worker.process.options import parse_arguments
 from quire_worker.process.start_log import log_waits, progress_of
-from quire_worker.process.tensor_parallel import Part, follow_rank_0, lead, unless_lost
+from quire_worker.process.tensor_parallel import RankPart, follow_rank_0, lead, unless_lost
 from quire_worker.process.vllm_metrics import VllmCollector
 from quire_worker.process.worker_metrics import WorkerCollector
 from quire_worker.ranks.crew import Crew, RankLostError
@@ -118,7 +118,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     return Loaded(names, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
 
 
-def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
+def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> RankPart:
     """Loads one rank's part of the model, and makes its pages. Without a crew, the part is the whole model.
 
     Raises:
@@ -165,7 +165,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         kv_bytes=cache.pool_bytes,
         sequence_tokens_max=longest_sequence(model, cache, options),
     )
-    return Part(model, cache, memory, drafter)
+    return RankPart(model, cache, memory, drafter)
 
 
 def check_device(device: str) -> None:
@@ -191,7 +191,7 @@ def compile_kernels(model: PagedModel) -> None:
     log.info("kernels compiled", count=found.count, seconds=round(time.monotonic() - started, 1))
 
 
-def capture_decode(part: Part, size_max: int) -> Shortcut | None:
+def capture_decode(part: RankPart, size_max: int) -> Shortcut | None:
     """Captures decode batches of up to `size_max` samples as CUDA graphs; returns None if that is impossible."""
     from quire_worker.execution.decode_graphs import decode_graphs_of
 

@@ -58,7 +58,7 @@ REASON_S = 5.0
 ResultT = TypeVar("ResultT")
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """One rank's part of the model and of every page, and the memory from which its pool was sized.
 
     Only a rank that is alone has a drafter, because a draft model is not split.
@@ -70,10 +70,10 @@ class Part(NamedTuple):
     drafter: Drafter | None = None
 
 
-LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], Part]
+LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], RankPart]
 
 
-def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[Part, Leader]:
+def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[RankPart, Leader]:
     """Loads rank 0's part, while the other ranks load theirs, and leads them from then on.
 
     Raises:

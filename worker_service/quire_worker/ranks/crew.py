@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from quire_worker.ranks.identity import RankIdentity, loopback_interface
-from quire_worker.ranks.messages import pack, unpack
+from quire_worker.ranks.rank_messages import pack, unpack
 
 LOAD_TIMEOUT_S = 1800.0  # ranks wait this long for each other while weights are read and kernels compiled
 NCCL_TIMEOUT_S = 300.0

@@ -19,7 +19,7 @@ from dataclasses import replace
 from quire_worker.execution.parts import Continuations
 from quire_worker.model.sample_text import SampleText
 from quire_worker.model.tokenizer import StreamDecoder, TokenizerError
-from quire_worker.sampling.beam_search import BeamSearch, Chosen, Rule, row_count
+from quire_worker.sampling.beam_search import BeamRule, BeamSearch, Chosen, row_count
 from quire_worker.sampling.logprobs import Likeliest
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.output import Delivery, FinishReason
@@ -32,7 +32,7 @@ def begin_search(
     sampling: SamplingParams, end_token_ids: frozenset[int], texts: Sequence[StreamDecoder | SampleText]
 ) -> tuple[RequestBeams, Beam]:
     """Returns the search of a request, with its first beam. Its texts end with any of the given tokens."""
-    rule = Rule(
+    rule = BeamRule(
         sampling.num_beams,
         sampling.length_penalty,
         sampling.early_stopping,

@@ -54,7 +54,7 @@ class Hypothesis(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class BeamRule:
     """Parameters of a search.
 
     Attributes:
@@ -90,7 +90,7 @@ def row_count(beam_count: int, end_token_ids: Collection[int]) -> int:
 class BeamSearch:
     """One search, from the beam without a token to its hypotheses."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: BeamRule) -> None:
         self.rule = rule
         self.hypotheses: list[Hypothesis] = []  # the best first
         self._texts: list[list[int]] = [[]]

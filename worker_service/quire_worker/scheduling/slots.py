@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from quire_worker.model.sample_text import SampleText
     from quire_worker.model.tokenizer import StreamDecoder
-    from quire_worker.sampling.beam_search import BeamSearch, Rule
+    from quire_worker.sampling.beam_search import BeamRule, BeamSearch
     from quire_worker.sampling.logprobs import Likeliest
 
 
@@ -25,7 +25,7 @@ class RequestBeams:
         search: the search itself; None before the first turn.
     """
 
-    rule: Rule
+    rule: BeamRule
     texts: Sequence[StreamDecoder | SampleText]
     search: BeamSearch | None = None
 

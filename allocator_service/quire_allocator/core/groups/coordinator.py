@@ -77,7 +77,7 @@ class Coordinator:
             # A pool that uses only this namespace forgets it with each last sequence, and soon needs it again.
             return self._unnamed
         quota = self._quotas.get(name) or self._quotas.get(OTHERS)
-        limits_cache = quota is not None and quota.cached_block_count_max is not None
+        limits_cache = quota is not None and quota.cached_blocks_max is not None
         space = Namespace(name, quota, Candidates(self._blocks.policy) if limits_cache else None)
         space.scopes = tuple([manager.new_scope(space) for manager in self.managers])
         if not name and quota is None:

@@ -72,7 +72,7 @@ def _spaces(pool: Pool) -> list[Namespace]:
         assert space.sequence_count == counts[id(space)], f"{name!r} miscounts {space.sequence_count} sequences"
         is_used = space.sequence_count or space.held_count or space.cached_count
         assert is_used, f"namespace {name!r} is empty but was not removed"
-        limits_cache = space.quota is not None and space.quota.cached_block_count_max is not None
+        limits_cache = space.quota is not None and space.quota.cached_blocks_max is not None
         assert (space.queue is not None) == limits_cache, (
             f"{name!r} has a queue without a limit, or a limit without a queue"
         )
@@ -151,8 +151,8 @@ def _check_admission(pool: Pool) -> None:
     assert counted == promised, f"{counted} blocks count as promised, but {promised} are"
     assert all(sequence.promised >= 0 for sequence in pool.sequences.values()), "a negative number of promised blocks"
     for space in pool.blocks.namespaces.values():
-        if space.quota is not None and space.quota.cached_block_count_max is not None:
-            limit = space.quota.cached_block_count_max
+        if space.quota is not None and space.quota.cached_blocks_max is not None:
+            limit = space.quota.cached_blocks_max
             assert space.cached_count <= limit, f"{space.name!r} has {space.cached_count} cached blocks, above {limit}"
 
 

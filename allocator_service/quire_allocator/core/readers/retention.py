@@ -63,7 +63,7 @@ def use(pool: Pool) -> list[RetentionUse]:
 
 def _name(spec: GroupSpec) -> str:
     sizes = f"{spec.block_size} {spec.window}" if spec.window else f"{spec.block_size}"
-    return f"{spec.kind.value} {sizes}"
+    return f"{spec.kind.name.lower()} {sizes}"
 
 
 def check(pool: Pool, spaces: Sequence[Namespace]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from quire_kernels.compilation.configurations import ARCHITECTURES, ELEMENT_BYTES, FP8_TYPES, KernelConfiguration
 from quire_kernels.ops.decode_paged import decode_paged_kernel
 from quire_kernels.ops.mla_paged import mla_paged_kernel
-from quire_kernels.ops.prefill_paged import prefill_paged_kernel
-from quire_kernels.ops.prefill_ragged import prefill_ragged_kernel
+from quire_kernels.ops.prefill_attention import prefill_kernel
 from quire_kernels.shared.decode_work import decode_tiling
 from quire_kernels.shared.launch import head_dim_blocks
 from quire_kernels.shared.mla_work import mla_tiling
@@ -95,19 +95,20 @@ def _decodes(chip: str) -> Iterator[KernelConfiguration]:
 
 
 def _prefill(
-    kernel: Any, chip: str, dtype: str = "bf16", cache: str | None = None, dims: tuple[int, int] = USUAL, *,
+    chip: str, dtype: str = "bf16", cache: str | None = None, dims: tuple[int, int] = USUAL, *,
     group: int = 4, page_size: int = 16, rows: int = 1024, options: bool = False, mask: int = 0, causal: bool = True,
 ) -> KernelConfiguration:  # fmt: skip
-    """Describes a launch of either prefill kernel.
+    """Describes a launch of prefill.
 
-    `rows` is the number of query rows per request. `mask` is a mask kind of `tile`, and replaces `causal`.
+    `page_size` is 0 without pages. `rows` is the number of query rows per request. `mask` is a mask kind of `tile`, and
+    replaces `causal`.
     """
     cache = cache or dtype
     is_fp8 = ELEMENT_BYTES[cache] == 1
     tiling = prefill_tiling(chip, rows, *dims, ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
-    strides = runtime_strides(kernel)
-    paged = {"PAGE_SIZE": page_size} if "PAGE_SIZE" in kernel.arg_names else {}
-    indices = ("page_indptr", "page_indices", "last_page_len") if paged else ("kv_indptr",)
+    of_pages = ("page_indices", "last_page_len", "stride_k_page", "stride_v_page")  # None without pages
+    strides = [name for name in runtime_strides(prefill_kernel) if page_size or name not in of_pages]
+    indices = ("kv_indptr", *(of_pages[:2] if page_size else ()))
     signature = {
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
         **dict.fromkeys(("k", "v"), f"*{cache}"),
@@ -118,19 +119,19 @@ def _prefill(
         **({"mask": "*u8", "mask_indptr": "*i64"} if mask else {}),
     }
     title = [chip, dtype, f"cache {cache}", f"D{dims[0]} V{dims[1]}", f"G{group}", f"M{tiling.block_m}"]
-    title += [f"P{page_size}"] if paged else []
+    title += [f"P{page_size}"] if page_size else []
     title += ["options"] if options else []
     title += [f"mask {mask}"] if mask else [] if causal else ["not causal"]
     return KernelConfiguration(
-        kernel=kernel,
+        kernel=prefill_kernel,
         name=" ".join(title),
         signature=signature,
         constexprs={
-            **{name: None for name in (*OPTIONS, "mask", "mask_indptr") if name not in signature},
+            **{name: None for name in (*OPTIONS, *of_pages, "mask", "mask_indptr") if name not in signature},
             **dict.fromkeys(ONES, 1),
             "KV_HEADS": KV_HEADS,
             "GROUP": group,
-            **paged,
+            "PAGE_SIZE": page_size,
             **head_dim_blocks(*dims),
             "BLOCK_M": tiling.block_m,
             "BLOCK_N": tiling.block_n,
@@ -150,22 +151,21 @@ def _prefill(
 
 def _paged_prefills(chip: str) -> Iterator[KernelConfiguration]:
     """Yields prefill over pages for the same cases as `_decodes`, and with masks."""
-    kernel = prefill_paged_kernel
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE, LATENT):
-        yield _prefill(kernel, chip, dims=dims)
+        yield _prefill(chip, dims=dims)
     for group in (5, 7):
-        yield _prefill(kernel, chip, group=group)
+        yield _prefill(chip, group=group)
     for rows in (16, 64):
-        yield _prefill(kernel, chip, rows=rows)
+        yield _prefill(chip, rows=rows)
     for page_size in (1, 64):
-        yield _prefill(kernel, chip, page_size=page_size)
+        yield _prefill(chip, page_size=page_size)
     for mask in (1, 2):
-        yield _prefill(kernel, chip, mask=mask)
-    yield _prefill(kernel, chip, causal=False)
+        yield _prefill(chip, mask=mask)
+    yield _prefill(chip, causal=False)
     for fp8 in FP8_TYPES[chip]:
-        yield _prefill(kernel, chip, cache=fp8)
+        yield _prefill(chip, cache=fp8)
     for dtype, options in itertools.product(("fp16", "fp32"), (False, True)):
-        yield _prefill(kernel, chip, dtype, options=options)
+        yield _prefill(chip, dtype, options=options)
     tilings = set()
     for dtype, mask in itertools.product(("bf16", "fp32"), (0, 2)):
         for cache, dims, rows in itertools.product((dtype, *FP8_TYPES[chip]), (WIDE, LATENT, USUAL), (16, 64, 128)):
@@ -173,24 +173,24 @@ def _paged_prefills(chip: str) -> Iterator[KernelConfiguration]:
             tiling = prefill_tiling(chip, rows, *dims, ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
             if (dtype, mask, cache, tiling) not in tilings:
                 tilings.add((dtype, mask, cache, tiling))
-                yield _prefill(kernel, chip, dtype, cache, dims, rows=rows, mask=mask, options=True)
+                yield _prefill(chip, dtype, cache, dims, rows=rows, mask=mask, options=True)
 
 
 def _ragged_prefills(chip: str) -> Iterator[KernelConfiguration]:
     """Yields fewer cases than for paged prefill: the inner loop is the same, and uses fewer registers without pages."""
-    kernel = prefill_ragged_kernel
+    prefill = partial(_prefill, page_size=0)
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE):
-        yield _prefill(kernel, chip, dims=dims)
-    yield _prefill(kernel, chip, dims=LATENT, group=1)
+        yield prefill(chip, dims=dims)
+    yield prefill(chip, dims=LATENT, group=1)
     for group in (5, 7):
-        yield _prefill(kernel, chip, group=group)
-    yield _prefill(kernel, chip, mask=2)
-    yield _prefill(kernel, chip, causal=False)
+        yield prefill(chip, group=group)
+    yield prefill(chip, mask=2)
+    yield prefill(chip, causal=False)
     for fp8 in FP8_TYPES[chip]:
-        yield _prefill(kernel, chip, cache=fp8)
+        yield prefill(chip, cache=fp8)
     for dtype, options in itertools.product(("fp16", "fp32"), (False, True)):
-        yield _prefill(kernel, chip, dtype, options=options)
-    yield _prefill(kernel, chip, dims=WIDE, options=True)
+        yield prefill(chip, dtype, options=options)
+    yield prefill(chip, dims=WIDE, options=True)
 
 
 def _latent(chip: str, dtype: str, heads: int, page_size: int, *, split_keys: bool) -> KernelConfiguration:

@@ -27,7 +27,7 @@ from quire_worker.model.rewrites.gated_mlp import PROJECTIONS as GATED_PROJECTIO
 from quire_worker.model.rewrites.interface import Rewrite, child_names, is_plain_linear, own_parameter_names
 from quire_worker.model.rewrites.norm import weight_and_epsilon
 from quire_worker.model.rewrites.recording import Recording
-from quire_worker.model.rewrites.rewriter import Pass, Rewritten
+from quire_worker.model.rewrites.rewriter import RewritePass, Rewritten
 from quire_worker.model.transformers_seam import PagedStep, Scoring, Step
 
 ACTIVATIONS = (silu_and_mul, gelu_tanh_and_mul)
@@ -228,7 +228,7 @@ def rewrite_for_gpu(module: torch.nn.Module, run: Callable[[Recording], object])
     with torch.inference_mode():
         recording.record(module, run)
         parts = (GpuAttentionRewrite(recording), GpuGatedMlpRewrite(), GpuNormRewrite())
-        done = Pass(recording, parts, [DecoderLayerRewrite(LAYER_PARTS)])
+        done = RewritePass(recording, parts, [DecoderLayerRewrite(LAYER_PARTS)])
         done.visit(module)
     for part in module.modules():  # Only now: in-place sums would have overwritten the recorded inputs.
         if isinstance(part, DecoderLayer):

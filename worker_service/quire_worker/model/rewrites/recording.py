@@ -13,7 +13,7 @@ from quire_worker.model.transformers_seam import Scoring, Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class RecordedCall:
     """One call of a module."""
 
     arguments: tuple[Any, ...]
@@ -25,7 +25,7 @@ class Recording:
     """The last call of every module of a model, and the attention options of each layer."""
 
     def __init__(self) -> None:
-        self.calls: dict[torch.nn.Module, Call] = {}
+        self.calls: dict[torch.nn.Module, RecordedCall] = {}
         self.scorings: dict[int, Scoring] = {}  # by layer index
 
     def record(self, module: torch.nn.Module, run: Callable[[Recording], object]) -> None:
@@ -37,7 +37,7 @@ class Recording:
         """
 
         def note(called: torch.nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
-            self.calls[called] = Call(arguments, keywords, result)
+            self.calls[called] = RecordedCall(arguments, keywords, result)
 
         handles = [part.register_forward_hook(note, with_kwargs=True) for part in module.modules()]
         try:

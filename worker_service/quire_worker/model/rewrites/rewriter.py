@@ -16,7 +16,7 @@ from quire_worker.model.rewrites.gated_mlp import GatedMlpRewrite
 from quire_worker.model.rewrites.interface import Rewrite, is_plain_linear
 from quire_worker.model.rewrites.linear import Linear, LinearRewrite, packed_of
 from quire_worker.model.rewrites.norm import NormRewrite
-from quire_worker.model.rewrites.recording import Call, Recording
+from quire_worker.model.rewrites.recording import RecordedCall, Recording
 from quire_worker.model.rewrites.text_model import TextModelRewrite
 from quire_worker.model.rewrites.tied_head import PackedEmbedding
 
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 TIED_HEAD = "TiedHead"
 
-CallOf: TypeAlias = Callable[[torch.nn.Module], Call | None]
+CallOf: TypeAlias = Callable[[torch.nn.Module], RecordedCall | None]
 
 
 class Rewritten(NamedTuple):
@@ -70,7 +70,7 @@ def rewrite(
             LinearRewrite(library, _shared_weights(module)),
         )
         wholes = wanted(DecoderLayerRewrite(), DecoderRewrite())
-        done = Pass(recording, parts, wholes, wanted(TextModelRewrite()))
+        done = RewritePass(recording, parts, wholes, wanted(TextModelRewrite()))
         if is_wanted(TIED_HEAD):
             done.pack_tied_head(module, library)
         done.visit(module)
@@ -78,7 +78,7 @@ def rewrite(
     return Rewritten(whole, done.counts)
 
 
-class Pass:
+class RewritePass:
     """The rewriting of one model. An object is used once."""
 
     def __init__(
@@ -117,13 +117,13 @@ class Pass:
         """Returns the replacement of a model whose parts are rewritten, or the model itself if there is none."""
         return self._found(model, self._models, self._as_it_is) or model
 
-    def _as_it_is(self, module: torch.nn.Module) -> Call | None:
+    def _as_it_is(self, module: torch.nn.Module) -> RecordedCall | None:
         """Returns the module's recorded call, with the result that the module gives after its parts were rewritten.
 
         In bfloat16, the roundings of many parts together can exceed the tolerance of one.
         """
         call = self._recording.calls.get(module)
-        return call and Call(call.arguments, call.keywords, module(*call.arguments, **call.keywords))
+        return call and RecordedCall(call.arguments, call.keywords, module(*call.arguments, **call.keywords))
 
     def _replace(
         self, parent: torch.nn.Module, name: str, child: torch.nn.Module, rewrites: Iterable[Rewrite], call_of: CallOf
@@ -170,7 +170,7 @@ class Pass:
             self.counts[TIED_HEAD] += 1
 
 
-def agrees(candidate: torch.nn.Module, call: Call) -> bool:
+def agrees(candidate: torch.nn.Module, call: RecordedCall) -> bool:
     """Returns whether a candidate gives the recorded result. A candidate that raises does not agree."""
     try:
         result = candidate(*call.arguments, **call.keywords)

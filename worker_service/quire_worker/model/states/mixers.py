@@ -19,7 +19,7 @@ from quire_cpu.library import Library
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.states.continuations import CONTINUATIONS, has_limits, renew_decays, within_limits
 from quire_worker.model.states.flat import NoStates, flat_mixer
-from quire_worker.model.states.state_pass import Segment, StatePass, States
+from quire_worker.model.states.state_pass import StatePass, States, StateSegment
 from quire_worker.model.states.view import SegmentView
 
 _CACHE_NAMES = ("cache_params", "past_key_values")
@@ -138,7 +138,7 @@ def _without_states(value: Any) -> Any:
     return NoStates() if isinstance(value, CacheView) else value
 
 
-def _take(value: Any, segment: Segment, view: SegmentView) -> Any:
+def _take(value: Any, segment: StateSegment, view: SegmentView) -> Any:
     """Returns a segment's part of a mixer's argument. An argument without a dimension of tokens stays unchanged."""
     if isinstance(value, CacheView):
         return view
@@ -149,7 +149,7 @@ def _take(value: Any, segment: Segment, view: SegmentView) -> Any:
     return value[:, segment.tokens] if isinstance(segment.tokens, slice) else value[0, segment.tokens].unsqueeze(1)
 
 
-def _joined(segments: list[Segment], results: list[Any]) -> Any:
+def _joined(segments: list[StateSegment], results: list[Any]) -> Any:
     """Joins the segments' results, `[sequences, tokens, hidden]`, in the flat batch's order: `[1, all tokens, hidden]`.
 
     If a mixer returns a tuple, its further items are states. They become None, because no caller reads them.

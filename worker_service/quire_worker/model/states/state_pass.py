@@ -27,7 +27,7 @@ from quire_worker.model.states.flat import Flat, flat_of
 from quire_worker.state_pages import LayerState, StateKey, StateTensor
 
 
-class Segment(NamedTuple):
+class StateSegment(NamedTuple):
     """Tokens that go through a mixer together.
 
     Attributes:
@@ -48,22 +48,22 @@ class States(Protocol):
     """Source and destination of a pass's states."""
 
     @property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[StateSegment]:
         """Returns the pass's segments. The tokens of a segment go through a mixer together."""
         ...
 
-    def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
+    def read(self, layer: int, key: StateKey, segment: StateSegment) -> torch.Tensor:
         """Returns one tensor of the states before a segment's tokens, `[sequences, ...]`.
 
         The segment must continue sequences that have states.
         """
         ...
 
-    def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
+    def keep(self, layer: int, key: StateKey, segment: StateSegment, value: torch.Tensor) -> None:
         """Stores one tensor of the states after a segment's tokens, `[sequences, ...]`."""
         ...
 
-    def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
+    def narrowed(self, segment: StateSegment) -> AbstractContextManager[None]:
         """Returns a context for the call of a mixer with these tokens. Adapters inside the mixer see only them."""
         ...
 
@@ -80,7 +80,7 @@ class StatePass:
         self._kept: list[tuple[LayerState, StateKey, torch.Tensor, torch.Tensor]] = []
 
     @cached_property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[StateSegment]:
         """Returns the pass's segments. The tokens of a segment go through a mixer together."""
         return segments_of(self._batch)
 
@@ -103,18 +103,18 @@ class StatePass:
         """Keeps a tensor of all chunks until the end of the pass. The caller must not change it afterwards."""
         self._kept.append((self._layers[layer], key, self._blocks, value))
 
-    def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
+    def read(self, layer: int, key: StateKey, segment: StateSegment) -> torch.Tensor:
         """Returns one tensor of the states in the pages of the segment's chunks."""
         return self._layers[layer].read(key, self._blocks[:, segment.chunks])
 
-    def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
+    def keep(self, layer: int, key: StateKey, segment: StateSegment, value: torch.Tensor) -> None:
         """Keeps a tensor until the end of the pass. Copies a part of a larger tensor, so that the rest can be freed."""
         value = value.to(self._layers[layer].tensors[key].dtype)
         is_part = value.untyped_storage().nbytes() > value.nbytes
         blocks = self._blocks[:, segment.chunks]
         self._kept.append((self._layers[layer], key, blocks, value.clone() if is_part else value))
 
-    def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
+    def narrowed(self, segment: StateSegment) -> AbstractContextManager[None]:
         """Returns a context in which adapters see only the segment's tokens."""
         return nullcontext() if self._sites is None else self._sites.narrowed(segment.tokens)
 
@@ -133,15 +133,15 @@ class StateProbe:
         self.segments = segments_of(batch)
         self.arrivals: dict[int, dict[StateKey, StateTensor]] = {}
 
-    def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
+    def read(self, layer: int, key: StateKey, segment: StateSegment) -> torch.Tensor:
         """Must not be called, because all sequences begin in this pass."""
         raise AssertionError("a probe has no state to read")
 
-    def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
+    def keep(self, layer: int, key: StateKey, segment: StateSegment, value: torch.Tensor) -> None:
         """Records a tensor's shape and dtype."""
         self.arrivals.setdefault(layer, {})[key] = StateTensor(key, tuple(value.shape[1:]), value.dtype)
 
-    def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
+    def narrowed(self, segment: StateSegment) -> AbstractContextManager[None]:
         """Returns an empty context, because the first pass has no adapters."""
         return nullcontext()
 
@@ -149,7 +149,7 @@ class StateProbe:
         """Ends the pass without storing any state."""
 
 
-def segments_of(batch: ForwardBatch) -> list[Segment]:
+def segments_of(batch: ForwardBatch) -> list[StateSegment]:
     """Cuts a batch into segments. The tokens of a segment go through a mixer together."""
     device = batch.input_ids.device
     segments, place = [], 0
@@ -158,9 +158,9 @@ def segments_of(batch: ForwardBatch) -> list[Segment]:
         if start > 0 and length == 1:
             single.setdefault(start < begun_with, []).append((place, chunk))
         else:
-            segments.append(Segment(slice(place, place + length), torch.tensor([chunk], device=device), start > 0))
+            segments.append(StateSegment(slice(place, place + length), torch.tensor([chunk], device=device), start > 0))
         place += length
     for is_prompt, places in single.items():
         tokens, chunks = torch.tensor(places, device=device).T
-        segments.append(Segment(tokens, chunks, is_begun=True, is_prompt=is_prompt))
+        segments.append(StateSegment(tokens, chunks, is_begun=True, is_prompt=is_prompt))
     return segments

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from quire_worker.model.states.state_pass import Segment, States
+from quire_worker.model.states.state_pass import States, StateSegment
 from quire_worker.state_pages import StateKey
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class SegmentView:
     Kernels for one token overwrite the tensors that they read, so `finish` stores every tensor that was read, too.
     """
 
-    def __init__(self, states: States, segment: Segment) -> None:
+    def __init__(self, states: States, segment: StateSegment) -> None:
         """Takes the segment; states are read when the mixer asks for them."""
         self._states = states
         self._segment = segment

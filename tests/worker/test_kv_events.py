@@ -17,10 +17,10 @@ from quire.errors import UsageError
 from quire.events import BlocksRemoved, BlocksStored, IndexCleared, SnapshotEnd
 from quire.hashing import DigestChain
 from quire.types import GroupKind, GroupSpec
-from quire_worker.kv_events.follower import Follower, index_of
-from quire_worker.kv_events.index import Filled, Index
+from quire_worker.kv_events.pool_follower import Follower, index_of
+from quire_worker.kv_events.published_index import Filled, Index
 from quire_worker.kv_events.publisher import Publisher
-from quire_worker.kv_events.wire import Batch, block_hash
+from quire_worker.kv_events.wire import EventBatch, block_hash
 from quire_worker.process.kv_event_options import check_kv_events
 from quire_worker.process.options import parse_arguments
 
@@ -56,7 +56,7 @@ CLEARED, END = IndexCleared("pool", b"s", 0, 0), SnapshotEnd("pool", b"s", 0, 0)
 
 def tell(reader: Reader, events: list) -> None:
     """Lets a reader apply events as it decodes them."""
-    reader.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(Batch(0.0, events)))[1])
+    reader.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(EventBatch(0.0, events)))[1])
 
 
 def test_the_index_publishes_what_a_naive_twin_has_stored() -> None:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from peers import PYTHON, WHY_NOT, in_vllm
 from quire.events import BlocksRemoved, BlocksStored, IndexCleared
-from quire_worker.kv_events.index import Filled, Index
-from quire_worker.kv_events.wire import Batch, block_hash
+from quire_worker.kv_events.published_index import Filled, Index
+from quire_worker.kv_events.wire import EventBatch, block_hash
 
 pytestmark = [
     pytest.mark.peer,
@@ -39,7 +39,7 @@ def test_vllms_own_classes_decode_every_kind_of_event() -> None:
         *index.apply(BlocksStored("pool", b"s", 1, 1, (0,), "", b"", DIGESTS, 4, 0)),
         *index.apply(BlocksRemoved("pool", b"s", 2, 2, (0,), "", DIGESTS[1:], 1)),
     ]
-    payload = msgspec.msgpack.encode(Batch(1.5, events))
+    payload = msgspec.msgpack.encode(EventBatch(1.5, events))
     ts, rank, told = msgspec.json.decode(in_vllm("-c", DECODE, payload.hex()).splitlines()[-1])
     assert (ts, rank) == (1.5, 0)
     cleared, stored, removed = ({name: each for name, each in event.items() if each is not None} for event in told)

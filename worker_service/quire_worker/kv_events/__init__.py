@@ -8,8 +8,8 @@ So the worker watches its own pool and adds the tokens:
     3. removed    the allocator evicted or dropped the block
     4. cleared    the pool has a new session, or the watch began again: a snapshot of stored blocks follows
 
-`index` is pure and combines both kinds of items. `publisher` is a thread with the sockets, and owns the index.
-`follower` runs on the worker's event loop and never waits for the thread: it drops and counts what does not fit the
-queue. After a dropped event of the allocator, the watch begins again with a snapshot, so no reader keeps a block that
-is gone. After dropped tokens, their blocks stay unpublished, and are counted.
+`published_index` is pure and combines both kinds of items. `publisher` is a thread with the sockets and the index.
+`pool_follower` runs on the worker's event loop and never waits for the thread: it drops and counts what does not fit
+the queue. After a dropped event of the allocator, the watch begins again with a snapshot, so no reader keeps a block
+that is gone. After dropped tokens, their blocks stay unpublished, and are counted.
 """

@@ -25,8 +25,8 @@ import zmq
 from quire.errors import UsageError
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 
-from quire_worker.kv_events.index import Filled, Index
-from quire_worker.kv_events.wire import Batch, Event
+from quire_worker.kv_events.published_index import Filled, Index
+from quire_worker.kv_events.wire import Event, EventBatch
 
 log = structlog.get_logger()
 
@@ -159,7 +159,7 @@ class Publisher:
         return events
 
     def _publish(self, events: list[Event]) -> None:
-        payload = self._encode(Batch(self._clock(), events))
+        payload = self._encode(EventBatch(self._clock(), events))
         self._pub.send_multipart((self._topic, _number(self._next), payload))
         self._kept.append((self._next, payload))
         self._next += 1
@@ -173,7 +173,7 @@ class Publisher:
         first = int.from_bytes(frames[1], "big")
         messages = [each for each in self._kept if each[0] >= first]
         if self._kept and first < self._kept[0][0]:
-            messages = [(self._next - 1, self._encode(Batch(self._clock(), self._index.snapshot())))]
+            messages = [(self._next - 1, self._encode(EventBatch(self._clock(), self._index.snapshot())))]
         for number, payload in messages:
             replay.send_multipart((reader, b"", self._topic, _number(number), payload), zmq.NOBLOCK)
         replay.send_multipart((reader, b"", b"", END, b""), zmq.NOBLOCK)

@@ -23,7 +23,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
         medium: the tier.
         lora_name: the adapter of the prefix.
         extra_keys: for each block, what its hash depends on besides tokens, in the form that vLLM gives it: the adapter
-            in each block, and the cache salt in the first one; see `index.keys_of`.
+            in each block, and the cache salt in the first one; see `published_index.keys_of`.
         group_idx: number of the group among those that are published, so always 0.
         kv_cache_spec_kind: kind of the group's attention.
     """
@@ -52,7 +52,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
     """No block can be hit."""
 
 
-class Batch(msgspec.Struct, array_like=True, gc=False):
+class EventBatch(msgspec.Struct, array_like=True, gc=False):
     """The events of one message."""
 
     ts: float

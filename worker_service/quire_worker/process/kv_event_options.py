@@ -13,7 +13,7 @@ from quire.errors import UsageError
 
 if TYPE_CHECKING:
     from quire_worker.engine import Engine
-    from quire_worker.kv_events.follower import Follower
+    from quire_worker.kv_events.pool_follower import Follower
 
 PACKAGES = ("msgspec", "zmq")
 SCHEME = "tcp://"
@@ -85,7 +85,7 @@ def kv_events_of(options: argparse.Namespace, engine: Engine, allocator: AsyncAl
     """
     if options.kv_events is None:
         return None
-    from quire_worker.kv_events.follower import Follower, index_of
+    from quire_worker.kv_events.pool_follower import Follower, index_of
     from quire_worker.kv_events.publisher import Publisher
 
     publisher = Publisher(

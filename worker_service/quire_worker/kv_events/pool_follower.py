@@ -13,7 +13,7 @@ from quire import AsyncAllocator
 from quire.errors import NotFoundError, QuireError, UsageError
 from quire.types import GroupKind, GroupSpec
 
-from quire_worker.kv_events.index import Filled, Index
+from quire_worker.kv_events.published_index import Filled, Index
 from quire_worker.kv_events.publisher import Publisher
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo docs dashboards-check test test-processes test-interpreted test-compiled test-lowest test-pythons test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-typescript test-chart test-vllm test-vllm-long clean gpu-wheels gpu-proof release
+.PHONY: help dev demo docs dashboards-check test test-processes test-interpreted test-compiled test-lowest test-pythons test-gpu simulate fuzz fuzz-coverage faults model mutants check format proto bench bench-metrics bench-smoke instructions kernels-compile kernels-neon up up-gpu down images images-lint image-allocator image-gateway image-client image-worker image-worker-gpu test-compose test-gateway-peer test-packages test-typescript test-chart test-vllm test-vllm-long clean gpu-wheels gpu-proof release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -157,6 +157,9 @@ bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/rewrites.py
 	$(BIN)/python benchmarks/linears.py
+
+bench-metrics: $(COMPILED)/.ready ## measure what metrics and log lines cost of each server's CPU time
+	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/metrics.py
 
 bench-smoke: $(READY) ## run every benchmark at its smallest size: whether it still runs, a minute or two
 	$(BIN)/python benchmarks/smoke.py

@@ -4,15 +4,21 @@ The servers run with their metrics and log lines on, as they do by default. Each
 that count and log (`metrics_sides/probed.py`); the rest of its CPU time is what it would take with these off. A row's
 ratio is the part over that rest. Both sides are of one run and in CPU time, so other programs hardly change the ratio.
 
-The shadow index is the allocator's sample of blocks, which tells what pools of other sizes would have hit.
+Completions are the load of worker and gateway, and of all three servers. They leave the allocator nearly idle, so that
+its caches are cold. Its own rows are of owners that admit a prompt with each step, into pools that fill up. The shadow
+index is the allocator's sample of blocks, which tells what pools of other sizes would have hit.
+
+`make bench-metrics` measures the compiled core.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 import urllib.request
@@ -23,12 +29,20 @@ from typing import Any, Final
 
 from metrics_sides.probed import PROBED
 from quire.local import ServerProcess
+from quire.protocol.steps import StepBuilder
 from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO
+from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 
 RATIO_GOAL: Final = 0.01
 MODULE: Final = "metrics_sides.probed"
 SHARED_TOKENS: Final = 64  # at the beginning of half of the prompts
+OWNERS: Final = 8
+POOL_BLOCKS: Final = 16_384
+PROMPT_BLOCKS: Final = 32
+SHARED_BLOCKS: Final = 4
+LIVE: Final = 8  # sequences of an owner
+DIGEST_BYTES: Final = 32
 Row = dict[str, Any]
 
 
@@ -39,28 +53,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="(default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1_000, help="of each owner (default: %(default)s)")
     add_output_arguments(parser)
     options = parser.parse_args()
-    if min(options.requests, options.at_once, options.prompt_tokens, options.output_tokens) < 1:
+    if min(options.requests, options.at_once, options.prompt_tokens, options.output_tokens, options.steps) < 1:
         parser.error("all numbers must be at least 1")
     return options
 
 
-class Stack:
-    """A probed allocator, worker and gateway. `stop` ends them; then `parts` has what they spent."""
+class Servers:
+    """Probed servers. Once they are stopped, `parts` has what they spent."""
 
-    def __init__(self, folder: Path, files: ExitStack) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.servers: dict[str, ServerProcess] = {}
-        allocator = self._start(files, "quire_allocator", "--metrics", "127.0.0.1:0")
-        own = ("--allocator", allocator.address, "--metrics", "127.0.0.1:0", "--blocks", "4096")
-        worker = self._start(files, "quire_worker", "--model", str(DEMO), *own)
-        self.gateway = self._start(files, "quire_gateway", "--worker", worker.address, "--allocator", allocator.address)
+        self._servers: dict[str, ServerProcess] = {}
 
-    def _start(self, files: ExitStack, package: str, *options: str) -> ServerProcess:
+    def start(self, files: ExitStack, package: str, *options: str) -> ServerProcess:
         environment = {
             "OMP_WAIT_POLICY": "PASSIVE",
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join(sys.path),
             "QUIRE_PROBED": package,
             "QUIRE_SPENT": str(self._folder / f"{package}.json"),
         }
@@ -73,12 +84,12 @@ class Stack:
         )
         files.callback(server.stop)
         server.wait_ready(deadline=time.monotonic() + 120)
-        self.servers[package] = server
+        self._servers[package] = server
         return server
 
     def cpu_s(self) -> dict[str, float]:
         """Returns the CPU time of each server so far."""
-        return {package: _cpu_s(server.process.pid) for package, server in self.servers.items()}
+        return {package: _cpu_s(server.process.pid) for package, server in self._servers.items()}
 
     def parts(self, package: str) -> dict[str, dict[str, float]]:
         """Returns what a stopped server spent on each part."""
@@ -112,23 +123,62 @@ def load(address: str, options: argparse.Namespace) -> None:
         list(threads.map(ask, [prompt(number) for number in range(options.requests)]))
 
 
+async def admit(address: str, owners: int, steps: int) -> None:
+    """Sends steps of several owners at once. Each admits a prompt, commits the previous one, and frees an older one."""
+
+    async def run(number: int) -> None:
+        dice = random.Random(number)
+        shared = dice.randbytes(DIGEST_BYTES * SHARED_BLOCKS)
+        async with Stream(address, SESSION) as stream:
+            owner = Owner(stream, f"pool-{number}", POOL_BLOCKS, os.urandom(16))
+            await owner.open()
+            computed, messages = b"", []
+            for sequence_id in range(1, steps + 1):
+                step, is_shared = StepBuilder(), sequence_id % 2
+                if computed:
+                    step.commit(sequence_id - 1, PROMPT_BLOCKS * BLOCK_TOKENS, computed)
+                if sequence_id > LIVE:
+                    step.free(sequence_id - LIVE)
+                own = dice.randbytes(DIGEST_BYTES * (PROMPT_BLOCKS - SHARED_BLOCKS * is_shared))
+                digests = shared * is_shared + own
+                step.allocate(sequence_id, PROMPT_BLOCKS * BLOCK_TOKENS + 1, digests)
+                computed = digests if sequence_id == 1 else own  # all others hit the shared blocks
+                messages.append(owner.message(step))
+            for message in messages:
+                check(message, await stream.ask(message))
+
+    await asyncio.gather(*map(run, range(owners)))
+
+
 def measured(options: argparse.Namespace) -> list[Row]:
     """Returns a row for each part of each server."""
     with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as files:
-            stack = Stack(Path(folder), files)
+            alone = Servers(Path(folder))
+            address = alone.start(files, "quire_allocator", "--metrics", "127.0.0.1:0").address
+            before = alone.cpu_s()
+            asyncio.run(admit(address, OWNERS, options.steps))
+            spent_s = {"alone": alone.cpu_s()["quire_allocator"] - before["quire_allocator"]}
+        parts = {"alone": alone.parts("quire_allocator")}
+        with ExitStack() as files:
+            stack = Servers(Path(folder))
+            metrics = ("--metrics", "127.0.0.1:0")
+            allocator = ("--allocator", stack.start(files, "quire_allocator", *metrics).address)
+            own = ("--model", str(DEMO), "--blocks", "4096", *metrics, *allocator)
+            worker = stack.start(files, "quire_worker", *own)
+            gateway = stack.start(files, "quire_gateway", "--worker", worker.address, *allocator)
             before = stack.cpu_s()
-            load(stack.gateway.address, options)
-            after = stack.cpu_s()
-        parts = {package: stack.parts(package) for package in PROBED}
+            load(gateway.address, options)
+            spent_s |= {package: after - before[package] for package, after in stack.cpu_s().items()}
+        parts |= {package: stack.parts(package) for package in PROBED}
+    rests_s = {name: spent_s[name] - sum(part["seconds"] for part in own.values()) for name, own in parts.items()}
     rows: list[Row] = []
-    rests_s = {}
-    for package, own in parts.items():
-        rests_s[package] = after[package] - before[package] - sum(part["seconds"] for part in own.values())
-        rows += [row_of(package.removeprefix("quire_"), name, [part], rests_s[package]) for name, part in own.items()]
-    for name in dict.fromkeys(name for own in parts.values() for name in own):
-        of_all = [own[name] for own in parts.values() if name in own]
-        rows.append(row_of("all three", name, of_all, sum(rests_s.values())))
+    for name, server in (("alone", "allocator"), ("quire_worker", "worker"), ("quire_gateway", "gateway")):
+        rows += [row_of(server, part, [numbers], rests_s[name]) for part, numbers in parts[name].items()]
+    stack_s = sum(rests_s[package] for package in PROBED)
+    for part in dict.fromkeys(part for package in PROBED for part in parts[package]):
+        of_all = [parts[package][part] for package in PROBED if part in parts[package]]
+        rows.append(row_of("all three", part, of_all, stack_s))
     return rows
 
 

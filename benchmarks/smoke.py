@@ -35,7 +35,7 @@ SIZES: Final = {
     "linears": "--dtypes float32 --repeat 1",
     "load": "--trace TRACE --loads 0.5 --seconds 1 --burst 4 --without-vllm",
     "memory": "--trace TRACE --requests 4 --running 2 --memory-gib 1 --lengths 512",
-    "metrics": "--requests 4 --output-tokens 8 --prompt-tokens 16",
+    "metrics": "--requests 4 --output-tokens 8 --prompt-tokens 16 --steps 4",
     "recovery": "--small 1000 --large 2000 --pools 2 --repeat 1 --repeat-large 1",
     "remote": f"--requests 2 {SHORT} --long-tokens 4 --repeat 1 --makings 1",
     "rewrites": "--models demo --dtypes float32 --repeat 1",

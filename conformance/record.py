@@ -4,8 +4,8 @@
     python conformance/record.py --check    # compares instead; names outdated files and exits with status 1
 
 A session is one owner's life in a simulation with faults. It has every step with the answer that was applied, the
-digest of the state after it, and the reports that allocators asked for. It needs a clone, because the simulation is
-part of the tests.
+digest of the state after it, and the reports that allocators asked for. One more session follows a script: priorities,
+wishes, and mistakes that no simulated owner makes. It needs a clone, because the simulation is part of the tests.
 """
 
 from __future__ import annotations
@@ -21,22 +21,29 @@ from typing import Any, Final
 from unittest import mock
 
 from google.protobuf.json_format import MessageToDict
+from quire.hashing import block_digests
+from quire.protocol.features import TELLS_REMOVED
 from quire.protocol.outcomes import NULL_BLOCK
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
+from quire.protocol.steps import StepBuilder
 from quire.session.block_report import report_chunks, report_end
+from quire.session.owner import PoolOwner
+from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
+from quire_allocator import limits
 
 HERE: Final = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from tests.client.test_hashing import VECTORS  # noqa: E402
-from tests.simulation.histories import APPEND_ONLY, GROUPS  # noqa: E402
+from tests.simulation.histories import APPEND_ONLY, GROUPS, ROOT, pool_spec  # noqa: E402
 from tests.simulation.simulation import FAULTS, Simulation  # noqa: E402
-from tests.simulation.world import Worker  # noqa: E402
+from tests.simulation.world import POOL, Allocator, Clock, Link, Worker  # noqa: E402
 
 EVENTS: Final = 50  # The simulation advances by this many events until the session has its steps.
 STEPS: Final = 66  # steps of a session; the answer to step 64 has a digest
 REPORTS: Final = 2  # reports of a session, besides the first, empty one
+REPORTED: Final = (5, 8)  # steps of the scripted session after which it has a report
 FAULT_RATE: Final = 0.12
 SEED: Final = 37
 LARGE: Final = 100  # A digest covers only a part of a state with more sequences than this.
@@ -63,18 +70,21 @@ class RecordedWorker(Worker):
         message = self.link.to_client[0] if self.link is not None else None
         super().receive()
         if self.answered > answered and isinstance(message, bytes):
-            step = pb.Step.FromString(asked[0].step.SerializeToString())
-            reply = pb.SessionReply.FromString(message).step_reply
-            digest = owner.ledger.digest().hex()
-            self.lines.append({"step": MessageToDict(step), "reply": MessageToDict(reply), "digest": digest})
+            self.lines.append(_answered(owner, asked[0].step.SerializeToString(), message))
         elif owner.report_count > reported and self.answered and self._reports < REPORTS:
             self._reports += 1
-            self.lines.append({"report": _report(self)})
+            self.lines.append({"report": _report(owner)})
 
 
-def _report(worker: Worker) -> Line:
-    """Returns the report of a worker's ledger, in the small chunks of the simulation."""
-    owner, chunks = worker.owner, report_chunks(worker.owner.ledger)
+def _answered(owner: PoolOwner, asked: bytes, answer: bytes) -> Line:
+    """Returns the line of a step whose answer was just applied."""
+    step, reply = pb.Step.FromString(asked), pb.SessionReply.FromString(answer).step_reply
+    return {"step": MessageToDict(step), "reply": MessageToDict(reply), "digest": owner.ledger.digest().hex()}
+
+
+def _report(owner: PoolOwner) -> Line:
+    """Returns the report of an owner's ledger, in the small chunks of the simulation if it runs."""
+    chunks = report_chunks(owner.ledger)
     end = report_end(chunks, last_step=owner.last_step, last_sequence_id=owner.ledger.last_sequence_id)
     return {"chunks": [MessageToDict(chunk) for chunk in chunks], "end": MessageToDict(end)}
 
@@ -99,6 +109,59 @@ def session(kinds: str, seed: int) -> list[Line]:
                 raise RuntimeError(f"{kinds}, seed {seed}: {violation}")
             steps = [index for index, line in enumerate(worker.lines) if "step" in line]
     return [{"spec": MessageToDict(simulation.spec)}, *worker.lines[: steps[STEPS - 1] + 1]]
+
+
+def scripted() -> list[Line]:
+    """Returns a session with priorities, wishes and mistakes. Answers name only one removed digest each."""
+    spec = pool_spec("full", 12, features=[TELLS_REMOVED])
+    owner = PoolOwner(POOL, spec, incarnation=bytes(16), window=1)
+    link = Link(Allocator("A1", random.Random(SEED)), Clock())
+    lines: list[Line] = [{"spec": MessageToDict(spec)}]
+    owner.attach()
+    with mock.patch.object(limits, "REMOVED_TOLD_MAX", 1):
+        _exchange(owner, link)
+        for number, step in enumerate(_script(), 1):
+            owner.submit(step)
+            (asked,), answer = list(owner._unanswered), _exchange(owner, link)
+            lines.append(_answered(owner, asked.step.SerializeToString(), answer))
+            if number in REPORTED:
+                lines.append({"report": _report(owner)})
+    return lines
+
+
+def _script() -> list[StepBuilder]:
+    """Returns the steps of the scripted session, in blocks of 4 tokens."""
+    first, second = block_digests(ROOT, range(20), 4), block_digests(ROOT, range(100, 120), 4)
+    return [
+        StepBuilder().allocate(1, 10, first[:2], priority=3).allocate(2, 9, second[:2], "tenant"),
+        # 1 is computing the same prefix, so 3 is PENDING. 4 does not wait for it.
+        StepBuilder().allocate(3, 9, first[:2], defer_token_count=4).allocate(4, 5, first[:1], priority=-1),
+        # Commits of a sequence that is not live, and beyond what is granted.
+        StepBuilder().commit(1, 8, first[:2]).commit(77, 4, first[:1]).commit(2, 12, second[:3]),
+        StepBuilder().commit(2, 9, second[:2], keep_token_count=9).commit(4, 4, first[:1]).free(88),
+        # 4 was preempted, and returns as 5. Its free keeps one block for a minute.
+        StepBuilder()
+        .free(4, keep_ms=60_000, keep_token_count=4)
+        .allocate(5, 7, first[:1], is_return=True, priority=-1),
+        StepBuilder().free(1).free(2, keep_ms=1_000).free(1).fork(5, 6).fork(99, 7),
+        # A prompt of the whole pool evicts all that is cached.
+        StepBuilder().free(5).free(6).allocate(8, 44, b"", priority=7),
+        StepBuilder().grow(8, 49).allocate(9, 12, second[:2], "tenant", priority=2, prompt_token_count=13),
+    ]
+
+
+def _exchange(owner: PoolOwner, link: Link) -> bytes:
+    """Delivers all messages of both sides. Returns the last one of the allocator."""
+    answer = b""
+    while owner.outbox:
+        link.to_server.append(owner.outbox.popleft().SerializeToString())
+        link.deliver_to_server()
+        while link.to_client:
+            message = link.to_client.popleft()
+            assert isinstance(message, bytes), message
+            answer = message
+            owner.receive(packed.SessionReply.FromString(answer))
+    return answer
 
 
 def states() -> list[Line]:
@@ -152,9 +215,10 @@ def hashes() -> list[Line]:
 def write(folder: Path) -> None:
     """Writes all recorded files to a folder."""
     (folder / "sessions").mkdir(exist_ok=True)
-    for seed, kinds in enumerate([*GROUPS, *APPEND_ONLY], SEED):
-        lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in session(kinds, seed)]
-        (folder / "sessions" / f"{kinds.replace(' ', '-')}.jsonl").write_text("".join(lines))
+    sessions = {kinds: session(kinds, seed) for seed, kinds in enumerate([*GROUPS, *APPEND_ONLY], SEED)}
+    for name, recorded in {**sessions, "wishes and mistakes": scripted()}.items():
+        lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in recorded]
+        (folder / "sessions" / f"{name.replace(' ', '-')}.jsonl").write_text("".join(lines))
     for name, vectors in (("hashes", hashes()), ("states", states())):
         rows = ",\n".join(json.dumps(vector, separators=(",", ":")) for vector in vectors)
         (folder / f"{name}.json").write_text(f"[\n{rows}\n]\n")

@@ -14,7 +14,11 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 
 PUBLIC, TWIN = "quire/v1/allocator.proto", "quire/v1/_packed.proto"
 PACKAGE = ".quire.v1."
-COLUMN_TYPES = (FieldDescriptorProto.TYPE_FIXED32, FieldDescriptorProto.TYPE_FIXED64)
+COLUMN_TYPES = (
+    FieldDescriptorProto.TYPE_FIXED32,
+    FieldDescriptorProto.TYPE_SFIXED32,
+    FieldDescriptorProto.TYPE_FIXED64,
+)
 ENVELOPES = ("SessionRequest", "SessionReply")  # messages that carry a step and its answer
 
 

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
-from quire.protocol.packing import unpack_uint32, unpack_uint64
+from quire.protocol.packing import as_int32, unpack_uint32, unpack_uint64
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
 TWINS: list[Descriptor] = list(packed.DESCRIPTOR.message_types_by_name.values())
-NUMBERS = {FieldDescriptor.TYPE_FIXED32: unpack_uint32, FieldDescriptor.TYPE_FIXED64: unpack_uint64}
+NUMBERS = {
+    FieldDescriptor.TYPE_FIXED32: unpack_uint32,
+    FieldDescriptor.TYPE_SFIXED32: lambda data: as_int32(unpack_uint32(data)),
+    FieldDescriptor.TYPE_FIXED64: unpack_uint64,
+}
 
 
 def public(twin: Descriptor) -> Descriptor:
@@ -77,6 +81,8 @@ def value(field: FieldDescriptor, dice: random.Random) -> Any:
         return dice.choice(("tenant", "übermut"))
     if field.type in (FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_BOOL):
         return dice.randint(0, 1)
+    if field.type in (FieldDescriptor.TYPE_SFIXED32, FieldDescriptor.TYPE_SINT32):
+        return dice.getrandbits(32) - (1 << 31)
     return dice.getrandbits(64 if field.type in (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_UINT64) else 32)
 
 

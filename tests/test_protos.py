@@ -9,9 +9,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+from google.protobuf import descriptor_pb2
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
-from quire.v1 import errors_pb2
+from quire.v1 import errors_pb2, server_pb2, worker_pb2
 from quire_allocator.core.pool import Result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +60,19 @@ def test_the_lowest_versions_that_the_metadata_allows_are_those_that_generated_c
                      for path in generated.glob("*_pb2.py")},
     }  # fmt: skip
     assert {name: {floors[name]} for name in needed} == needed
+
+
+def test_each_number_that_a_message_has_no_field_for_is_reserved() -> None:
+    """A later field would otherwise take the number of one that an older peer knows, or a gap would look like one."""
+    gaps = {}
+    for module in (pb, server_pb2, worker_pb2):
+        for message in module.DESCRIPTOR.message_types_by_name.values():
+            known = descriptor_pb2.DescriptorProto()
+            message.CopyToProto(known)
+            taken = {field.number for field in known.field}
+            taken.update(number for span in known.reserved_range for number in range(span.start, span.end))
+            gaps[message.name] = sorted(set(range(1, max(taken, default=0))) - taken)
+    assert {name: missing for name, missing in gaps.items() if missing} == {}
 
 
 def test_results_have_the_numbers_of_the_wire() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 import uvloop
@@ -19,7 +19,7 @@ from quire.errors import UsageError
 
 from quire_allocator import limits
 from quire_allocator.core.blocks import KEPT_SHARE
-from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.core.ownership.directory import BLOCKS_OF_CALLER_MAX, Directory
 from quire_allocator.metrics.collector import AllocatorCollector
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import CORE, AllocatorService, add_to_server
@@ -68,6 +68,21 @@ def make_parser() -> Parser:
         help=f"namespaces that metrics name, at most {limits.METRIC_NAMESPACES_MAX}; all others together are `other`",
     )
     parser.add_argument(
+        "--streams-per-caller",
+        type=_up_to(limits.STREAMS_OF_ALL_MAX // 2),
+        default=limits.STREAMS_MAX,
+        metavar="COUNT",
+        help=f"owners' streams of one client certificate, or of one connection without any, 1 to"
+        f" {limits.STREAMS_OF_ALL_MAX // 2}; each may take 2 MiB (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--blocks-per-caller",
+        type=_up_to(BLOCKS_OF_CALLER_MAX),
+        default=BLOCKS_OF_CALLER_MAX,
+        metavar="COUNT",
+        help="blocks of all pools of one caller; each takes from 4 bytes to about 700 here (default: %(default)d)",
+    )
+    parser.add_argument(
         "--cpu", type=int, help="run only on this CPU: under load a message then costs a third less CPU time"
     )
     parser.add_argument(
@@ -82,6 +97,18 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"it is a share from 0 to 1, not {text}")
     return share
+
+
+def _up_to(most: int) -> Callable[[str], int]:
+    """Returns a reader of a count from 1 to `most`."""
+
+    def count(text: str) -> int:
+        number = int(text)
+        if not 1 <= number <= most:
+            raise argparse.ArgumentTypeError(f"it is from 1 to {most}, not {number}")
+        return number
+
+    return count
 
 
 def _names(text: str) -> frozenset[str]:
@@ -104,10 +131,19 @@ async def serve(options: argparse.Namespace) -> None:
     """
     stop = stop_event()
     server = Server(options, service_name="quire.v1.AllocatorService")
-    directory = Directory(lease_s=options.lease, pools_max=limits.POOLS_MAX, kept_share=options.kept_share)
+    directory = Directory(
+        lease_s=options.lease,
+        pools_max=limits.POOLS_MAX,
+        blocks_max=options.blocks_per_caller,
+        kept_share=options.kept_share,
+    )
     counters = Counters(options.metrics_namespaces)
     service = AllocatorService(
-        directory, counters, check_invariants=options.check_invariants, authorize=server.authorize
+        directory,
+        counters,
+        check_invariants=options.check_invariants,
+        authorize=server.authorize,
+        streams_max=options.streams_per_caller,
     )
     add_to_server(service, server.grpc)
     await server.start(AllocatorCollector(directory, counters), core=CORE)

@@ -144,6 +144,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
         clock: seconds, never going back.
         authorize: returns the permissions of a call's caller.
+        streams_max: streams that one caller may hold.
     """
 
     def __init__(
@@ -154,13 +155,15 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
         authorize: Authorize = permit_everything,
+        streams_max: int = limits.STREAMS_MAX,
     ) -> None:
         self.directory = directory
         self.authorize = authorize
         self.counters = counters
         self.clock = clock
         self.watching = Watching(directory)
-        self.stream_shares = CallerShares(limits.STREAMS_MAX)
+        self.stream_shares = CallerShares(limits.STREAMS_OF_ALL_MAX // 2, streams_max)
+        self.unread_shares = CallerShares(limits.UNREAD_BYTES_MAX)
         self.attaching = Arrivals()
         self.sessions = SessionRegistry(
             directory,
@@ -259,6 +262,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:
         owner = self._observed(request.pool, permissions)
+        views.refuse_old_views(request)
         return pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
 
     @unary

@@ -198,10 +198,14 @@ def metrics_operations() -> list[Counted]:
 
     pool, counters = used_pool(), PoolCounters()
 
+    def observe(columns: Any, reply: packed.StepReply) -> None:
+        counters.observe_step(pool, columns, reply, 1e-4)
+        counters.observe_blocks(pool, columns, reply, 1.0)
+
     def observed(builder: StepBuilder) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         columns, reply = check_step(pool, builder.message), packed.StepReply()
         apply_step(pool, columns, reply)
-        return counters.observe_step, (pool, columns, reply, 1e-4, 1.0)
+        return observe, (columns, reply)
 
     ids, dice = range(200, 200 + STEP_OPERATIONS), random.Random(3)
     opened, decoding = StepBuilder(), list[tuple[Callable[..., Any], tuple[Any, ...]]]()

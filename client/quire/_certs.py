@@ -308,8 +308,13 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
         path = folder / f"{name}.{suffix}"
         if replaces:
             _replace_file(path, mode, data)
-        else:
+            continue
+        try:
             _write_file(path, mode, data)
+        except UsageError:  # A key without its certificate would be refused by the next run.
+            if suffix == "pem":
+                (folder / f"{name}.key").unlink()
+            raise
 
 
 def _replace_file(path: Path, mode: int, data: bytes) -> None:
@@ -324,8 +329,14 @@ def _replace_file(path: Path, mode: int, data: bytes) -> None:
 
 
 def _write_file(path: Path, mode: int, data: bytes) -> None:
+    """Writes a new file as a whole, or not at all."""
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(data)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+        except OSError:
+            path.unlink()
+            raise
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None

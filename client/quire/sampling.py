@@ -142,16 +142,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class CachePolicy:
-    """A wish to keep a request's prefix cached. It orders eviction and holds no memory.
+    """A wish about the blocks that a request computes. It orders eviction and holds no memory.
 
     Attributes:
         keep_s: seconds from the end of the request, up to a day; 0 keeps it like any other.
         breakpoints: rising token counts of the prompt, at most 4; what is behind the last one is not kept. Empty keeps
             the prompt and its answer.
+        no_store: lets no other request hit what this one computes. It may hit what is cached.
     """
 
     keep_s: float = 0.0
     breakpoints: Sequence[int] = ()
+    no_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)

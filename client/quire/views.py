@@ -200,3 +200,18 @@ class RequestInfo:
     block_count_max: int
     error: str
     stages: tuple[RequestStage, ...]  # Empty unless the caller asked for one request.
+
+
+@dataclass(frozen=True, slots=True)
+class BranchInfo:
+    """One branch of a worker, without its tokens."""
+
+    id_prefix: bytes  # the first 8 bytes of its id: enough to release it, too few to use it
+    namespace: str
+    token_count: int
+    sequence_id: int  # id at the allocator. 0 if the branch holds no blocks: its next call computes it again.
+    block_count: int
+    age_s: float
+    time_left_s: float  # until it ends, unless a call names it
+    ttl_ms: int
+    is_in_use: bool  # A call uses it.

@@ -20,6 +20,8 @@ from quire_gateway import asks, listing, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
 from quire_gateway.branches.endpoints import BODIES as BRANCH_BODIES
 from quire_gateway.branches.endpoints import serve_branches
+from quire_gateway.caching.bodies import BODIES as CACHE_BODIES
+from quire_gateway.caching.endpoints import serve_cache
 from quire_gateway.description import complete, described
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, defect
@@ -101,6 +103,7 @@ def make_app(
     _serve_models(app, fleet)
     serve_responses(app, work, store)
     serve_branches(app, work)
+    serve_cache(app, work)
     _serve_probes(app, fleet, is_draining)
     _serve_operators(app, fleet, telemetry, registry)
     _serve_texts(app, work)
@@ -108,7 +111,7 @@ def make_app(
     _serve_overview(app, version)
     _put_errors_in_form(app)
     bodies = (CompletionBody, ChatBody, ResponseBody, InputTokensBody, TokenizeBody, DetokenizeBody)
-    complete(app, (*bodies, *BRANCH_BODIES))
+    complete(app, (*bodies, *BRANCH_BODIES, *CACHE_BODIES))
     return app
 
 

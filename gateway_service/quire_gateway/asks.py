@@ -80,7 +80,7 @@ class Ask(NamedTuple):
         model: the name in the request; None if it names no model.
         prompts: one prompt; several only for a batch of completions.
         options: the sampling options that all prompts share, except `max_tokens`.
-        max_tokens: the limit of the answer; None for as many tokens as there is room for.
+        max_tokens: the limit of the answer; 0 for none, None for as many tokens as there is room for.
         choice_count: the number of answers to each prompt.
         is_streamed: whether the caller gets the answer piece by piece.
         with_usage: whether a stream ends with its token counts.
@@ -90,7 +90,6 @@ class Ask(NamedTuple):
         priority: on the workers' scale: larger is sooner. Callers give vLLM's scale: lower is sooner.
         with_usage_so_far: whether each piece has the token counts of its choice so far.
         with_token_ids: whether token ids are returned beside the text.
-        is_echo_alone: whether only the prompt is wanted. Workers still compute one token, which is not returned.
         tools: the functions that the model may call; None where the answer is text.
         tells_reasoning: whether the caller wants the reasoning; None where an answer has no parts but its text.
         service_tier: the caller's value; it has no effect.
@@ -99,7 +98,8 @@ class Ask(NamedTuple):
         cache_salt: only requests with the same salt share prefixes.
         prompt_tokens_max: tokens kept at the end of a prompt; 0 for as many as fit, None for all.
         logprob_tellings: how many times an answer sends its logprobs. If more than once, a stream keeps them.
-        wish: how long its prefix should stay cached.
+        wish: what the cache should do with its blocks.
+        cache_key: requests of one key go to the same worker, among equally good ones.
     """
 
     model: str | None
@@ -115,7 +115,6 @@ class Ask(NamedTuple):
     priority: int
     with_usage_so_far: bool
     with_token_ids: bool
-    is_echo_alone: bool = False
     tools: Tools | None = None
     tells_reasoning: bool | None = None
     service_tier: str | None = None
@@ -125,6 +124,17 @@ class Ask(NamedTuple):
     is_cut_to_fit: bool = False
     logprob_tellings: int = 1
     wish: Wish = Wish()
+    cache_key: str = ""
+
+    @property
+    def is_prompt_alone(self) -> bool:
+        """Tells whether no answer is wanted. Workers still draw one token, which is not returned."""
+        return self.max_tokens == 0
+
+    @property
+    def edits_chunks(self) -> bool:
+        """Tells whether the answer's text is not the worker's: the prompt's text is before it, or it is left out."""
+        return self.is_prompt_alone or bool(self.options.get("echo"))
 
     @property
     def prompt_param(self) -> str:
@@ -139,12 +149,9 @@ def of_completion(body: CompletionBody) -> Ask:
         ApiError: a parameter is not supported; the error names it.
     """
     names = {PROMPT: "prompt", "max_tokens": "max_tokens", "logprobs": "logprobs"}
-    is_echo_alone = body.max_tokens == 0
-    if is_echo_alone and not body.echo:
-        raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo=true")
-    max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else max(body.max_tokens, 1)
+    max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else body.max_tokens
     ask = _ask(body, body.prompt, max_tokens, body.logprobs, names)
-    return ask._replace(is_echo_alone=True) if is_echo_alone else ask
+    return ask._replace(wish=Wish(is_hidden=bool(body.cache_no_store)))
 
 
 def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int | None) -> Ask:
@@ -153,6 +160,8 @@ def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int |
     Raises:
         ApiError: a parameter is not supported; the error names it.
     """
+    if body.cache_no_store:
+        raise unsupported("cache_no_store", "must be given when a branch is made: it is true of the whole branch")
     names = {PROMPT: PROMPT, "max_tokens": "max_tokens", "logprobs": "logprobs"}
     return _ask(body, ((),), max_tokens or MAX_TOKENS_DEFAULT, top_logprob_count, names)
 
@@ -179,9 +188,9 @@ def of_chat(body: ChatBody) -> Ask:
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "logprobs": "top_logprobs",
     }
-    max_tokens = body.max_completion_tokens or body.max_tokens
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     ask = _ask(body, (chat,), max_tokens, top, names, tells_reasoning=body.include_reasoning is not False)
-    return _with_tools(ask._replace(wish=wish_of(body)), tools)
+    return _with_tools(ask._replace(wish=wish_of(body), cache_key=body.prompt_cache_key or ""), tools)
 
 
 def _with_tools(ask: Ask, tools: Tools | None) -> Ask:

@@ -44,9 +44,11 @@ Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), _
 Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 Token: TypeAlias = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=2**31), _NUMBER]
+MaxTokens: TypeAlias = Annotated[int, Field(ge=0, lt=2**31), _NUMBER]  # 0: only the prompt is computed
 Choices: TypeAlias = Annotated[int, Field(ge=1, le=CHOICES_MAX), _NUMBER]
 Logprobs: TypeAlias = Annotated[int, Field(ge=0, le=LOGPROBS_MAX), _NUMBER]
 Tokens: TypeAlias = Annotated[list[Token], Field(max_length=TOKENS_MAX, fail_fast=True)]
+PromptTokens: TypeAlias = Annotated[list[Token], Field(min_length=1, max_length=PROMPT_TOKENS_MAX, fail_fast=True)]
 Texts: TypeAlias = Annotated[list[str], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)]
 Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)]
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": PROMPT_TOKENS_MAX}
@@ -176,6 +178,7 @@ class Body(BaseModel):
     # The special tokens that a tokenizer puts around a text. A chat template writes a chat's own.
     add_special_tokens: Flag | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_MAX)] | None = None
+    cache_no_store: Flag | None = None  # Quire's own: no other request hits what this one computes
 
     # vLLM's parameters; only values that change nothing are accepted.
     logprob_token_ids: Annotated[list[Token], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
@@ -203,7 +206,7 @@ class CompletionBody(Body):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[Prompts, PlainValidator(read_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None  # 0 only with `echo`
+    max_tokens: MaxTokens | None = None
     best_of: Choices | None = None
     echo: Flag | None = None
     logprobs: Annotated[Logprobs | None, BeforeValidator(_read_logprobs)] = None
@@ -219,12 +222,25 @@ class Message(BaseModel):
     content: str | Annotated[list[dict[str, Any]], Field(max_length=PARTS_MAX, fail_fast=True)] | None = None
 
 
+class PromptBody(BaseModel):
+    """Fields of bodies that have one prompt: a text, tokens or a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | PromptTokens | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag = True
+
+
 class ChatBody(Body):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: Flag | None = None
     top_logprobs: Logprobs | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
@@ -249,5 +265,5 @@ class ChatBody(Body):
     moderation: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_key: str | None = None  # accepted, not used: prefixes are found by their tokens
+    prompt_cache_key: str | None = None
     safety_identifier: str | None = None  # accepted, not used: the key identifies the caller

@@ -113,9 +113,12 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
-            log_sparsely("invalid HTTP", why=str(error)[:128])
-            self.send_400_response(f"the request is not HTTP: {error}")
-            return
+            is_of_head = isinstance(error, httptools.HttpParserCallbackError)
+            if not (is_of_head and self._unframed_bytes > HEAD_BYTES_MAX):
+                why = error.__context__ if is_of_head else error
+                log_sparsely("invalid HTTP", why=str(why)[:128])
+                self.send_400_response(f"the request is not HTTP: {why}")
+                return
         if self._unframed_bytes > HEAD_BYTES_MAX and not transport.is_closing():
             self.send_400_response(
                 f"the request line and the headers together may have at most {HEAD_BYTES_MAX:,} bytes"
@@ -163,7 +166,19 @@ class BoundedHttp(HttpToolsProtocol):
         if len(self.pipeline) >= BEHIND_MAX:
             self._end_after(self.cycle)
         if not self._is_broken:
+            self._check_head()
             super().on_headers_complete()
+            self.headers = []  # for trailers, which are not headers
+
+    def _check_head(self) -> None:
+        """Raises `HttpParserError` if the version or the target of a request is not one of HTTP/1."""
+        version = self.parser.get_http_version()
+        if version == "1.0":
+            self.expect_100_continue = False  # HTTP/1.0 has no interim answers.
+        elif version != "1.1":
+            raise httptools.HttpParserError(f"its version is {version}: use 1.1 or 1.0")
+        if not self.url.startswith(b"/"):
+            self.url = _with_path(self.url)
 
     def on_body(self, body: bytes) -> None:
         """Hands a part of the body on, which is no longer counted as unframed bytes."""
@@ -296,6 +311,21 @@ class BoundedHttp(HttpToolsProtocol):
     def make_room(self) -> None:
         """Ends the connection, which has waited longest, to make room for a new one."""
         self.transport.abort()
+
+
+def _with_path(target: bytes) -> bytes:
+    """Returns a target that is a whole URL with a path, as proxies send it.
+
+    Raises:
+        httptools.HttpParserError: the target is not a URL.
+    """
+    try:
+        parsed = httptools.parse_url(target)
+    except httptools.HttpParserInvalidURLError:
+        raise httptools.HttpParserError("the request's target is not a URL") from None
+    if parsed.path is not None:
+        return target
+    return b"/" if parsed.query is None else b"/?" + parsed.query
 
 
 def _without_upgrade(parser: httptools.HttpRequestParser, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:

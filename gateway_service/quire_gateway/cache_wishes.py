@@ -33,18 +33,30 @@ class Wish(NamedTuple):
     Attributes:
         keep_ms: milliseconds from the end of the request; 0 for as long as it may.
         message_count: leading messages that are meant; None for the whole prompt and its answer.
+        is_hidden: whether no other request may hit what it computes.
     """
 
     keep_ms: int = 0
     message_count: int | None = None
+    is_hidden: bool = False
 
 
 def wish_of(body: ChatBody) -> Wish:
     """Returns what a chat's body wishes.
 
     Raises:
-        ApiError: a word about the cache has no meaning, or more parts are marked than a request may mark.
+        ApiError: a word about the cache has no meaning, more parts are marked than a request may mark, or the prompt is
+            to be kept and not to be stored.
     """
+    wish = _wish_to_keep(body)
+    if not body.cache_no_store:
+        return wish
+    if wish.keep_ms:
+        raise invalid("cache_no_store", "cache_no_store cannot be combined with a wish to keep the prompt cached")
+    return Wish(is_hidden=True)
+
+
+def _wish_to_keep(body: ChatBody) -> Wish:
     keep_ms = _retention(body.prompt_cache_retention)
     options, is_explicit = body.prompt_cache_options, False
     ttl_ms = _ttl((options or {}).get("ttl"), _OPTIONS_TTL, "prompt_cache_options.ttl")
@@ -58,6 +70,15 @@ def wish_of(body: ChatBody) -> Wish:
     if keep_ms and not is_explicit:
         return Wish(max(keep_ms, *marks.values()) if marks else keep_ms)
     return Wish(max(marks.values()), max(marks)) if marks else Wish()
+
+
+def of_ttl(ttl: str | None) -> Wish:
+    """Returns the wish to keep a whole prompt for a time such as "30m"; without one, as long as it may.
+
+    Raises:
+        ApiError: it is no time, or more than a day.
+    """
+    return Wish() if ttl is None else Wish(_ttl(ttl, "", "ttl"))
 
 
 def _retention(given: str | None) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from quire_gateway.bodies import ChatBody, Message
+from quire_gateway.bodies import ChatBody, Message, PromptBody
 from quire_gateway.failures import invalid, missing, unsupported
 
 # Fields of OpenAI's messages. No template reads them, and without them a message has another meaning.
@@ -46,6 +46,29 @@ def chat_of(body: ChatBody) -> Chat:
         body.continue_final_message,
         body.chat_template or "",
     )
+
+
+def prompt_of(body: PromptBody) -> str | tuple[int, ...] | Chat:
+    """Returns the prompt of a body.
+
+    Raises:
+        ApiError: the body has neither a prompt nor messages, or both.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise (
+            missing("prompt")
+            if body.prompt is None
+            else invalid("messages", "messages and prompt cannot be combined: give one of them")
+        )
+    if body.prompt is not None:
+        return body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
+    chat = ChatBody(
+        messages=body.messages or [],
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+    )
+    return chat_of(chat)
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:

@@ -133,18 +133,20 @@ class Backend:
             and (not model.adapter or model.adapter in self.adapters)
         )
 
+    def root(self, namespace: str, adapter: str, cache_salt: str = "") -> bytes:
+        """Returns the root of the digests of prompts; the worker has answered."""
+        assert self.status is not None, "its status has the fingerprint of its model"
+        fingerprint, layout = self.status.model_fingerprint, self.status.cache_layout
+        digest = self.adapters.get(adapter, b"")
+        root = root_digest(fingerprint=fingerprint, layout=layout, adapter=digest, namespace=namespace)
+        return salted_root(root, cache_salt)
+
     def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str, cache_salt: str = "") -> int:
         """Returns how many tokens of a prompt the worker's pool has cached; 0 while that is unknown."""
         mirror, status = self.mirror, self.status
         if mirror is None or status is None or not mirror.is_exact:
             return 0
-        root = root_digest(
-            fingerprint=status.model_fingerprint,
-            layout=status.cache_layout,
-            adapter=self.adapters.get(adapter, b""),
-            namespace=namespace,
-        )
-        root = salted_root(root, cache_salt)
+        root = self.root(namespace, adapter, cache_salt)
         return mirror.matched_token_count(prompt_digests(root, tokens, status.block_size), namespace)
 
 
@@ -153,11 +155,12 @@ class Fleet:
 
     Args:
         workers: one client for each worker.
-        allocators: clients of the allocators whose pools are watched.
+        allocators: clients of the allocators that have the workers' pools.
         written: returns the formats that options name for a model's calls and reasoning.
         applies_defaults: whether requests get the sampling parameters that checkpoints propose.
 
     Attributes:
+        allocators: clients of the allocators.
         spelled: the bytes of each model's tokens, filled on demand; at most the whole vocabulary.
         settled: whether a model's tokens have the same bytes wherever they are in a text, as far as that was asked.
         turn: a lock. After a large chunk, one answer at a time holds it before it reads its next chunk.
@@ -172,7 +175,7 @@ class Fleet:
         applies_defaults: bool = True,
     ) -> None:
         self.backends = [Backend(client) for client in workers]
-        self._allocators, self._written = allocators, written
+        self.allocators, self._written = allocators, written
         self._applies_defaults = applies_defaults
         self._told_defaults: set[str] = set()  # models whose defaults were logged
         self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
@@ -188,7 +191,7 @@ class Fleet:
         """Asks each worker for its status once, then keeps polling in the background."""
         await asyncio.gather(*map(self._ask, self.backends))
         self._tasks = [asyncio.create_task(self._poll(backend)) for backend in self.backends]
-        if len(self.backends) > 1 and self._allocators:
+        if len(self.backends) > 1 and self.allocators:
             self._tasks += [asyncio.create_task(self._watch(backend)) for backend in self.backends]
 
     async def close(self) -> None:
@@ -197,7 +200,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for client in (*(backend.client for backend in self.backends), *self._allocators):
+        for client in (*(backend.client for backend in self.backends), *self.allocators):
             await client.close()
 
     def served(self) -> dict[str, Model]:
@@ -312,6 +315,8 @@ class Fleet:
         namespace: str = "",
         without: Collection[Backend] = (),
         cache_salt: str = "",
+        *,
+        cache_key: str = "",
     ) -> Backend | None:
         """Returns the best worker for a prompt; None if no candidate is left.
 
@@ -323,13 +328,18 @@ class Fleet:
             namespace: the namespace of the request.
             without: workers that are not candidates, because they were already asked.
             cache_salt: the salt of the request.
+            cache_key: the caller's `prompt_cache_key`.
         """
         candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
         candidates = [backend for backend in candidates if backend.is_connected] or candidates
         if len(candidates) < 2:
             return next(iter(candidates), None)
         standings = [
-            routing.Standing(backend.load, backend.matched_token_count(tokens, namespace, model.adapter, cache_salt))
+            routing.Standing(
+                backend.load,
+                backend.matched_token_count(tokens, namespace, model.adapter, cache_salt),
+                routing.preference_of(cache_key, namespace, backend.client.address),
+            )
             for backend in candidates
         ]
         return candidates[routing.best(standings)]
@@ -365,7 +375,7 @@ class Fleet:
         """Mirrors the worker's pool until it is cancelled. While that fails, the worker's load alone decides."""
         while True:
             if backend.status is not None:
-                for allocator in self._allocators:
+                for allocator in self.allocators:
                     with contextlib.suppress(QuireError):
                         await self._follow(backend, allocator, backend.status.pool)
                     backend.mirror = None

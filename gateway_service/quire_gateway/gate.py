@@ -36,9 +36,12 @@ log = structlog.get_logger()
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # Probes send no key, and no known host name.
 OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # They show the requests of all callers.
-# Labels of metrics. A path below one of the last two has its label; any other path is "other".
-ROUTES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/responses", "/v1/branches")
-_PARENTS: Final = ROUTES[-2:]
+# Labels of metrics. A path below one of the last three has its label; any other path is "other".
+ROUTES: Final = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/models"),
+    *("/v1/responses", "/v1/branches", "/v1/cache"),
+)
+_PARENTS: Final = ROUTES[-3:]
 WORK: Final = frozenset(
     {
         "/v1/completions",
@@ -279,7 +282,7 @@ class Gate:
 
 def _is_work(path: str) -> bool:
     """Tells whether workers compute something for requests to this path."""
-    return path in WORK or path.startswith("/v1/branches")
+    return path in WORK or path.startswith(("/v1/branches", "/v1/cache/"))
 
 
 def _route(path: str) -> str:

@@ -39,11 +39,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options = parser.parse_args(arguments)
     options.worker = options.worker or _listed("QUIRE_WORKER", "127.0.0.1:7071")
     options.allocator = options.allocator or _listed("QUIRE_ALLOCATOR", "127.0.0.1:7070")
-    for name in ("body_bytes_max", "in_flight_max"):
+    for name in ("max_body_bytes", "max_in_flight"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if options.responses_bytes_max < 0:
-        parser.error("--responses-bytes-max must be at least 0")
+    if options.max_responses_bytes < 0:
+        parser.error("--max-responses-bytes must be at least 0")
     if not options.responses_lifetime > 0:
         parser.error("--responses-lifetime must be above 0")
     if not options.request_timeout > 0:
@@ -118,6 +118,8 @@ def make_parser() -> Parser:
         default="info",
         help="lowest level that is logged (default: %(default)s)",
     )
+    for name in ("in-flight", "body-bytes", "responses-bytes"):
+        parser.add_renamed(f"--{name}-max", f"--max-{name}")
     return parser
 
 
@@ -180,20 +182,20 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "names without a dot, against DNS rebinding; elsewhere: any)",
     )
     limits.add_argument(
-        "--body-bytes-max",
+        "--max-body-bytes",
         type=int,
         default=BODY_BYTES_MAX,
         help="largest body of a request, in bytes (default: %(default)s)",
     )
     limits.add_argument(
-        "--in-flight-max",
+        "--max-in-flight",
         type=int,
         default=IN_FLIGHT_MAX,
         help="requests that run at the same time; further ones get 429. If API keys have several namespaces, one "
         "gets at most as many as are left free (default: %(default)s)",
     )
     limits.add_argument(
-        "--responses-bytes-max",
+        "--max-responses-bytes",
         type=int,
         default=RESPONSES_BYTES_MAX,
         help="bytes of all kept responses; 0 keeps none. If API keys have several namespaces, one gets at most as "

@@ -21,6 +21,7 @@ AT_ONCE_BYTES: Final = 16 << 10  # larger bodies are parsed on a thread
 LISTS_MAX: Final = 1 << 16  # arrays and objects in one body
 # texts and names in one body: 8 for each message; they take milliseconds in which nothing else runs
 TEXTS_MAX: Final = 1 << 16
+STRUCTURES_CHARACTERS_MAX: Final = 1 << 20  # of tools and JSON schemas; a worker takes no more text in a prompt
 VALUES_MAX: Final = 1 << 19  # each token id of a prompt is one value
 PARAM_SHOWN: Final = 256  # characters of the path of a wrong field
 VALUE_SHOWN: Final = 64  # characters of a wrong value
@@ -114,8 +115,9 @@ def read(body: bytes, kind: type[BodyT]) -> BodyT:
             shown = name[:PARAM_SHOWN]
             what = f"Unrecognized request argument supplied: {shown}"
             raise ApiError(400, what, param=shown, code="unknown_parameter")
+    _check_texts([given[name] for name in _STRUCTURES if name in given])
     structures = [name for name in _STRUCTURES if isinstance(given.get(name), dict | list)]
-    if structures and (number := rounded(body.decode(errors="replace"), structures)) is not None:
+    if structures and (number := rounded(body, structures)) is not None:
         raise would_be_rounded(str(number.field), number.written)
     try:
         return kind.model_validate(given)
@@ -139,6 +141,27 @@ def check_values(body: bytes) -> None:
         raise _too_many("values", VALUES_MAX)
     if outside.count(b"[") + outside.count(b"{") > LISTS_MAX:
         raise _too_many("arrays and objects", LISTS_MAX)
+
+
+def _check_texts(waiting: list[Any]) -> None:
+    """Refuses structures with more text than a worker takes in a prompt.
+
+    Raises:
+        ApiError: there is more.
+    """
+    left = STRUCTURES_CHARACTERS_MAX
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str):
+            left -= len(part)
+        elif isinstance(part, dict):
+            waiting += part.keys()
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+        if left < 0:
+            what = f"tools and structures may have at most {STRUCTURES_CHARACTERS_MAX:,} characters"
+            raise ApiError(413, what, code="request_too_large")
 
 
 def _are_few(body: bytes) -> bool:

@@ -124,9 +124,9 @@ async def prepare(
             code="context_length_exceeded",
         )
     call = Call(bounded(ask, tokens), model, tokens, namespace, request_id, timeout_s, entry, as_split)
-    if ask.wish.keep_ms:
+    if ask.wish.keep_ms or ask.wish.is_hidden:
         call = call._replace(cache=await _policy(fleet, call, special))
-    return call if ask.tells_reasoning is None else await _planned(fleet, call)
+    return call if ask.tells_reasoning is None or ask.is_prompt_alone else await _planned(fleet, call)
 
 
 async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) -> CachePolicy:
@@ -135,9 +135,9 @@ async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) 
     Where the template does not render the marked messages alone, the whole prompt is meant.
     """
     ask, prompt = call.ask, call.ask.prompts[0]
-    keep_s, count = ask.wish.keep_ms / 1e3, ask.wish.message_count
+    keep_s, count, is_hidden = ask.wish.keep_ms / 1e3, ask.wish.message_count, ask.wish.is_hidden
     if count is None or not isinstance(prompt, Chat):
-        return CachePolicy(keep_s)
+        return CachePolicy(keep_s, no_store=is_hidden)
     tokens = call.tokens[0]
     if count < len(prompt.messages):
         marked = prompt._replace(messages=prompt.messages[:count], with_generation_prompt=False, continues_final=False)
@@ -264,11 +264,13 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     options = cast("SamplingOptions", dict(ask.options))
     options.pop("echo", None)  # A worker would return the text of its tokens; the gateway knows what the caller sent.
     room = call.model.sequence_tokens_max - len(tokens)
-    options["max_tokens"] = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
+    longest = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
+    options["max_tokens"] = 1 if ask.is_prompt_alone else longest
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
     refusal: ApiError | None = None
-    while (backend := fleet.backend(call.model, tokens, call.namespace, asked, ask.cache_salt)) is not None:
+    about = (call.model, tokens, call.namespace, asked, ask.cache_salt)
+    while (backend := fleet.backend(*about, cache_key=ask.cache_key)) is not None:
         asked.append(backend)
         call.entry.workers.append(backend.client.address)
         call.entry.retry_count += len(asked) > 1
@@ -343,6 +345,7 @@ async def prefilled(
     ttl_s: float,
     timeout_s: float,
     names: Mapping[str, str],
+    cache: CachePolicy | None = None,
 ) -> Held:
     """Returns a new branch of these tokens, at the first worker that accepts it.
 
@@ -355,7 +358,9 @@ async def prefilled(
         asked.append(backend)
         try:
             with busy(backend):
-                branch = await backend.client.prefill(tokens, namespace=namespace, ttl_s=ttl_s, timeout_s=timeout_s)
+                branch = await backend.client.prefill(
+                    tokens, namespace=namespace, ttl_s=ttl_s, timeout_s=timeout_s, cache=cache
+                )
             return Held(backend, branch)
         except QuireError as error:
             refusal = of_quire(error, names)

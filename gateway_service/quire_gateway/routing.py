@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -15,13 +16,26 @@ class Standing(NamedTuple):
 
     load: int  # requests that the worker runs or queues
     matched_token_count: int  # tokens of the prompt that its pool has cached
+    preference: int = 0  # see `preference_of`
+
+
+def preference_of(cache_key: str, namespace: str, address: str) -> int:
+    """Returns how much the requests of a `prompt_cache_key` prefer a worker; 0 without a key.
+
+    Each key orders the workers differently. If a worker is added or removed, only its own keys move.
+    """
+    if not cache_key:
+        return 0
+    named = "\0".join((namespace, cache_key, address)).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.sha256(named).digest()[:8]) + 1
 
 
 def best(standings: Sequence[Standing]) -> int:
     """Returns the index of the best worker; the first one of equals.
 
     It is the worker with the longest cached prefix among those that are not much busier than the least busy one. A
-    cached prefix saves a prefill, but a longer queue delays every request in it.
+    cached prefix saves a prefill, but a longer queue delays every request in it. Among equal prefixes the preference
+    decides, then the load.
 
     Args:
         standings: the state of each worker, at least one.
@@ -29,4 +43,4 @@ def best(standings: Sequence[Standing]) -> int:
     least = min(standing.load for standing in standings)
     busiest = least + max(SLACK, int(least * SLACK_SHARE))
     eligible = [index for index, standing in enumerate(standings) if standing.load <= busiest]
-    return max(eligible, key=lambda index: (standings[index].matched_token_count, -standings[index].load))
+    return max(eligible, key=lambda index: (*standings[index][1:], -standings[index].load))

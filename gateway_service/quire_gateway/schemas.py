@@ -16,7 +16,14 @@ _CLOSED: Final = "additionalProperties"
 _PATTERN: Final = "pattern"
 _BEYOND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # lookaround, or a back reference
 
-_LONG: Final = re.compile(r"[\d.]{16,}|\d[eE][-+]?\d{3}")  # A float64 keeps every number that this does not match.
+# A float64 keeps every number that has neither of these, where 0 stands for every digit and the point.
+_LONG: Final = (b"0" * 16, b"0e000")
+_MARKS: Final = bytes(
+    ord("0" if sign in "0123456789." else "e" if sign in "eE" else " ") for sign in map(chr, range(256))
+)
+_WINDOW_BYTES: Final = 1 << 18  # searched at a time: the search holds the interpreter's lock for less than 2 ms
+_DIGITS_MAX: Final = 1_000  # a longer number counts as rounded
+PATTERN_CHARACTERS_MAX: Final = 1 << 16  # more than a worker takes of a structure
 
 
 class Rounded(NamedTuple):
@@ -32,22 +39,22 @@ class _Written(str):
     def is_kept(self) -> bool:
         """Returns whether a float64 has the number's value."""
         try:
-            return Decimal(self) == Decimal(repr(float(self)))
+            return len(self) <= _DIGITS_MAX and Decimal(self) == Decimal(repr(float(self)))
         except InvalidOperation:
             return False
 
 
-def rounded(text: str, fields: Iterable[str] | None = None) -> Rounded | None:
+def rounded(text: bytes, fields: Iterable[str] | None = None) -> Rounded | None:
     """Returns a number of a JSON text that a float64 rounds; None if there is none, or if the text is not JSON.
 
     Args:
-        text: the JSON text.
+        text: the JSON text, in UTF-8.
         fields: names of the fields whose numbers count; None for all of them.
     """
-    if not _LONG.search(text):
+    if not _may_have_a_long_number(text):
         return None
     try:
-        read = json.loads(text, parse_float=_Written, parse_int=len)
+        read = json.loads(text, parse_float=_written, parse_int=_nothing)
     except (ValueError, RecursionError):
         return None
     waiting: list[tuple[str | None, Any]] = (
@@ -59,6 +66,23 @@ def rounded(text: str, fields: Iterable[str] | None = None) -> Rounded | None:
             waiting += [(field, each) for each in (part.values() if isinstance(part, dict) else part)]
         elif isinstance(part, _Written) and not part.is_kept():
             return Rounded(field, part)
+    return None
+
+
+def _may_have_a_long_number(text: bytes) -> bool:
+    for start in range(0, len(text), _WINDOW_BYTES):
+        marks = text[start : start + _WINDOW_BYTES + len(_LONG[0])].translate(_MARKS, b"+-")
+        if any(long in marks for long in _LONG):
+            return True
+    return False
+
+
+# Functions in Python, because the interpreter's lock changes hands only between their calls.
+def _written(number: str) -> _Written:
+    return _Written(number)
+
+
+def _nothing(_number: str) -> None:
     return None
 
 
@@ -83,13 +107,17 @@ def closed(schema: Any) -> Any:
 
 
 def attempted(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema in which patterns with lookaround or back references allow everything.
+    """Returns a schema in which patterns with lookaround or back references allow everything, and very long ones.
 
     No worker can enforce such a pattern.
     """
-    beyond = {id(part) for part in _parts(schema) if _BEYOND.search(str(part.get(_PATTERN, "")))}
+    beyond = {id(part) for part in _parts(schema) if _is_beyond(str(part.get(_PATTERN, "")))}
     held: Mapping[str, Any] = _copied(schema, lambda part: {_PATTERN: ""} if id(part) in beyond else {})
     return held if beyond else schema
+
+
+def _is_beyond(pattern: str) -> bool:
+    return len(pattern) > PATTERN_CHARACTERS_MAX or _BEYOND.search(pattern) is not None
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:

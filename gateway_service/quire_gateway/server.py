@@ -62,7 +62,10 @@ HANDSHAKE_S: Final = 10.0  # for TLS
 KEEP_ALIVE_S: Final = 75  # seconds that an idle connection is kept; longer than clients and proxies keep theirs
 WAITING_MAX: Final = 4_096  # idle connections
 FILES_BESIDE: Final = 128  # open files other than callers' connections
-ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+# Browsers send names in lower case, and leave out the default port.
+ORIGIN: Final = re.compile(
+    r"(?!https?://.*[A-Z])(?!http://.*:80$)(?!https://.*:443$)[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+"
+)
 ANY_ORIGIN: Final = "*"
 KEYS_LOOK_S: Final = 1.0  # seconds between two checks of the key file
 LAST_S: Final = 2  # seconds for cancelled answers to end
@@ -166,7 +169,7 @@ async def serve(options: argparse.Namespace) -> None:
             telemetry,
             Store(
                 telemetry,
-                bytes_max=options.responses_bytes_max,
+                bytes_max=options.max_responses_bytes,
                 lifetime_s=options.responses_lifetime,
                 are_several=keys is not None and keys.namespace_count > 1,
             ),
@@ -182,8 +185,8 @@ async def serve(options: argparse.Namespace) -> None:
             keys=keys,
             operator_token=token,
             names=Hosts(options.host) if options.host or is_local(options.listen) else None,
-            body_bytes_max=options.body_bytes_max,
-            in_flight_max=options.in_flight_max,
+            body_bytes_max=options.max_body_bytes,
+            in_flight_max=options.max_in_flight,
             request_log=RequestLog(options.log_requests),
             tracing=tracing,
         )
@@ -226,7 +229,7 @@ def waiting_max(in_flight_max: int) -> int:
 
 
 def _configuration(options: argparse.Namespace, app: ASGIApp, tls: ServerTls | None) -> uvicorn.Config:
-    connections = Connections(waiting_max(options.in_flight_max))
+    connections = Connections(waiting_max(options.max_in_flight))
     configuration = uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", functools.partial(BoundedHttp, connections=connections)),

@@ -104,11 +104,11 @@ class Served(Response):
             choices.clear()
 
     async def _send_whole(self, send: Send, choices: list[Choice]) -> None:
-        has_echo = bool(self._call.ask.options.get("echo"))
+        edits = self._call.ask.edits_chunks
         async with aclosing(relay.pieces(self._fleet, self._call, self._memory)) as pieces:
             async for number, came in pieces:
                 choice = choices[self._index(number, came)]
-                chunk = await self._echoed(number, came, choice) if has_echo else came
+                chunk = await self._edited(number, came, choice) if edits else came
                 choice.texts.append(chunk.text)
                 if choice.reader is not None:
                     choice.deltas.append(choice.read(chunk))
@@ -134,7 +134,7 @@ class Served(Response):
 
     async def _stream(self, send: Send) -> None:
         """Sends each piece as it comes. After the first piece, an error is sent as the last event of the stream."""
-        form, has_echo = self._form, bool(self._call.ask.options.get("echo"))
+        form, edits = self._form, self._call.ask.edits_chunks
         top_count, plan = self._call.ask.top_logprob_count, self._call.plan
         counts_reasoning = plan is not None and plan.has_reasoning and self._call.ask.with_usage
         choices = begin_choices(self._fleet, self._call)
@@ -144,7 +144,7 @@ class Served(Response):
                 async for number, came in pieces:
                     index = self._index(number, came)
                     choice = choices[index]
-                    chunk = await self._echoed(number, came, choice) if has_echo else came
+                    chunk = await self._edited(number, came, choice) if edits else came
                     self._tell(number, chunk, choice)
                     data = b"" if choice.is_opened else form.opening(index, self._beside(number, (), None, 0))
                     choice.is_opened = True
@@ -238,21 +238,23 @@ class Served(Response):
         """Returns the number of a chunk's choice. Choices are ordered by prompt, then by sample."""
         return number * self._call.ask.choice_count + chunk.sample
 
-    async def _echoed(self, number: int, chunk: Chunk, choice: Choice) -> Chunk:
-        """Returns a chunk with the prompt before the first text of its choice, or with the prompt alone if asked so.
+    async def _edited(self, number: int, chunk: Chunk, choice: Choice) -> Chunk:
+        """Returns a chunk with the echo before the first text of its choice, and without an answer if none is wanted.
 
         Raises:
             ApiError: no worker answers with the bytes of the tokens.
         """
-        text, prompt, tokens = "", self._call.ask.prompts[number], self._call.tokens[number]
-        if not choice.is_opened:
+        text, ask, tokens = "", self._call.ask, self._call.tokens[number]
+        prompt = ask.prompts[number]
+        if ask.options.get("echo") and not choice.is_opened:
             speller = Speller(self._fleet, self._call.model, keeps_special=True)
             text = prompt if isinstance(prompt, str) else text_of(await speller.texts(tokens))
-        if not self._call.ask.is_echo_alone:
+        if not ask.is_prompt_alone:
             return replace(chunk, text=text + chunk.text)
         usage = chunk.usage and replace(chunk.usage, output_token_count=0)
         reason = chunk.finish_reason and FinishReason.LENGTH
-        return replace(chunk, text=text, token_ids=(), logprobs=(), finish_reason=reason, usage=usage)
+        without: dict[str, Any] = {"token_ids": (), "logprobs": (), "stop_reason": None}
+        return replace(chunk, text=text, finish_reason=reason, usage=usage, **without)
 
     def _tell(self, number: int, chunk: Chunk, choice: Choice) -> None:
         """Stores the logprobs of a chunk's tokens, if they are wanted.

@@ -58,7 +58,7 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
         raise invalid(next(reversed(found)), f"{', '.join(found)} cannot be combined: give one of them")
     for name, (option, value) in found.items():
         if option == "json_schema":
-            if isinstance(value, str) and (number := rounded(value)) is not None:
+            if isinstance(value, str) and (number := rounded(value.encode(errors="replace"))) is not None:
                 raise would_be_rounded(name, number.written)
             found[name] = option, closed(value)
             _check_numbers(name, found[name][1])

@@ -164,9 +164,10 @@ async def test_no_space_names_the_victim_and_what_it_would_lose(scene: Scene) ->
 
 async def test_a_sequence_of_lower_priority_gets_no_victim_of_a_higher_one(scene: Scene) -> None:
     session = await scene.open(PoolSpec(2, (FULL,)))
-    await session.allocate(1, 8, priority=1)
-    assert (await session.allocate(2, 4)).victim is None
-    assert (await session.allocate(2, 4, priority=1)).victim == Victim(1, 0)
+    await session.allocate(1, 8, priority=-1)
+    assert (await session.allocate(2, 4, priority=-2)).victim is None
+    assert (await session.allocate(2, 4, priority=-1)).victim == Victim(1, 0)
+    assert (await session.allocate(2, 4)).victim == Victim(1, 0)
 
 
 async def test_a_prompt_in_chunks_is_let_in_only_if_all_of_it_fits(scene: Scene) -> None:

@@ -35,3 +35,10 @@ def test_several_are_taken_together_or_not_at_all() -> None:
     for caller in "aaaabb":
         places.leave(caller)
     assert (places.count, places.held_by("a"), places.held_by("b")) == (0, 0, 0)
+
+
+def test_no_caller_has_more_than_each_may_have() -> None:
+    places = CallerShares(4, 3)
+    assert [places.take("a") for _ in range(4)] == [True, True, True, False]
+    assert places.held_by("a") == places.count == 3
+    assert places.take("b", 3)

@@ -204,7 +204,8 @@ def test_a_model_of_states_alone_holds_sequences_of_any_length(plan: Any, tmp_pa
         ([GEMMA, "--memory", "80GiB", "--utilization", "0"], "--utilization must be above 0 and at most 1, not 0"),
         ([GEMMA, "--weights", "1GB"], "--weights and --used are subtracted from --memory: give it, too"),
         ([GEMMA, "--tensor-parallel", "3"], "'gemma3_text' cannot be divided evenly among 3 ranks"),
-        ([GEMMA, "--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),
+        *(([GEMMA, option, value], f"Invalid value for '{option}'")
+          for option in ("--tensor-parallel", "--block-size", "--checkpoint-tokens") for value in ("0", str(10**20))),
         ([GEMMA, "--dtype", "fp5"], "--dtype: dtype 'fp5' is not supported; supported are float32"),
         *(([GEMMA, option, value], f"Invalid value for '{option}'")
           for option in ("--utilization", "--group-cost") for value in ("nan", "inf", "-inf", "1.5", "-1", "much")),

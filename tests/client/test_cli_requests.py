@@ -74,6 +74,15 @@ def test_a_request_is_cancelled_by_its_id(server: ScriptedServer) -> None:
         run(server, "cancel", "nobody")
 
 
+def test_a_dry_run_cancels_nothing(server: ScriptedServer) -> None:
+    assert run(server, "cancel", "chat-1", "--dry-run") == "chat-1: 1 would be canceled\n"
+    found = json.loads(run(server, "cancel", "chat-1", "--dry-run", "--json"))
+    assert found == {"request_id": "chat-1", "cancelled_count": 1, "dry_run": True}
+    with pytest.raises(NotFoundError, match="'nobody'"):
+        run(server, "cancel", "nobody", "--dry-run")
+    assert not server.attempts["CancelRequest"]
+
+
 @pytest.mark.parametrize("reason", WaitReason)
 def test_every_reason_has_words(server: ScriptedServer, reason: WaitReason) -> None:
     server.answers["ListRequests"] = lambda *_: pb.ListRequestsResponse(

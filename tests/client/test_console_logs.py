@@ -1,7 +1,8 @@
-"""Tests the format of logs on a terminal."""
+"""Tests the format of log lines."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -31,3 +32,29 @@ def test_what_others_have_sent_steers_no_terminal(log_format: str) -> None:
     assert not any(sign in shown for sign in "\x1b\x07\x9b\r")
     assert "title" in shown
     assert "ValueError" in shown
+
+
+SAME_LINE = """
+import structlog
+from quire._serving import logs
+logs.configure(log_format="json", level="info", role="test")
+logs.line_writer("ended")({"id": "\u2603\x1b", "numbers": [1, 2.5, None]})
+structlog.get_logger().info("ended", id="\u2603\x1b", numbers=[1, 2.5, None])
+"""
+
+
+def test_a_frequent_line_looks_like_all_others() -> None:
+    done = subprocess.run([sys.executable, "-c", SAME_LINE], capture_output=True, timeout=60, check=True)
+    one, other = map(json.loads, done.stderr.splitlines())
+    assert len(one.pop("timestamp")) == len(other.pop("timestamp"))
+    assert (
+        one
+        == other
+        == {"id": "\u2603\x1b", "numbers": [1, 2.5, None], "event": "ended", "level": "info", "role": "test"}
+    )
+
+
+def test_a_level_above_info_silences_frequent_lines() -> None:
+    program = SAME_LINE.replace('level="info"', 'level="warning"')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    assert done.stderr == b""

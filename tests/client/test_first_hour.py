@@ -49,6 +49,9 @@ def allocator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ("grpc://host:7071/", "is a URL: write 'host:7071', without grpc://"),
         ("localhost", "is not an address; write host:port"),
         ("127.0.0.1:65536", "is not an address; write host:port (port 0 to 65535)"),
+        ("::1:7071", "is not an address; write IPv6 in brackets, such as [::1]:7070"),
+        ("[::1:7071", "is not an address; write IPv6 in brackets"),
+        ("[localhost]:7071", "is not an address; write IPv6 in brackets"),
         ("x" * 100_000, f"'{'x' * 199} is not an address"),
     ],
 )

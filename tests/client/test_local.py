@@ -257,7 +257,7 @@ def test_up_runs_until_it_is_told_to_stop() -> None:
     free = [f"--listen-{name}=127.0.0.1:0" for name in ("allocator", "worker", "gateway")]
     free += [f"--metrics-{name}=127.0.0.1:0" for name in ("allocator", "worker")]
     command = [sys.executable, "-m", "quire.cli", "up", "--model", str(DEMO), *free, "--", "--blocks", "32"]
-    command += ["--", "--body-bytes-max", "1000"]
+    command += ["--", "--max-body-bytes", "1000"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr as lines:

@@ -23,8 +23,10 @@ from quire._transport.messages import pool_spec_message
 from quire.engine import Engine
 from quire.errors import InvalidArgumentError
 from quire.planning import LayerSpec
+from quire.protocol.limits import PRIORITY_MAX
 from quire.session import StepBuilder
 from quire.types import GroupKind
+from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 from quire_worker.sampling.params import ParameterError
 from quire_worker.sampling.params import SamplingParams as WorkerParams
@@ -237,8 +239,16 @@ def test_a_number_of_an_operation_is_refused_with_the_name_of_its_parameter(meth
     with pytest.raises((TypeError, ValueError)) as raised:
         _ = call(**beside, **{name: value}).message
     said = str(raised.value)
-    assert said.startswith(f"{name} must be an integer from 0 to "), said
+    assert said.startswith(f"{name} must be an integer from {-PRIORITY_MAX if name == 'priority' else 0} to "), said
     assert shown(value) in said
+
+
+@pytest.mark.parametrize("priority", [-PRIORITY_MAX - 1, PRIORITY_MAX + 1])
+def test_a_step_has_no_priority_beyond_the_scale(priority: int) -> None:
+    with pytest.raises(ValueError, match=f"priority must be an integer from -10 to 10, not {priority}"):
+        _ = StepBuilder().allocate(1, 1, priority=priority).message
+    packed = StepBuilder().allocate(1, 1, priority=-PRIORITY_MAX).allocate(2, 1, priority=PRIORITY_MAX).message
+    assert list(pb.Step.FromString(packed.SerializeToString()).grows.priorities) == [-10, 10]
 
 
 LAYERS = (LayerSpec(0, GroupKind.FULL_ATTENTION, 2, 64),)
@@ -279,12 +289,18 @@ def test_a_number_that_planner_or_digests_do_not_take_is_refused(function: str, 
     refuse(lambda **values: call(**given | values), name, [*(NO_INTEGERS if is_whole else NO_NUMBERS), -1])
 
 
-@pytest.mark.parametrize("name", ["token_count_max", "priority", "defer_token_count"])
+@pytest.mark.parametrize("name", ["token_count_max", "defer_token_count"])
 def test_a_number_that_admit_does_not_take_is_refused_and_the_next_prompt_is_admitted(
     engine: Engine, name: str
 ) -> None:
     refuse(lambda **values: engine.admit([1, 2, 3], **values), name, [*NO_INTEGERS, -1, 2**32])
     assert engine.admit([1, 2, 3], **{name: 2**32 - 1}).tokens == [1, 2, 3]
+
+
+def test_a_priority_that_is_not_on_the_scale_is_refused_and_the_next_prompt_is_admitted(engine: Engine) -> None:
+    refuse(lambda **values: engine.admit([1, 2, 3], **values), "priority", [*NO_INTEGERS, -11, 11, 2**32])
+    for priority in (-10, 10):
+        assert engine.admit([1, 2, 3], priority=priority).tokens == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

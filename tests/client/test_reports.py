@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quire.protocol.limits import NAMESPACE_BYTES_MAX, REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
+from quire.protocol.limits import NAMESPACE_BYTES_MAX, PRIORITY_MAX, REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
 from quire.protocol.packing import unpack_uint32
 from quire.session import block_report
 from quire.session.block_report import report_chunks
@@ -56,7 +56,7 @@ def ledger_of(shape: Shape) -> Ledger:
     names = names[: shape.namespace_count]
     groups = range(shape.group_count)
     for number in range(shape.sequence_count if shape.group_count < 1_024 else shape.sequence_count % 47):
-        sequence = LedgerSequence(names[-1 - number % len(names)], LARGEST, LARGEST, LARGEST)
+        sequence = LedgerSequence(names[-1 - number % len(names)], LARGEST, LARGEST, -PRIORITY_MAX)
         sequence.prompt_token_count = sequence.chunk_token_count = LARGEST
         lengths = [shape.long_entries if number < 3 and table < 3 else shape.short_entries for table in groups]
         sequence.tables = [array("I", range(length + table % 2)) for table, length in enumerate(lengths)]

@@ -44,6 +44,21 @@ def test_numbers_that_the_wire_cannot_carry_are_refused_by_name(server: Scripted
     assert not server.attempts
 
 
+@pytest.mark.parametrize("token", [-1, 2**32, 10**30])
+@pytest.mark.parametrize("name", ["prompt", "allowed_token_ids", "banned_token_ids", "stop_token_ids", "logit_bias"])
+def test_what_is_no_token_is_refused_with_the_name_of_its_list(server: ScriptedServer, name: str, token: int) -> None:
+    given: dict[str, Any] = {"prompt": "p", name: {5: 1, token: 1} if name == "logit_bias" else [5, token]}
+    wanted = f"{name}: each value must be an integer from 0 to 4294967295, not {token}"
+    with Client(server.address) as client:
+        with pytest.raises(InvalidArgumentError, match=wanted):
+            client.generate(**given)
+        with pytest.raises(InvalidArgumentError, match=wanted.replace(name, "token_ids")):
+            client.detokenize([5, token])
+        with pytest.raises(InvalidArgumentError, match=wanted.replace(name, "text_ids")):
+            client.detokenize_in_text([5], [token], [0])
+    assert not server.attempts
+
+
 @pytest.mark.parametrize(("prompt", "options"), [(b"bytes", {}), ("p", {"max_tokens": "many"}), ("p", {"best_off": 2})])
 def test_wrong_types_and_unknown_options_are_type_errors(server: ScriptedServer, prompt: Any, options: Any) -> None:
     with Client(server.address) as client, pytest.raises(TypeError):
@@ -165,6 +180,7 @@ def test_the_command_line_has_every_option(server: ScriptedServer, tmp_path: Pat
     ("arguments", "message"),
     [
         (["--logit-bias", "3"], "--logit-bias must be a token id, = and a number"),
+        (["--stop-token-id", "-1"], "--stop-token-id must be an integer from 0 to 4294967295, not -1"),
         (["--grammar", "@/nowhere/at/all"], "--grammar: /nowhere/at/all cannot be read"),
     ],
 )

@@ -91,12 +91,12 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     step.commit(1, 8, [ONE], keep_token_count=9)
     step.commit(2, 5)
     step.grow(1, 12)
-    step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16, is_return=True)
+    step.allocate(5, 6, prompt_token_count=60, priority=-2, defer_token_count=16, is_return=True)
     step.allocate(6, 7)
     message = sent(step)
     assert message.commits.keep_token_counts == [9, 0]
     assert message.grows.prompt_token_counts == [0, 60, 0]
-    assert message.grows.priorities == [0, 2, 0]
+    assert message.grows.priorities == [0, -2, 0]
     assert message.grows.defer_token_counts == [0, 16, 0]
     assert message.grows.returns == [0, 1, 0]
 

@@ -95,6 +95,20 @@ def test_a_request_is_one_trace_from_the_callers_span_to_the_allocators_step(sce
     assert answer["usage"]["completion_tokens"] == 9
 
 
+def test_a_streamed_chat_is_one_trace_with_every_stage(scene: Scene) -> None:
+    messages = [{"role": "user", "content": CANARY}]
+    body = {"model": "demo", "messages": messages, "max_tokens": 9, "ignore_eos": True, "stream": True}
+    headers = {"Content-Type": "application/json", "X-Request-Id": "traced-streamed"}
+    url = f"http://{scene.stack.gateway_address}/v1/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    gateway, worker = spans_of(scene.collector, "traced-streamed")
+    assert worker.span.parent_span_id == gateway.span.span_id
+    of_trace = [seen for seen in scene.collector.spans if seen.trace_id == gateway.trace_id]
+    stages = sorted(seen.name for seen in of_trace if seen.is_inside(worker) and seen is not worker)
+    assert stages == ["allocator step", "decode", "prefill", "queue"]
+
+
 def test_spans_have_the_names_of_the_genai_conventions_and_the_numbers_of_the_answer(scene: Scene) -> None:
     usage = chat(scene.stack, "traced-2")["usage"]
     for span, operation in zip(spans_of(scene.collector, "traced-2"), ("chat", "text_completion"), strict=True):

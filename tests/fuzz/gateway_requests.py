@@ -37,6 +37,8 @@ BODIES = {
     "/v1/responses": "ResponseBody",
     "/v1/branches": "PrefillBody",
     "/v1/branches/branch_00/score": "ScoreBody",
+    "/v1/cache/match": "MatchBody",
+    "/v1/cache/drop": "DropBody",
 }
 PATHS = (
     *BODIES,

@@ -66,6 +66,7 @@ OTHERS = (
     "LoadAdapter",
     "UnloadAdapter",
     "ListAdapters",
+    "ListBranches",
     "ListRequests",
     "CancelRequest",
 )

@@ -218,5 +218,6 @@ def tried(first: list[int], text: str) -> dict[str, Tried]:
         "priority": Tried(5),
         "return_token_ids": Tried(True),
         "cache_salt": Tried("salt"),
+        "cache_no_store": Tried(True),
         **_FIXED,
     }

@@ -224,7 +224,7 @@ def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
         ({"prompt": ["a"] * 65}, 400, "prompt", None),
         ({"max_tokens": 100_000}, 400, "max_tokens", "context_length_exceeded"),
         ({"prompt": "word " * 5_000}, 400, "prompt", "context_length_exceeded"),
-        ({"max_tokens": 0}, 400, "max_tokens", None),
+        ({"max_tokens": -1}, 400, "max_tokens", None),
         ({"n": 65}, 400, "n", None),
         ({"temperature": -1}, 400, "temperature", None),
         ({"logprobs": 21}, 400, "logprobs", None),

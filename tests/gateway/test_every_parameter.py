@@ -20,10 +20,11 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "gateway.md"
 HONOURED, NO_EFFECT, REFUSED = "honoured", "no effect", "refused"
 # These parameters have an effect, but not on the text, the counts or the form of one answer. Other files test them:
 # `test_gate.py`, `test_vllms_words.py`, `test_auto_tools.py`, `test_beyond_openai.py`, `test_responses.py`,
-# `test_cache_words.py`.
+# `test_cache_words.py`, `test_cache_calls.py`, `test_routing.py`.
 UNSEEN = frozenset(
     {"model", "priority", "cache_salt", "include_reasoning", "early_stopping", "store", "prompt_cache_options"}
-    | {"add_special_tokens", "parallel_tool_calls", "length_penalty", "prompt_cache_retention"}
+    | {"add_special_tokens", "parallel_tool_calls", "length_penalty", "prompt_cache_retention", "cache_no_store"}
+    | {"prompt_cache_key"}
 )
 PATHS = {"chats": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
 MESSAGES = [{"role": "user", "content": PROMPT}]

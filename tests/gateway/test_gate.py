@@ -118,7 +118,7 @@ def test_no_key_of_a_tenant_opens_the_metrics(worker: ScriptedServer, tmp_path: 
 def test_one_namespace_leaves_places_for_another(worker: ScriptedServer, tmp_path: Path) -> None:
     worker.answers["Generate"] = endless(worker)
     keys = f"{KEY} acme,{OTHER_KEY} beta"
-    with gateway(tmp_path, "--worker", worker.address, "--in-flight-max", "4", QUIRE_API_KEYS=keys) as served:
+    with gateway(tmp_path, "--worker", worker.address, "--max-in-flight", "4", QUIRE_API_KEYS=keys) as served:
         streams = [client(served, KEY).completions.create(**ASK, stream=True) for _ in range(2)]  # type: ignore[call-overload]
         for stream in streams:
             assert next(stream).choices[0].text == "a"
@@ -183,6 +183,9 @@ def test_keys_that_are_none_are_refused_without_being_shown(text: str, message: 
         (["--listen", "203.0.113.1:80"], "can be reached from other machines"),
         (["--listen", "127.0.0.1:0", "--cors-origin", "app.example"], "--cors-origin app.example: write an origin as"),
         (["--listen", "127.0.0.1:0", "--cors-origin", "https://app.example/"], "write an origin as browsers send it"),
+        (["--listen", "127.0.0.1:0", "--cors-origin", "https://App.example"], "write an origin as browsers send it"),
+        (["--listen", "127.0.0.1:0", "--cors-origin", "https://a.example:443"], "write an origin as browsers send it"),
+        (["--listen", "127.0.0.1:0", "--cors-origin", "https://*.example"], "write an origin as browsers send it"),
     ],
 )
 def test_what_is_unsafe_or_no_address_is_refused_before_anything_starts(
@@ -208,7 +211,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(worker: ScriptedServer, 
 
 def test_more_requests_than_the_gateway_takes_are_429(worker: ScriptedServer, tmp_path: Path) -> None:
     worker.answers["Generate"] = endless(worker)
-    with gateway(tmp_path, "--worker", worker.address, "--in-flight-max", "1") as served:
+    with gateway(tmp_path, "--worker", worker.address, "--max-in-flight", "1") as served:
         stream = client(served).completions.create(**ASK, stream=True)  # type: ignore[call-overload]
         assert next(stream).choices[0].text == "a"
         assert curl(served, "/v1/completions", body=ASK).status == 429
@@ -350,7 +353,7 @@ def test_an_answer_that_a_worker_breaks_off_is_not_called_whole(worker: Scripted
 
 
 def test_bodies_have_a_limit_whether_or_not_they_say_their_length(worker: ScriptedServer, tmp_path: Path) -> None:
-    with gateway(tmp_path, "--worker", worker.address, "--body-bytes-max", "1000") as served:
+    with gateway(tmp_path, "--worker", worker.address, "--max-body-bytes", "1000") as served:
         large = {**ASK, "prompt": "p" * 1_000}
         for arguments in ((), ("-H", "Transfer-Encoding: chunked")):
             answer = curl(served, "/v1/completions", *arguments, body=large)

@@ -197,6 +197,8 @@ def test_requests_behind_one_another_are_answered_in_their_order(served: ServerP
         LINE + b"Content-Length: -1\r\n",
         LINE + b"Content-Length : 5\r\n",
         LINE + b"X\x00: 5\r\n",
+        b"GET /v1/models HTTP/2.0\r\nHost: x\r\n",
+        b"GET /v1/models HTTP/0.9\r\nHost: x\r\n",
     ],
 )
 def test_heads_that_two_servers_could_read_differently_are_refused(served: ServerProcess, head: bytes) -> None:
@@ -326,3 +328,45 @@ def test_a_body_as_it_is_may_say_so(served: ServerProcess, headers: bytes) -> No
     with closing(connect(served)) as connection:
         connection.sendall(WHOLE + headers + b"Connection: close\r\n\r\n" + ASK)
         assert heard(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "trailer",
+    [b"X-Request-Id: smuggled", b"Host: another", b"Content-Encoding: gzip", b"Content-Type: text/plain"],
+)
+def test_what_follows_a_body_is_no_header(served: ServerProcess, trailer: bytes) -> None:
+    """A proxy that removes headers of callers passes such trailers on."""
+    chunks = b"%x\r\n%b\r\n0\r\n%b\r\n\r\n" % (len(ASK), ASK, trailer)
+    with closing(connect(served)) as connection:
+        connection.sendall(LINE + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + chunks)
+        answer = heard(connection)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"smuggled" not in answer
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "said"),
+    [
+        (b"http://x", 200, b""),
+        (b"http://x?a=b", 200, b""),
+        (b"http://x/v1/models", 200, b""),
+        (b"http://[::1/", 400, b"the request's target is not a URL"),
+        (b"http://x:99999/", 400, b"the request's target is not a URL"),
+        (b"/" + b"a" * 65_600, 400, b"at most 65,536 bytes"),
+    ],
+)
+def test_a_target_is_a_path_or_a_url(served: ServerProcess, target: bytes, status: int, said: bytes) -> None:
+    for upgrade in (b"", H2C):
+        with closing(connect(served)) as connection:
+            connection.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")
+            answer = heard(connection, b'":[' if status == 200 else None)
+        assert answer.startswith(b"HTTP/1.1 %d" % status)
+        assert said in answer
+
+
+def test_callers_of_http_1_0_get_one_answer_whatever_they_expect(served: ServerProcess) -> None:
+    with closing(connect(served)) as connection:
+        connection.sendall(WHOLE.replace(b"1.1", b"1.0") + b"Expect: 100-continue\r\n\r\n" + ASK[:1])
+        connection.sendall(ASK[1:])
+        answer = heard(connection)
+    assert (answer.count(b"HTTP/1.1 "), answer[:12]) == (1, b"HTTP/1.1 200")

@@ -118,7 +118,8 @@ def test_integers_stay_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", ["9007199254740993.0", "0.1234567890123456789", "9007199254740993e0", "1e-400", "1e400"]
+    "number",
+    ["9007199254740993.0", "0.1234567890123456789", "9007199254740993e0", "1e-400", "1E+400", f"0.{'1' * 10**6}"],
 )
 @pytest.mark.parametrize(
     ("kind", "form", "param"),
@@ -135,10 +136,28 @@ def test_a_structure_with_a_number_that_reading_would_round_is_refused(
     kind: type[Body], form: str, param: str, number: str
 ) -> None:
     with pytest.raises(
-        ApiError, match=rf"^{param} has the number {re.escape(number)}, which would be rounded"
+        ApiError, match=rf"^{param} has the number {re.escape(number[:32])}, which would be rounded"
     ) as raised:
         asks_of(kind, NEEDED[kind] + (form % number).encode()[1:])
     assert raised.value.body["error"]["param"] == param
+
+
+@pytest.mark.parametrize("before", [*range(262_100, 262_150), 524_288])
+def test_a_number_that_would_be_rounded_is_found_wherever_it_is(before: int) -> None:
+    form = b'{"prompt":"%b","guided_json":{"const":0.12345678901234567890}}'
+    with pytest.raises(ApiError, match="which would be rounded"):
+        asks_of(CompletionBody, form % (b"a" * (before - 40)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"guided_json": {"description": "d" * (1 << 20)}}, {"guided_json": "d" * 1_048_577},
+     {"guided_json": {"enum": ["d" * 100] * 10_500}}, {"guided_json": {"n" * 1_048_577: 5}}],
+)  # fmt: skip
+def test_a_structure_with_too_much_text_is_refused_before_it_is_looked_at(given: dict[str, object]) -> None:
+    with pytest.raises(ApiError, match="at most 1,048,576 characters") as raised:
+        asks_of(CompletionBody, json.dumps({"prompt": "p", **given}).encode())
+    assert (raised.value.status, raised.value.code) == (413, "request_too_large")
 
 
 def test_other_numbers_may_be_as_long_as_they_like() -> None:

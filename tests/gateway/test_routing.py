@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from quire import Allocator, AsyncClient, Client, PoolSpec
 from quire._transport.messages import worker_status
 from quire.events import BlocksStored, IndexCleared, SnapshotEnd
@@ -13,10 +14,11 @@ from quire.local import LocalStack, ServerProcess
 from quire.mirror import PrefixMirror
 from quire.v1 import worker_pb2 as pb
 from quire_gateway.fleet import Backend
-from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best
+from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best, preference_of
 
+from tests.client.servers import scripted_server
 from tests.e2e.stack import eventually, server
-from tests.gateway.scene import DEMO, client, curl, gateway
+from tests.gateway.scene import DEMO, client, curl, gateway, script
 
 PREFIX = "A for statement iterates over the items of a sequence, in the order that they appear in the sequence. "
 
@@ -48,6 +50,28 @@ def test_no_other_worker_is_better_in_random_fleets() -> None:
         for other in standings:
             if other.load <= bound:
                 assert (other.matched_token_count, -other.load) <= (chosen.matched_token_count, -chosen.load)
+
+
+def test_requests_of_one_cache_key_prefer_one_worker_among_equally_good_ones() -> None:
+    addresses = [f"worker-{number}:7071" for number in range(4)]
+
+    def chosen(key: str, among: list[str]) -> str:
+        return among[best([Standing(0, 0, preference_of(key, "acme", each)) for each in among])]
+
+    keys = [f"key-{number}" for number in range(400)]
+    before = {key: chosen(key, addresses) for key in keys}
+    shares = [list(before.values()).count(each) for each in addresses]
+    assert min(shares) > 50, "keys are spread over the workers"
+    after = {key: chosen(key, addresses[:-1]) for key in keys}
+    assert {key for key in keys if after[key] != before[key]} == {key for key in keys if before[key] == addresses[-1]}
+
+
+def test_a_cache_key_counts_less_than_a_prefix_and_a_queue_and_more_than_a_small_one() -> None:
+    assert best([Standing(0, 16, 1), Standing(0, 0, 2)]) == 0
+    assert best([Standing(0, 0, 1), Standing(3, 0, 2)]) == 0
+    assert best([Standing(0, 0, 1), Standing(2, 0, 2)]) == 1
+    assert preference_of("", "acme", "a") == 0
+    assert preference_of("key", "acme", "a") != preference_of("key", "other", "a")
 
 
 async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None:
@@ -98,6 +122,27 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
                     assert (answer.usage.prompt_tokens_details.cached_tokens or 0) > 64
                 assert of_worker(served, "quire_gateway_worker_requests_total", second.address) == 5
                 assert of_worker(served, "quire_gateway_worker_requests_total", stack.worker_address) == 0
+
+
+@pytest.mark.parametrize(("path", "field"), [("chat/completions", "messages"), ("responses", "input")])
+def test_requests_of_one_cache_key_go_to_one_worker(tmp_path: Path, path: str, field: str) -> None:
+    usage = pb.Usage(prompt_token_count=3, output_token_count=1)
+    answer = pb.GenerateResponse(token_ids=[1], text="a", finish_reason=pb.FINISH_REASON_STOP, usage=usage)
+    with scripted_server() as first, scripted_server() as second:
+        for worker in (first, second):
+            script(worker).answers["Generate"] = lambda *_: iter([answer])
+            worker.answers["Detokenize"] = lambda asked, _: pb.DetokenizeResponse(texts=[b"a" for _ in asked.token_ids])
+        with gateway(tmp_path, "--worker", first.address, "--worker", second.address) as served:
+            chosen = set()
+            for key in map(str, range(24)):
+                before = first.attempts["Generate"]
+                for _ in range(2):
+                    body = {field: [{"role": "user", "content": "p"}], "prompt_cache_key": key}
+                    assert curl(served, f"/v1/{path}", body=body).status == 200
+                count = first.attempts["Generate"] - before
+                assert count in (0, 2), key
+                chosen.add(count)
+    assert chosen == {0, 2}
 
 
 def of_worker(served: ServerProcess, name: str, worker: str) -> float:

@@ -30,6 +30,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/branches/branch_00/extend": {"continuation": "p"},
     "/v1/branches/branch_00/score": {"candidates": ["p"]},
     "/v1/branches/branch_00/generate": {},
+    "/v1/cache/match": {"prompt": "p"},
+    "/v1/cache/warm": {"prompt": "p"},
+    "/v1/cache/drop": {"prompt": "p"},
     "/tokenize": {"prompt": "p"},
     "/detokenize": {"tokens": [1]},
 }  # the smallest body of each path that takes one

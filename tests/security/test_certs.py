@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import resource
 import shutil
 import ssl
 import stat
@@ -16,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from quire import _certs
+from quire.errors import UsageError
 
 from tests.client.servers import quire
 from tests.security.certificates import quire_certs
@@ -114,6 +116,27 @@ def test_a_first_host_that_is_none_leaves_no_authority_behind(tmp_path: Path) ->
     result = quire("certs", str(tmp_path / "new"), "--host", "é.example")
     assert (result.returncode, "is not a host" in result.stderr) == (2, True)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("bytes_max", [0, 400], ids=["no file", "the key only"])
+def test_what_a_full_disk_cuts_off_is_removed_and_the_next_run_makes_it(tmp_path: Path, bytes_max: int) -> None:
+    limit = (bytes_max, resource.RLIM_INFINITY)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)  # Writes beyond it fail, as on a full disk.
+    try:
+        with pytest.raises(UsageError, match="File too large"):
+            _certs.make_authority(tmp_path, days=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert files_in(tmp_path) == {}
+    authority = _certs.make_authority(tmp_path, days=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    try:
+        with pytest.raises(UsageError, match="File too large"):
+            _certs.make_authority(tmp_path, days=1, replaced=authority)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert {*files_in(tmp_path)} == {"ca.key", "ca.pem"}
 
 
 def test_an_authority_whose_key_everybody_can_read_signs_nothing(tmp_path: Path) -> None:

@@ -133,6 +133,10 @@ def chat(**given: Any) -> tuple[str, bytes]:
     return "/v1/chat/completions", json.dumps({"messages": [{"role": "user", "content": "x"}], **given}).encode()
 
 
+def tool(**given: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **given}}
+
+
 GATEWAY: dict[str, tuple[str, bytes]] = {
     **{f"{name} as a prompt": completion(prompt=text) for name, text in TEXTS.items()},
     "a long message": chat(messages=[{"role": "user", "content": TEXTS["words"]}]),
@@ -147,6 +151,11 @@ GATEWAY: dict[str, tuple[str, bytes]] = {
     "names that there are not": completion(**{f"x{number}": None for number in range(65_000)}),
     "texts": completion(stop=["q"] * 65_000),
     "objects": chat(tools=[{}] * 65_000),
+    "a long text in a tool": chat(tools=[tool(description="123456789012 " * 600_000)]),
+    "a long pattern in a tool": chat(tools=[tool(parameters={"properties": {"a": {"pattern": "ab " * 300_000}}})]),
+    "a long text in a schema": chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {
+        "description": "é" * 1_300_000}}}),
+    "long numbers in a tool": chat(tools=[tool(parameters={"enum": [0.12345678901234567] + [5.5] * 300_000})]),
     "numbers": completion(prompt=[5.5] * 500_000),
     "a long text of escapes": ("/v1/completions", b'{"prompt":"' + rb'\"' * 500_000 + b'"}'),
     "an array": ("/v1/completions", b"[" + b"1," * 400_000 + b"1]"),

@@ -118,6 +118,7 @@ REQUESTS: dict[str, Callable[[Scene], Any]] = {
         branch_ids=[scene.branch_id, *(number.to_bytes(16) for number in range(1_000))]
     ),
     "/quire.v1.WorkerService/ReleaseBranches": lambda _: worker_pb.ReleaseBranchesRequest(branch_ids=[b"n" * 16]),
+    "/quire.v1.WorkerService/ListBranches": lambda _: worker_pb.ListBranchesRequest(),
     "/quire.v1.WorkerService/GetStatus": lambda _: worker_pb.GetStatusRequest(),
     "/quire.v1.WorkerService/LoadAdapter": lambda _: worker_pb.LoadAdapterRequest(name="a", folder="a"),
     "/quire.v1.WorkerService/UnloadAdapter": lambda _: worker_pb.UnloadAdapterRequest(name="a"),

@@ -53,16 +53,16 @@ ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 def worker() -> Iterator[ScriptedServer]:
     with scripted_server() as server:
         script(server).answers["Generate"] = as_many
-        for name in ("Detokenize", "Prefill"):
+        for name in ("Detokenize", "Prefill", "MatchPrefix", "DropCache"):
             server.answers[name] = lambda _, context: context.abort(grpc.StatusCode.UNIMPLEMENTED, "not in the script")
         yield server
 
 
 @pytest.fixture(scope="module")
 def served(worker: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    keys = f"{HONEST} honest,{HOSTILE} hostile"
     folder = tmp_path_factory.mktemp("gateway")
-    with gateway(folder, "--worker", worker.address, "--in-flight-max", "32", QUIRE_API_KEYS=keys) as process:
+    servers = ("--worker", worker.address, "--allocator", worker.address, "--max-in-flight", "32")
+    with gateway(folder, *servers, QUIRE_API_KEYS=f"{HONEST} honest,{HOSTILE} hostile") as process:
         warm_up(process)
         yield process
 

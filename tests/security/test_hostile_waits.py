@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from quire.local import ServerProcess
+from quire.v1 import allocator_pb2
 from quire.v1 import worker_pb2 as pb
 from quire_gateway.app import POOLING_PATHS
 
@@ -31,6 +32,8 @@ ANSWERS: dict[str, Any] = {
     "ForkBranch": pb.ForkBranchResponse(branch_ids=[b"f" * 16]),
     "ExtendBranch": pb.ExtendBranchResponse(),
     "ScoreBranch": pb.ScoreBranchResponse(),
+    "MatchPrefix": allocator_pb2.MatchPrefixResponse(),
+    "DropCache": allocator_pb2.DropCacheResponse(),
 }
 MARK, TOKEN = b"hostile", 99  # in the texts and tokens of the hostile caller
 
@@ -86,9 +89,8 @@ def served(
 ) -> Iterator[ServerProcess]:
     keys = f"{HONEST} honest,{HOSTILE} hostile"
     address = holding[1].address
-    with gateway(
-        tmp_path_factory.mktemp("waits"), "--worker", address, "--in-flight-max", "32", QUIRE_API_KEYS=keys
-    ) as process:
+    servers = ("--worker", address, "--allocator", address)
+    with gateway(tmp_path_factory.mktemp("waits"), *servers, "--max-in-flight", "32", QUIRE_API_KEYS=keys) as process:
         warm_up(process)
         yield process
 

@@ -272,7 +272,7 @@ def of_branches(method: str) -> Callable[[Scene, str], Any]:
 
 
 def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
-    """Returns a call about the worker's requests. There are none."""
+    """Returns a call about the worker's requests or branches. It names none of those that there are."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
@@ -311,6 +311,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "LoadAdapter": (of_adapters("LoadAdapter", Reason.NOT_SUPPORTED, name="a", folder="a"), OWNING, None),
     "UnloadAdapter": (of_adapters("UnloadAdapter", Reason.ADAPTER_UNKNOWN, name="a"), OWNING, None),
     "ListAdapters": (of_adapters("ListAdapters"), None, None),
+    "ListBranches": (of_requests("ListBranches"), None, None),
     "ListRequests": (of_requests("ListRequests"), None, None),
     "CancelRequest": (of_requests("CancelRequest", request_id="nobody"), None, None),
     "Tokenize": (tokenize, None, None),
@@ -325,7 +326,9 @@ WITHOUT_POOL = {
     *(
         method.name
         for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods
-        if not method.name.endswith(("Adapter", "Adapters", "ListRequests"))  # These concern the worker's own pool.
+        if not method.name.endswith(
+            ("Adapter", "Adapters", "ListBranches", "ListRequests")
+        )  # These concern the worker's own pool.
     ),
     "health of the allocator",
     "health of the worker",

@@ -116,7 +116,7 @@ def test_it_agrees_with_the_recordings_at_level_1() -> None:
         [*command, "node", str(DIST / "conformance.js")], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(result.stdout.splitlines()) == 12
+    assert len(result.stdout.splitlines()) == 13
 
 
 def test_texts_share_their_prefix_and_both_sides_have_the_same_tables(allocator: str) -> None:

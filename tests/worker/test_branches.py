@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from quire.errors import QuireError, Reason
-from quire.protocol.permissions import EVERYTHING
+from quire.protocol.permissions import EVERYTHING, permissions_of
 from quire_worker.calls.branches import Branches
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.output import Delivery
@@ -278,3 +278,53 @@ async def test_a_branch_has_the_priority_and_the_deadline_of_its_call(llama: Pat
                 pass
         assert raised.value.reason is Reason.DEADLINE
         assert len(await generate(branches, root, 4, ignore_eos=True)) == 4
+
+
+async def test_a_list_has_the_branches_of_the_callers_namespaces_and_its_ids_only_release_them(llama: Path) -> None:
+    """The ids of a list continue, fork and renew no branch."""
+    now_s, ours, theirs = 100.0, permissions_of(["quire://namespace/a"]), permissions_of(["quire://namespace/b"])
+    async with running(llama) as harness:
+        branches = Branches(harness.engine, clock=lambda: now_s)
+        assert branches.listed(EVERYTHING) == []
+        first = await root_of(branches, prompt(40), namespace="a", ttl_s=60)
+        now_s += 2.5
+        (second,) = await branches.fork(first, 1, "fork")
+        other = await root_of(branches, prompt(5), namespace="b")
+        of_first, of_second = branches.listed(ours)
+        assert [each.namespace for each in branches.listed(EVERYTHING)] == ["a", "a", "b"]
+        assert [each.id_prefix for each in branches.listed(theirs)] == [other.id[:8]]
+        assert (of_first.id_prefix, of_second.id_prefix) == (first.id[:8], second.id[:8])
+        assert (of_first.age_s, of_second.age_s, of_first.time_left_s, of_first.ttl_ms) == (2.5, 0.0, 60.0, 60_000)
+        assert (of_first.token_count, of_first.block_count) == (40, -(-39 // BLOCK_SIZE))
+        assert first.sample is not None
+        assert of_first.sequence_id == first.sample.sequence_id
+        assert first.expires_s == now_s + 60
+        now_s += 1
+        assert branches.listed(ours)[0].time_left_s == 59.0, "a list renews nothing"
+
+        async with branches.generating(second, SamplingParams(4), "in use"):
+            assert [each.is_in_use for each in branches.listed(ours)] == [False, True]
+        with pytest.raises(QuireError) as caught:
+            branches.find(of_first.id_prefix, EVERYTHING)
+        assert caught.value.reason is Reason.BRANCH_UNKNOWN
+        assert branches.renew([of_first.id_prefix], EVERYTHING) == [of_first.id_prefix]
+
+        assert await branches.release([of_first.id_prefix], theirs) == 0
+        assert await branches.release([of_first.id_prefix, of_first.id_prefix, bytes(8), b"", first.id], ours) == 1
+        assert [each.id_prefix for each in branches.listed(EVERYTHING)] == [second.id[:8], other.id[:8]]
+        await release_all(branches)
+        assert await harness.free_block_count() == 512
+
+
+async def test_a_list_tells_which_branch_has_given_its_blocks_back(llama: Path) -> None:
+    async with running(llama, blocks=16) as harness:
+        branches = Branches(harness.engine)
+        roots = [await root_of(branches, prompt(60, seed=seed)) for seed in range(3)]
+        await harness.generate(prompt(150, seed=9), max_tokens=60, ignore_eos=True)
+        listed = branches.listed(EVERYTHING)
+        dropped = [each for each in listed if not each.block_count]
+        assert dropped
+        assert {each.sequence_id for each in dropped} == {0}
+        assert sum(each.block_count > 0 for each in listed) == branches.held_count
+        await branches.extend(roots[0], prompt(3), "again")
+        assert branches.listed(EVERYTHING)[0].block_count == 4

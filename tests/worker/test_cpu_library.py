@@ -52,6 +52,17 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(cache: Path, monkeyp
     assert list(cache.iterdir()) == []
 
 
+def test_of_what_a_compiler_says_its_error_is_quoted(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "compiler"
+    said = "/tmp/a.s: Assembler messages:\n/tmp/a.s: Fatal error: can't write to /tmp/a.o: No space left on device"
+    program.write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(build, "compiler", lambda: str(program))
+    assert "No space left on device" in str(library.load())
+
+
 def test_a_cache_that_others_may_write_to_is_not_loaded_from(cache: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)

@@ -11,6 +11,7 @@ import pytest
 from quire_worker import host_memory
 
 GIB = 1 << 30
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 V2 = "30 23 0:26 {root} {top} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "35 31 0:32 {root} {top} rw,relatime shared:9 - cgroup cgroup rw,memory\n"
 CPU = "32 31 0:29 / /elsewhere rw - cgroup cgroup rw,cpu\n"
@@ -97,3 +98,16 @@ assert 0 < host_memory.available_bytes() < {GIB}
     assert resource.getrlimit(resource.RLIMIT_AS)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_that_may_not_have_the_memory_that_it_needs_ends_with_a_sentence() -> None:
+    script = f"""
+import asyncio, sys, torch
+from quire_worker.process import server
+server.load = lambda *_: torch.empty(1 << 50)
+server.main(["--model", {str(DEMO)!r}, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 1
+    assert "quire-worker: the memory that this process may have is too small: " in done.stderr
+    assert "Traceback" not in done.stderr

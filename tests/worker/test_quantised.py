@@ -74,7 +74,7 @@ def test_without_torchao_the_error_names_it(folders: dict[str, Path], monkeypatc
     """Makes transformers believe that torchao is not installed."""
     for module in ("transformers.utils.quantization_config", "transformers.quantizers.quantizer_torchao"):
         monkeypatch.setattr(f"{module}.is_torchao_available", lambda: False)
-    with pytest.raises(UnsupportedModelError, match=r"quantised by torchao, and cannot be loaded here: .*torchao"):
+    with pytest.raises(UnsupportedModelError, match=r"quantized by torchao, and cannot be loaded here: .*torchao"):
         load_model(folders["int8"])
 
 

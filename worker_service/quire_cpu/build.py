@@ -111,7 +111,8 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{command[0]} took more than {COMPILE_S_MAX:.0f} s") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode}"]
-        raise BuildError(f"{command[0]}: {lines[0]}")
+        found = next((line for line in lines if "error:" in line), lines[0])
+        raise BuildError(f"{command[0]}: {found}")
 
 
 if __name__ == "__main__":

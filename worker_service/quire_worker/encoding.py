@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session import AsyncSession
 
 from quire_worker.scheduling.plan import Plan
+from quire_worker.scheduling.slots import NO_WISH
+
+DROPS_MAX: Final = 64  # as many as an allocator takes in a step
+DROP_DIGESTS_MAX: Final = 8_192  # of a step. Blocks of further drops stay cached, and nothing hits them.
 
 
 class Asked:
@@ -38,8 +43,13 @@ def step_of(plan: Plan) -> StepBuilder:
     for commit in plan.commits:
         step.commit(commit.sequence_id, commit.token_count, commit.digests, commit.keep_token_count)
     for sequence_id in plan.frees:
-        keep_ms, keep_token_count = plan.keeps.get(sequence_id, (0, 0))
-        step.free(sequence_id, keep_ms=keep_ms, keep_token_count=keep_token_count)
+        wish = plan.keeps.get(sequence_id, NO_WISH)
+        step.free(sequence_id, keep_ms=wish.keep_ms, keep_token_count=wish.keep_token_count)
+    digest_count = 0
+    for drop in plan.drops[:DROPS_MAX]:
+        digest_count += len(drop.digests)
+        if digest_count <= DROP_DIGESTS_MAX:
+            step.drop(drop.namespace, drop.digests, drop.kept_digest_count)
     for fork in plan.forks:
         step.fork(fork.parent_id, fork.child_id)
     for sample, sequence_id, token_count, entering in plan.grows:

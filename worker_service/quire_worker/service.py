@@ -31,7 +31,7 @@ from quire_worker.calls.checks import (
     check_echo,
     check_logprobs,
     check_namespace,
-    keep_of,
+    wish_of,
 )
 from quire_worker.calls.generate_messages import pieces_of, response_of, sampling_of
 from quire_worker.calls.request_calls import RequestCalls, RequestRecords
@@ -133,6 +133,13 @@ class WorkerService(AdapterCalls, RequestCalls):
     async def ReleaseBranches(self, request: pb.ReleaseBranchesRequest, context: Context) -> pb.ReleaseBranchesResponse:
         """Ends branches and frees their blocks."""
         return await self._answer(context, "ReleaseBranches", request, self._branch_calls.release)
+
+    async def ListBranches(self, request: pb.ListBranchesRequest, context: Context) -> pb.ListBranchesResponse:
+        """Answers with the branches, to observers of the pool."""
+        permissions: Permissions = self._authorize(context)
+        if not permissions.may_observe(self._pool):
+            await abort(context, QuireError.of(Reason.POOL_FORBIDDEN, "the certificate does not permit this pool"))
+        return self._branch_calls.listed(permissions)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Answers with the tokens of a text or a conversation."""
@@ -277,7 +284,7 @@ class WorkerService(AdapterCalls, RequestCalls):
                 yield running
             return
         check_namespace(request.namespace, permissions)
-        keep = keep_of(request.cache)
+        wish = wish_of(request.cache)
         if len(request.cache_salt.encode()) > SALT_BYTES_MAX:
             raise QuireError.of(
                 Reason.BAD_PARAMETER, f"cache_salt must have at most {SALT_BYTES_MAX} bytes", field="cache_salt"
@@ -300,7 +307,7 @@ class WorkerService(AdapterCalls, RequestCalls):
             time_left_s=time_left_s,
             cache_salt=request.cache_salt,
         )
-        running.keep_ms, running.keep_token_count = keep
+        running.wish = wish
         try:
             yield running
         finally:  # runs also after cancellation, deadline and a lost connection

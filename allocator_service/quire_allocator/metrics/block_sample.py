@@ -23,11 +23,10 @@ Stages and lifetimes are those of the first group of full attention. Pools witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from quire._serving.metrics import Histogram
-from quire.protocol.packing import unpack_uint32
+from quire.protocol.packing import entry_uint32
 from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator.core.events import EventLog
@@ -122,7 +121,9 @@ class BlockSample:
         if not self.tokens:
             return
         if step.commit_digest_data:
-            self._publish(step.commit_digest_data, now)
+            places = self._places(step.commit_digest_data)
+            if places:
+                self._publish(step.commit_digest_data, places, now)
         removed_count = self.log.removed_count - self._removed_count
         if removed_count:
             self._removed_count += removed_count
@@ -130,9 +131,9 @@ class BlockSample:
         if step.grow_digest_data:
             self._ask_all(step, reply, now)
 
-    def _publish(self, digests: bytes, now: float) -> None:
-        for offset in self._places(digests[::DIGEST_BYTES]):
-            digest = digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
+    def _publish(self, digests: bytes, places: list[int], now: float) -> None:
+        for place in places:
+            digest = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             followed = self._followed.get(digest)
             if followed is None:  # no prompt named it: it belongs to an answer
                 followed = self._file(digest, None, now)
@@ -146,9 +147,9 @@ class BlockSample:
         for _, _, scope, _, _, source, start, end in self.log.latest_removed(count):
             if scope.manager is not manager:
                 continue
-            for offset in self._places(bytes(source[start:end:DIGEST_BYTES])):
-                first = start + offset * DIGEST_BYTES
-                followed = self._followed.get(bytes(source[first : first + DIGEST_BYTES]))
+            digests = bytes(source[start:end])
+            for place in self._places(digests):
+                followed = self._followed.get(digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES])
                 if followed is None or followed.stage != _PUBLISHED:
                     continue
                 followed.stage = _GONE
@@ -159,19 +160,21 @@ class BlockSample:
     def _ask_all(self, step: StepColumns, reply: packed.StepReply, now: float) -> None:
         """Takes in the prompts of new sequences. Other grows come without digests."""
         results = reply.grow_results if step.has_refused else ()
-        matched = unpack_uint32(reply.matched_token_counts)
-        attended = unpack_uint32(reply.unmatched.attended_token_counts)
         for row, digests in enumerate(step.grow_digests):
             if not digests or (results and results[row]):
+                continue
+            places = self._places(digests)
+            if not places:
                 continue
             prompt = step.grow_token_counts[row]
             if step.prompt_token_counts:
                 prompt = max(prompt, step.prompt_token_counts[row])
             limit = min((prompt - 1) // self._digest_tokens, len(digests) // DIGEST_BYTES)
-            hit_end = matched[row] // self._digest_tokens if matched else 0
-            group_end = attended[row] // self._digest_tokens if attended else 0
+            hit_end = entry_uint32(reply.matched_token_counts, row) // self._digest_tokens
+            group_end = entry_uint32(reply.unmatched.attended_token_counts, row) // self._digest_tokens
             is_return = bool(step.returns and step.returns[row])
-            places = self._places(digests[: limit * DIGEST_BYTES : DIGEST_BYTES])
+            while places and places[-1] >= limit:
+                places.pop()
             named = [digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES] for place in places]
             found = [self._followed.get(digest) for digest in named]
             if not is_return:
@@ -256,9 +259,9 @@ class BlockSample:
                 held.append(digest)
         return held
 
-    def _places(self, first_bytes: bytes) -> Sequence[int]:
-        """Returns the places of followed digests among those with these first bytes."""
-        marks, places = first_bytes.translate(self._marks), list[int]()
+    def _places(self, digests: bytes) -> list[int]:
+        """Returns the places of followed digests among these."""
+        marks, places = digests[::DIGEST_BYTES].translate(self._marks), list[int]()
         place = marks.find(1)
         while place >= 0:
             places.append(place)

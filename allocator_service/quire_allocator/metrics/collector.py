@@ -192,10 +192,11 @@ class AllocatorCollector(Collector):
             name, pool = owner.name, owner.pool
             for result, count in list(numbers.short_blocks.items()):
                 short.add_metric([name, Result(result).name], count)
-            for (operation, result), count in list(numbers.operations.items()):
+            for (operation, result), count in numbers.operations.items():
                 operations.add_metric([name, operation, Result(result).name], count)
-            steps.add_metric([name], numbers.step_count)
-            seconds.add_metric([name], numbers.step_seconds.buckets(), numbers.step_seconds.sum)
+            buckets = numbers.step_seconds.buckets()
+            steps.add_metric([name], buckets[-1][1])
+            seconds.add_metric([name], buckets, numbers.step_seconds_sum)
             tokens.add_metric([name, "queried"], pool.queried_token_count)
             tokens.add_metric([name, "hit"], pool.matched_token_count)
             tokens.add_metric([name, "returned"], pool.returned_token_count)

@@ -6,8 +6,9 @@ code, and namespaces that the operator has named; never a sequence, digest or ot
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Final
 
 from quire._serving.metrics import Histogram
@@ -19,67 +20,85 @@ from quire_allocator.core.spec import Result
 from quire_allocator.metrics.block_sample import BlockSample
 from quire_allocator.wire.step_columns import StepColumns
 
-STEP_SECONDS_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
+STEP_SECONDS_BOUNDS = (
+    1e-5,
+    2.5e-5,
+    5e-5,
+    1e-4,
+    2.5e-4,
+    5e-4,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    1e-2,
+    5e-2,
+    0.25,
+    1.0,
+    10.0,
+    60.0,
+    600.0,
+)
 RECOVERY_SECONDS_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 OTHER: Final = "other"  # the label of namespaces that the operator has not named
 
-_COMMITTED: Final = ("commit", int(Result.OK))
-_FREED: Final = ("free", int(Result.OK))
-_FORKED: Final = ("fork", int(Result.OK))
-_GROWN: Final = ("grow", int(Result.OK))
+_PHASES: Final = ("commit", "free", "fork", "grow")
 
 
 class PoolCounters:
     """Counts what happened in one pool.
 
     Attributes:
-        operations: counts by operation and result.
         short_blocks: blocks that refused grows were short of, by result.
         foreign_evictions: blocks by the labels of the namespace that lost and of the one that took them.
+        step_seconds_sum: seconds of all steps. The sum in `step_seconds` itself stays 0: its class is not compiled.
         sample: a sample of the blocks of the pool in force; None before its first step.
         reported_block_count, recovered_block_count, recovered_sequence_count: sums over all reports that became pools.
     """
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:
-        self.operations: dict[tuple[str, int], int] = {}
         self.short_blocks = {int(result): 0 for result in (Result.NO_SPACE, Result.QUOTA, Result.PASS_TOO_LONG)}
         self.foreign_evictions = {(OTHER, OTHER): 0}
-        self.step_count = 0
         self.step_seconds = Histogram(STEP_SECONDS_BOUNDS)
+        self.step_seconds_sum = 0.0
         self.recovery_seconds = Histogram(RECOVERY_SECONDS_BOUNDS)
         self.reported_block_count = self.recovered_block_count = self.recovered_sequence_count = 0
         self.disagreement_count = 0
         self.sample: BlockSample | None = None
         self._namespaces = namespaces
+        self._step_buckets: list[int] = self.step_seconds.counts
+        self._commit_count = self._free_count = self._fork_count = self._grow_count = 0
+        self._refused: dict[tuple[str, int], int] = {}  # operations by phase and result
 
-    def count(self, operation: str, result: int, number: int = 1) -> None:
-        """Counts operations of one kind and result."""
-        self._add((operation, result), number)
+    @property
+    def operations(self) -> dict[tuple[str, int], int]:
+        """Returns the counts of operations by phase and result, without those that are 0."""
+        refused = dict(self._refused)
+        counts = dict(refused)
+        totals = (self._commit_count, self._free_count, self._fork_count, self._grow_count)
+        for phase, total in zip(_PHASES, totals):  # noqa: B905 - the compiler makes a loop of it
+            done = total - sum([count for (name, _), count in refused.items() if name == phase])
+            if done:
+                counts[phase, int(Result.OK)] = done
+        return counts
 
-    def observe_step(self, pool: Pool, step: StepColumns, reply: packed.StepReply, seconds: float, now: float) -> None:
-        """Counts a step that was applied at `now` and took `seconds`: one update per phase if all results are OK."""
-        self.step_count += 1
-        self.step_seconds.observe(seconds)
-        if self.sample is None or self.sample.log is not pool.log:
-            self.sample = BlockSample(pool)
-        self.sample.observe(pool, step, reply, now)
+    def observe_step(self, pool: Pool, step: StepColumns, reply: packed.StepReply, seconds: float) -> None:
+        """Counts a step that took `seconds`."""
+        self._step_buckets[bisect_left(STEP_SECONDS_BOUNDS, seconds)] += 1
+        self.step_seconds_sum += seconds
+        self._commit_count += len(step.commit_sequences)
+        self._free_count += len(step.frees)
+        self._fork_count += len(step.parents)
+        self._grow_count += len(step.grow_sequences)
         if pool.blocks.foreign_evictions:
             self._take_evictions(pool)
         if step.has_refused:
-            self._count_short(reply)
-            self._count_phase(_COMMITTED, len(step.commit_sequences), reply.commit_results)
-            self._count_phase(_FREED, len(step.frees), reply.free_results)
-            self._count_phase(_FORKED, len(step.parents), reply.fork_results)
-            self._count_phase(_GROWN, len(step.grow_sequences), reply.grow_results)
-            return
-        if step.commit_sequences:
-            self._add(_COMMITTED, len(step.commit_sequences))
-        if step.frees:
-            self._add(_FREED, len(step.frees))
-        if step.parents:
-            self._add(_FORKED, len(step.parents))
-        if step.grow_sequences:
-            self._add(_GROWN, len(step.grow_sequences))
+            self._count_refused(reply)
+
+    def observe_blocks(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
+        """Takes the blocks of a step that was applied at `now` into the sample."""
+        if self.sample is None or self.sample.log is not pool.log:
+            self.sample = BlockSample(pool)
+        self.sample.observe(pool, step, reply, now)
 
     def observe_recovery(self, pool: Pool, reported_block_count: int, seconds: float) -> None:
         """Counts a report that became a pool, `seconds` after it was asked for."""
@@ -97,19 +116,15 @@ class PoolCounters:
     def _label(self, namespace: str) -> str:
         return namespace if namespace in self._namespaces else OTHER
 
-    def _count_short(self, reply: packed.StepReply) -> None:
+    def _count_refused(self, reply: packed.StepReply) -> None:
         for result, short in zip(reply.grow_results, unpack_uint32(reply.refusals.shortfalls), strict=False):
             if short:
                 self.short_blocks[result] = self.short_blocks.get(result, 0) + short
-
-    def _count_phase(self, done: tuple[str, int], number: int, results: Sequence[int]) -> None:
-        for result in results:
-            self._add((done[0], result), 1)
-        if number and not results:
-            self._add(done, number)
-
-    def _add(self, key: tuple[str, int], number: int) -> None:
-        self.operations[key] = self.operations.get(key, 0) + number
+        results = (reply.commit_results, reply.free_results, reply.fork_results, reply.grow_results)
+        for phase, of_phase in zip(_PHASES, results):  # noqa: B905 - the compiler makes a loop of it
+            for result in of_phase:
+                if int(result) != Result.OK:
+                    self._refused[phase, result] = self._refused.get((phase, result), 0) + 1
 
 
 class Counters:

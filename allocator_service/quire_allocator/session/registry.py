@@ -12,6 +12,7 @@ from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.session.kept_bytes import KeptBytes
 
 AnswerT = TypeVar("AnswerT")
 
@@ -72,6 +73,7 @@ class SessionRegistry:
 
     Attributes:
         draining: whether the allocator is shutting down, and opens no session any more.
+        kept_bytes: the bytes of steps and replies that sessions keep for replay.
         streams: every stream, those that have not attached yet included.
         staging: the streams that have a place for a report.
     """
@@ -89,6 +91,7 @@ class SessionRegistry:
         self.new_session_id = new_session_id
         self.check_invariants = check_invariants
         self.draining = False
+        self.kept_bytes = KeptBytes(directory)
         self.streams: set[Stream] = set()
         self.staging: set[Stream] = set()
         self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # by pool, the time of each quarantine

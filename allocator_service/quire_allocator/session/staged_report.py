@@ -150,6 +150,7 @@ class StagedReport:
             raise Refusal("MALFORMED", text)
         if len(message.stops) > STOPS_MAX:
             raise Refusal("MALFORMED", f"a sequence may have at most {STOPS_MAX} stops, not {len(message.stops):,}")
+        translate.priority(message.priority, f"priority of sequence {message.sequence_id}")
         tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
         self._table_entries_left -= sum(map(len, tables))
         require(

@@ -67,6 +67,7 @@ def answer_step(
     owner.untold_drops.clear()
     owner.steps.record(step, answer)
     owner.steps.forget(ack)
+    sessions.kept_bytes.count(owner, number, step.ByteSize() + answer.ByteSize())
     sessions.publish(owner, ack)
     return Answered(answer, columns)
 

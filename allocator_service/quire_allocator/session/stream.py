@@ -17,6 +17,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 from grpc import aio
+from quire._serving.calls import ANSWER_COPIES, SMALL_BYTES
 from quire._serving.rpc import abort, caller_of
 from quire.errors import QuireError, Reason
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
@@ -78,12 +79,13 @@ class SessionStream:
             )
             is_placed = places.take(self._caller)
             text = (
-                f"one caller may have at most {places.count_max} streams, fewer if others have many: close one, or wait"
+                f"one caller may have at most {places.each_max} streams, fewer if others have many: close one, or wait"
             )
             require(is_placed, text, "LIMIT")
             await self._answer(await self._read_first())
             while machine.phase is not Phase.DETACHED and (request := await self._read()) is not None:
                 await self._answer(request)
+                del request  # its memory, while the next message is awaited
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
             code = error.code.name
@@ -120,7 +122,8 @@ class SessionStream:
         finally:  # counted after the write, because the owner waits for that, and even if the write fails
             if applied is not None and counted is not None:
                 numbers, pool = counted
-                numbers.observe_step(pool, applied, replies[0].step_reply, seconds, now)
+                numbers.observe_step(pool, applied, replies[0].step_reply, seconds)
+                numbers.observe_blocks(pool, applied, replies[0].step_reply, now)
                 machine.applied = None
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
@@ -169,7 +172,22 @@ class SessionStream:
             asyncio.get_running_loop().call_later(SILENCE_S, self._task.cancel)
 
     def _write(self, reply: packed.SessionReply) -> Awaitable[None]:
-        return self._context.write(reply)
+        size = ANSWER_COPIES * reply.ByteSize()
+        return self._context.write(reply) if size <= SMALL_BYTES else self._write_large(reply, size)
+
+    async def _write_large(self, reply: packed.SessionReply, size: int) -> None:
+        """Writes a reply, and counts its bytes until the owner has taken it.
+
+        Raises:
+            Refusal: LIMIT, the caller leaves too many bytes of replies unread.
+        """
+        unread = self._service.unread_shares
+        text = f"one caller may leave {unread.each_max:,} bytes of replies unread, fewer if others leave many"
+        require(unread.take(self._caller, size), f"{text}: read replies faster", "LIMIT")
+        try:
+            await self._context.write(reply)
+        finally:
+            unread.leave(self._caller, size)
 
     async def _beat(self) -> None:
         """Sends a heartbeat every second until the report is in force: the owner hears nothing else meanwhile."""

@@ -92,9 +92,9 @@ class UnarySessions:
             answer, applied = answer_step(self._sessions, owner, step, restricted, now)
             reply = answer.step_reply
             if applied is not None:
-                self._counters.of(owner.name).observe_step(
-                    owner.pool, applied, reply, time.perf_counter() - started, now
-                )
+                numbers = self._counters.of(owner.name)
+                numbers.observe_step(owner.pool, applied, reply, time.perf_counter() - started)
+                numbers.observe_blocks(owner.pool, applied, reply, now)
         self._directory.renew(owner, now)
         return reply
 

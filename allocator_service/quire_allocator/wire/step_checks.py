@@ -100,6 +100,9 @@ def _check_grows(columns: StepColumns) -> None:
     count = len(columns.grow_sequences)
     _check_optional(columns.prompt_token_counts, count, "grows", "prompt_token_counts")
     _check_optional(columns.priorities, count, "grows", "priorities")
+    if columns.priorities:
+        for priority in (min(columns.priorities), max(columns.priorities)):
+            translate.priority(priority, "grows: priorities", "grows.priorities")
     _check_optional(columns.defer_token_counts, count, "grows", "defer_token_counts")
     _check_optional(columns.returns, count, "grows", "returns")
     if columns.returns and max(columns.returns) > 1:

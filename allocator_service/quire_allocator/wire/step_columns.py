@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from quire.protocol.packing import unpack_uint32, unpack_uint64
+from quire.protocol.packing import as_int32, unpack_uint32, unpack_uint64
 from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator.core.drop import CacheDrop
@@ -136,7 +136,8 @@ class StepColumns:
         self.grow_digest_data = grows.digests
         self.namespace_indices = self._column(grows.namespace_indices, _NUMBER_BYTES, "grows: namespace_indices")
         self.prompt_token_counts = self._column(grows.prompt_token_counts, _NUMBER_BYTES, "grows: prompt_token_counts")
-        self.priorities = self._column(grows.priorities, _NUMBER_BYTES, "grows: priorities")
+        if grows.priorities:
+            self.priorities = as_int32(self._column(grows.priorities, _NUMBER_BYTES, "grows: priorities"))
         self.defer_token_counts = self._column(grows.defer_token_counts, _NUMBER_BYTES, "grows: defer_token_counts")
         self.returns = self._column(grows.returns, _NUMBER_BYTES, "grows: returns")
         self.size_max += len(self.grow_digest_data)

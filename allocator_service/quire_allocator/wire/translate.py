@@ -12,6 +12,7 @@ from quire.protocol.limits import (
     HEARTBEAT_S,
     MESSAGE_BYTES_MAX,
     NAMESPACE_BYTES_MAX,
+    PRIORITY_MAX,
     PROTOCOL_VERSION,
     REQUEST_ID_CHARACTERS_MAX,
     SILENCE_S,
@@ -90,6 +91,13 @@ def version(number: int) -> None:
         "VERSION",
         "version",
     )
+
+
+def priority(number: int, where: str, field: str | None = None) -> None:
+    """Refuses a priority that is not on the scale of requests as MALFORMED."""
+    if abs(number) > PRIORITY_MAX:
+        text = f"{where} must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {number}"
+        raise Refusal("MALFORMED", text, field=field)
 
 
 def features(names: Sequence[str]) -> frozenset[str]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from google.protobuf.unknown_fields import UnknownFieldSet
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
@@ -22,6 +23,8 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.wire import translate
 
+_VIEW_FIELDS: Final = range(2, 6)  # reserved in GetPoolRequest
+_OLD_BYTES_MAX: Final = 256  # of an old GetPoolRequest; a million unknown fields would take a second to look at
 _NO_SEQUENCE: Final = 1 << 64  # no id is as high
 _PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 
@@ -122,6 +125,20 @@ def _place_in(page_token: str) -> _Place:
     if _PLACE.fullmatch(told) is None:
         raise _unknown_token()
     return _Place(*map(int, told.split(".")))
+
+
+def refuse_old_views(request: pb.GetPoolRequest) -> None:
+    """Refuses a client from before `GetPoolBlocks` and `GetPoolUsage`, which would take the summary for an empty pool.
+
+    Raises:
+        Refusal: VERSION.
+    """
+    if request.ByteSize() > _OLD_BYTES_MAX:
+        return
+    unknown = UnknownFieldSet(request)
+    asked = {unknown[index].field_number for index in range(len(unknown))}
+    then = "update the client, which then calls GetPoolBlocks and GetPoolUsage"
+    translate.require(asked.isdisjoint(_VIEW_FIELDS), f"GetPool has no views: {then}", "VERSION")
 
 
 def add_blocks(

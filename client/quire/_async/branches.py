@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self, Unpack
 
-from quire import sampling, types
+from quire import sampling, types, views
 from quire._async.streams import AsyncChunkStream
 from quire._branch_ids import BRANCH_TTL_S, OpenBranches
 from quire._keep_alive import KeptByTask
@@ -162,7 +162,7 @@ class AsyncBranch:
 
 
 class AsyncPrefills:
-    """The part of a client that creates branches."""
+    """The part of a client that creates, lists and releases branches."""
 
     _branches: AsyncBranchKeeper
 
@@ -185,3 +185,19 @@ class AsyncPrefills:
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         reply = await self._branches.link.call(self._branches.stub.Prefill, request, timeout_s)
         return AsyncBranch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)
+
+    async def list_branches(self, *, timeout_s: float | None = None) -> tuple[views.BranchInfo, ...]:
+        """Returns the worker's branches in namespaces that the caller may use, oldest first, whoever made them."""
+        reply = await self._branches.link.call(self._branches.stub.ListBranches, pb.ListBranchesRequest(), timeout_s)
+        return branch_messages.branch_infos(reply)
+
+    async def release_branches(self, branch_ids: Iterable[bytes], *, timeout_s: float | None = None) -> int:
+        """Ends branches, each once no call uses it, and returns how many there were.
+
+        Args:
+            branch_ids: ids, or the first 8 bytes of each, as `list_branches` returns them. Others are ignored.
+            timeout_s: timeout of this call.
+        """
+        request = pb.ReleaseBranchesRequest(branch_ids=branch_ids)
+        reply = await self._branches.link.call(self._branches.stub.ReleaseBranches, request, timeout_s)
+        return reply.released_count

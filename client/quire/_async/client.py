@@ -281,7 +281,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
         """Returns the bytes of each token. They need not be whole characters."""
-        request = worker_pb.DetokenizeRequest(token_ids=token_ids)
+        request = messages.with_lists(worker_pb.DetokenizeRequest(), token_ids=token_ids)
         reply = await self._link.call(self._stub.Detokenize, request, timeout_s)
         return tuple(reply.texts)
 
@@ -303,9 +303,8 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
             keeps_special: whether the text has the names of special tokens.
             timeout_s: timeout of this call.
         """
-        request = worker_pb.DetokenizeRequest(
-            token_ids=token_ids, text_ids=text_ids, places=places, keeps_special=keeps_special
-        )
+        request = messages.fill(worker_pb.DetokenizeRequest(), keeps_special=keeps_special)
+        messages.with_lists(request, token_ids=token_ids, text_ids=text_ids, places=places)
         reply = await self._link.call(self._stub.Detokenize, request, timeout_s)
         return types.TextTokens(tuple(reply.texts), reply.is_settled)
 

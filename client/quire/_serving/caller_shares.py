@@ -17,17 +17,19 @@ class CallerShares:
 
     Args:
         alone_max: places that a single caller may hold, which is half of all places.
+        each_max: places that any caller may hold, if this is less.
     """
 
-    def __init__(self, alone_max: int) -> None:
+    def __init__(self, alone_max: int, each_max: int | None = None) -> None:
         self.count_max = 2 * alone_max
+        self.each_max = alone_max if each_max is None else each_max
         self.count = 0
         self._held: Counter[Hashable] = Counter()
 
     def take(self, caller: Hashable, count: int = 1) -> bool:
         """Takes `count` places, or none if there are too few for this caller. Returns whether it took them."""
         held = self._held[caller] + count
-        if held > self.count_max - self.count - count + 1:
+        if held > min(self.each_max, self.count_max - self.count - count + 1):
             if held == count:
                 del self._held[caller]
             return False

@@ -22,6 +22,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description)
         self.add_argument("--version", action="version", version=f"{prog} {VERSION}")
 
+    def add_renamed(self, old: str, new: str) -> None:
+        """Refuses an option's old name. The error has the new one."""
+        self.add_argument(
+            old, action=_Renamed, const=new, dest=f"no {old}", nargs="?", default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
+
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Writes a message, to standard error by default.
 
@@ -37,3 +44,11 @@ class Parser(argparse.ArgumentParser):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Otherwise Python writes the rest again when it exits.
             said = "" if isinstance(error, BrokenPipeError) else f"{self.prog}: standard output: {error.strerror}\n"
             self.exit(FAILED, said)
+
+
+class _Renamed(argparse.Action):
+    """The old name of an option; `const` is the new one."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        """Ends the program with status 2."""
+        parser.error(f"there is no option {self.option_strings[0]}: it is called {self.const}")

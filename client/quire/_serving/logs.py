@@ -6,7 +6,10 @@ Tokens, prompts, texts and whole digests are never logged. Logging never makes a
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, TextIO, cast
 
 import structlog
@@ -41,6 +44,21 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
     )
     structlog.contextvars.bind_contextvars(**bound)
     logging.getLogger().addHandler(_OfLibraries(logging.WARNING))
+
+
+def line_writer(event: str) -> Callable[[dict[str, Any]], None]:
+    """Returns a function that logs `event` with given values at level info, for frequent lines. It skips structlog's
+    processors if lines are JSON: they take twice as long as the line itself."""
+    logger, renderer = structlog.get_logger(), structlog.get_config()["processors"][-1]
+    if not isinstance(renderer, structlog.processors.JSONRenderer) or not logger.is_enabled_for(logging.INFO):
+        return lambda values: logger.info(event, **values)
+    write, encode = take_standard_streams().write, json.JSONEncoder().encode
+    same = {**structlog.contextvars.get_contextvars(), "event": event, "level": "info"}
+
+    def write_line(values: dict[str, Any]) -> None:
+        write(encode({**values, **same, "timestamp": datetime.now(UTC).isoformat().replace("+00:00", "Z")}) + "\n")
+
+    return write_line
 
 
 def dropped_lines(prefix: str) -> CounterMetricFamily:

@@ -11,9 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Final
 
-import structlog
-
-log = structlog.get_logger()
+from quire._serving.logs import line_writer
 
 LINES_PER_SECOND_MAX: Final = 1_000  # limits how fast callers can fill a disk
 _CHOICES: Final = {"all": 1.0, "errors": 0.0, "none": None}
@@ -59,6 +57,7 @@ class RequestLog:
     def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = rate
         self._clock = clock
+        self._write = line_writer("request ended")
         self._second = -1
         self._written_count = self._unwritten_count = 0
 
@@ -76,7 +75,7 @@ class RequestLog:
             values["error"] = error
         if self._unwritten_count:
             values["unwritten"], self._unwritten_count = self._unwritten_count, 0
-        log.info("request ended", request_id=request_id, **values)
+        self._write({"request_id": request_id, **values})
 
     def _is_chosen(self, request_id: str) -> bool:
         assert self._rate is not None

@@ -31,7 +31,10 @@ def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
         raise UsageError(f"{address!r:.200} is not an address; write host:port (port 0 to 65535) or unix:///path")
-    return _canonical_host(host.strip("[]")), int(port)
+    inside = host[1:-1] if host[0] + host[-1] == "[]" else host
+    if (":" in inside) != (inside != host) or "[" in inside or "]" in inside:
+        raise UsageError(f"{address!r:.200} is not an address; write IPv6 in brackets, such as [::1]:7070")
+    return _canonical_host(inside), int(port)
 
 
 def canonical(address: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quire import sampling, types
+from quire import sampling, types, views
 from quire._transport import ranges
 from quire._transport.generating import fill_cache, generate_request
-from quire._transport.messages import fill, fill_tokens, operation
+from quire._transport.messages import fill, fill_tokens, operation, values_of
 from quire.v1 import worker_pb2 as pb
 
 _TTL_S = ranges.Range(0.1, 3600.0)  # same bounds as the worker's, which checks them, too
@@ -83,3 +83,8 @@ def continue_request(
 def scores(message: pb.ScoreBranchResponse) -> tuple[types.Score, ...]:
     """Returns each candidate's score."""
     return tuple(types.Score(tuple(each.token_ids), tuple(each.logprobs)) for each in message.scores)
+
+
+def branch_infos(message: pb.ListBranchesResponse) -> tuple[views.BranchInfo, ...]:
+    """Returns the listed branches."""
+    return tuple(views.BranchInfo(**values_of(each)) for each in message.branches)

@@ -83,6 +83,7 @@ def fill_cache(message: worker_pb.CachePolicy, cache: sampling.CachePolicy, requ
     ranges.check("keep_s", cache.keep_s, _KEEP_S, request_id=request_id)
     message.keep_ms = round(cache.keep_s * 1e3)
     extend(message.breakpoints, "breakpoints", cache.breakpoints, request_id)
+    fill(message, request_id, no_store=cache.no_store)
 
 
 def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:

@@ -300,13 +300,22 @@ def values_of(message: Message) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
+def with_lists(_message: MessageT, /, **lists: Iterable[int]) -> MessageT:
+    """Adds values to repeated fields of a message, and returns it. Raises the same errors as `fill`."""
+    for name, values in lists.items():
+        extend(getattr(_message, name), name, values, None)
+    return _message
+
+
 def extend(
-    field: Any, name: str, values: Iterable[Any], request_id: str, reason: Reason = Reason.BAD_PARAMETER
+    field: Any, name: str, values: Iterable[Any], request_id: str | None, reason: Reason = Reason.BAD_PARAMETER
 ) -> None:
     """Adds values to a repeated field. Raises the same errors as `fill`."""
     try:
         field.extend(values)
     except ValueError as error:
+        for value in [] if isinstance(error, UnicodeEncodeError) else values:
+            check(f"{name}: each value", value, UINT32, reason, request_id, field=name)
         raise InvalidArgumentError(_what_is_wrong(name, error), reason, request_id, field=name) from None
     except TypeError as error:
         raise _wrong_type(name, values, error) from None

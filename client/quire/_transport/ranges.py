@@ -64,9 +64,15 @@ _WIRE: Final = {
 
 
 def check(
-    name: str, value: Any, allowed: Range, reason: Reason = Reason.BAD_PARAMETER, request_id: str | None = None
+    name: str,
+    value: Any,
+    allowed: Range,
+    reason: Reason = Reason.BAD_PARAMETER,
+    request_id: str | None = None,
+    *,
+    field: str | None = None,
 ) -> None:
-    """Refuses a value that is not a number in the range.
+    """Refuses a value that is not a number in the range. The error's field is `field`, by default the name.
 
     Raises:
         TypeError: the value is not a number, or not an integer as required. True and False are not numbers here.
@@ -75,7 +81,9 @@ def check(
     if not _is_number(value, allowed):
         raise TypeError(f"{name} must be {allowed}, not {shown(value)}")
     if not (allowed.low <= value <= allowed.high or value == allowed.besides):
-        raise InvalidArgumentError(f"{name} must be {allowed}, not {shown(value)}", reason, request_id, field=name)
+        raise InvalidArgumentError(
+            f"{name} must be {allowed}, not {shown(value)}", reason, request_id, field=field or name
+        )
 
 
 def check_field(message: Any, name: str, value: Any, reason: Reason, request_id: str | None) -> None:

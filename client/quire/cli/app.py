@@ -13,6 +13,7 @@ from quire.cli import (
     about,
     adapter,
     bench,
+    branch,
     cache,
     certs,
     chat,
@@ -72,6 +73,7 @@ status.register(app)
 top.register(app)
 adapter.register(app)
 requests.register(app)
+branch.register(app)
 plan.register(app)
 certs.register(app)
 doctor.register(app)

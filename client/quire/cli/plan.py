@@ -47,10 +47,12 @@ ModelOrConfig: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+INT32_MAX: Final = 2**31 - 1
 CheckpointTokens: TypeAlias = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=INT32_MAX,
         metavar="TOKENS",
         help="Recurrent states are kept at multiples of this. Default: 256 to 4,096, by model.",
     ),
@@ -75,6 +77,10 @@ def _share(text: str) -> Any:
     return typer.Option(metavar="SHARE", min=0, max=1, callback=options.is_number, help=text)
 
 
+def _count(metavar: str, text: str) -> Any:
+    return typer.Option(min=1, max=INT32_MAX, metavar=metavar, help=text)
+
+
 def register(app: typer.Typer) -> None:
     """Adds the command to the application."""
     app.command(help=EXAMPLES)(plan)
@@ -90,11 +96,11 @@ def plan(
     utilization: Annotated[float, _share("Share of the memory that may be used; above 0.")] = 0.9,
     weights: AllWeights = None,
     used: Annotated[str | None, typer.Option(metavar="SIZE", help="Other used memory of one device.")] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that split the heads.")] = 1,
+    tensor_parallel: Annotated[int, _count("RANKS", "Devices that split the heads.")] = 1,
     dtype: Annotated[str, typer.Option(help="Dtype of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
     state_dtype: Annotated[str, typer.Option(help="Dtype of recurrent states: auto, bf16, fp32.")] = "auto",
     max_len: Tokens = None,
-    block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens in the smallest blocks.")] = 16,
+    block_size: Annotated[int, _count("TOKENS", "Tokens in the smallest blocks.")] = 16,
     group_cost: Annotated[float, _share("Price of a group, as a share of a sequence's bytes.")] = 0.005,
     checkpoint_tokens: CheckpointTokens = None,
     worker: AsWorker = False,

@@ -103,6 +103,7 @@ def show(
 def cancel(
     request_id: Id,
     *,
+    dry_run: options.DryRun = False,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
@@ -110,13 +111,13 @@ def cancel(
 ) -> None:
     """Cancel the requests with an id. Their callers get CANCELLED."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
-        count = client.cancel(request_id)
+        count = len(client.requests(request_id)) if dry_run else client.cancel(request_id)
     if not count:
         raise _unknown(request_id, worker)
     if as_json:
-        output.print_json({"request_id": request_id, "cancelled_count": count})
+        output.print_json({"request_id": request_id, "cancelled_count": count, "dry_run": dry_run})
     else:
-        print(f"{request_id}: {count} canceled")
+        print(f"{request_id}: {count} {'would be canceled' if dry_run else 'canceled'}")
 
 
 def state_of(found: RequestInfo) -> str:

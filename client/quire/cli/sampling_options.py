@@ -105,6 +105,8 @@ def _params_of(values: dict[str, Any]) -> SamplingParams:
         if isinstance(values.get(name), (int, float)):
             _check(name, values[name], allowed)
     for name in ("allowed_token_id", "banned_token_id", "stop_token_id"):
+        for token in values[name]:
+            _check(name, token, ranges.UINT32)
         values[f"{name}s"] = tuple(values.pop(name))
     values["allowed_token_ids"] = values["allowed_token_ids"] or None
     values["logit_bias"] = dict(map(_bias, values["logit_bias"]))

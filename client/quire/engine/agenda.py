@@ -24,6 +24,7 @@ from quire.engine.operations import Admission, Commit, Fork, Grow, Operations
 from quire.engine.sequence import EngineSequence, Refusal
 from quire.errors import InternalError, ResourceExhaustedError
 from quire.hashing import DigestChain, root_digest
+from quire.protocol.limits import PRIORITY_MAX
 from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 from quire.types import GroupKind, PoolSpec
@@ -105,7 +106,7 @@ class Agenda:
             OverflowError: a token has more than 32 bits.
             TypeError: a token or a number is not an integer, or the namespace is not a text.
         """
-        require_integer("priority", priority, 0, _UINT32_MAX)
+        require_integer("priority", priority, -PRIORITY_MAX, PRIORITY_MAX)
         require_integer("defer_token_count", defer_token_count, 0, _UINT32_MAX)
         if token_count_max is not None:
             require_integer("token_count_max", token_count_max, 1, _UINT32_MAX)

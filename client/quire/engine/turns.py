@@ -92,7 +92,7 @@ class AsyncEngine:
             tokens: the prompt's tokens, at least one.
             namespace: prefixes are shared only inside it.
             token_count_max: the sequence's greatest length. Room ahead ends there.
-            priority: a refusal never names a victim of a higher priority than this one.
+            priority: -10 to 10. A refusal never names a victim of a higher priority than this one.
             defer_token_count: refuse with PENDING if other sequences are computing at least this many tokens of its
                 prefix.
             is_return: the prompt is a preempted text. Its tokens are counted as returned, not as queried.

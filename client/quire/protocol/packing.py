@@ -15,6 +15,7 @@ from quire._numbers import shown
 IS_LITTLE_ENDIAN: Final = sys.byteorder == "little"
 _UINT32: Final = array("I")
 _UINT64: Final = array("Q")
+_INT32: Final = array("i")
 
 
 def pack_uint32(numbers: Iterable[int], name: str = "") -> bytes:
@@ -25,6 +26,11 @@ def pack_uint32(numbers: Iterable[int], name: str = "") -> bytes:
         TypeError: an entry is not a number. With `name`, True and False are not numbers either.
     """
     return _pack("I", numbers, name)
+
+
+def pack_int32(numbers: Sequence[int]) -> bytes:
+    """Packs each number, which fits and may be negative, into 4 bytes."""
+    return _pack("i", numbers)
 
 
 def pack_column(numbers: Sequence[int], name: str = "") -> bytes:
@@ -56,6 +62,18 @@ def unpack_uint64(data: bytes) -> array[int]:
 def entry_uint32(data: bytes, row: int) -> int:
     """Returns one number of a column. An empty column has only zeros."""
     return int.from_bytes(data[4 * row : 4 * row + 4], "little")
+
+
+def entry_int32(data: bytes, row: int) -> int:
+    """Returns one number of a column of signed numbers, otherwise like `entry_uint32`."""
+    return int.from_bytes(data[4 * row : 4 * row + 4], "little", signed=True)
+
+
+def as_int32(column: array[int]) -> array[int]:
+    """Returns a column that was read as uint32 as the signed numbers that were packed."""
+    signed = _INT32[:]
+    signed.frombytes(column.tobytes())
+    return signed
 
 
 def _unpack(empty: array[int], data: bytes) -> array[int]:

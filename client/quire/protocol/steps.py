@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
+from quire._numbers import require_integer
 from quire.hashing import DIGEST_BYTES, FOREIGN_DIGEST_BYTES
-from quire.protocol.packing import pack_column, pack_uint32, pack_uint64
+from quire.protocol.limits import PRIORITY_MAX
+from quire.protocol.packing import pack_column, pack_int32, pack_uint32, pack_uint64
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
@@ -125,7 +127,7 @@ class StepBuilder:
             namespace: prefixes are shared only inside it.
             prompt_token_count: length of the whole prompt, if `token_count` is only its first chunk. The sequence is
                 admitted only if the whole prompt would fit. The rest is reserved against later admissions.
-            priority: a refusal never names a victim of a higher priority than this one.
+            priority: -10 to 10. A refusal never names a victim of a higher priority than this one.
             defer_token_count: answer PENDING if other sequences are computing at least this many tokens of its prefix.
                 0 never defers.
             is_return: the sequence is a preempted request. Its tokens are counted as returned, not as queried.
@@ -217,6 +219,10 @@ class StepBuilder:
             rows = [0] * len(self._grows)
             for new, value in zip(self._new, values, strict=True):
                 rows[new.row] = value
+            if name == "priority":
+                for value in rows:
+                    require_integer(name, value, -PRIORITY_MAX, PRIORITY_MAX)
+                return pack_int32(rows)
             return pack_uint32(rows, "" if name == "is_return" else name)
 
         grows.digest_counts = column("digest_count")

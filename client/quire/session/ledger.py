@@ -23,7 +23,7 @@ from typing import Final
 from quire.hashing import DIGEST_BYTES
 from quire.protocol.features import APPEND_ONLY
 from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap, Takeover, read_drop
-from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
+from quire.protocol.packing import entry_int32, entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.session.pages import DigestSpace, Pages
 from quire.v1 import _packed_pb2 as packed
@@ -301,7 +301,7 @@ class Ledger:
         namespace = ""
         if grows.namespaces:
             namespace = grows.namespaces[entry_uint32(grows.namespace_indices, row)]
-        priority = entry_uint32(grows.priorities, row)
+        priority = entry_int32(grows.priorities, row)
         sequence = LedgerSequence(namespace, max(chunk, matched), matched, priority)
         sequence.chunk_token_count = chunk
         sequence.prompt_token_count = max(chunk, entry_uint32(grows.prompt_token_counts, row))

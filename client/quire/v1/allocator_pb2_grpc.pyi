@@ -27,7 +27,7 @@ lists the features it relies on in `PoolSpec.features`, and an allocator that do
 A server refuses a request with an enum value that it does not know: INVALID_ARGUMENT, with the field. What an unknown
 value means in an answer, the comment of each enum says.
 
-Encoding. Hot messages are structs of arrays: a *column* is a packed `fixed32` (a uint32) or `fixed64` (a uint64). The
+Encoding. Hot messages are structs of arrays: a *column* is a packed `fixed32` (a uint32; `sfixed32`, an int32) or `fixed64` (a uint64). The
 columns of one phase are parallel: entry i of each is about operation i. A column whose entries are all zero (or all
 RESULT_OK) may be sent empty. In steps and their answers a column is sent packed and in one piece, as every generated
 encoder does. Digests are `bytes`, 32 each, concatenated. Block ids outside of steps are `bytes`, uint32 little-endian.

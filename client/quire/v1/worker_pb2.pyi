@@ -474,7 +474,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def cache(self) -> Global___CachePolicy:
-        """How long the cache should keep what the request computes; absent: as long as it may."""
+        """What the cache should do with what the request computes; absent: keep it as long as it may. Of no effect on a
+        branch, which has its own.
+        """
 
     def __init__(
         self,
@@ -511,9 +513,14 @@ class CachePolicy(_message.Message):
 
     KEEP_MS_FIELD_NUMBER: _builtins.int
     BREAKPOINTS_FIELD_NUMBER: _builtins.int
+    NO_STORE_FIELD_NUMBER: _builtins.int
     keep_ms: _builtins.int
     """Milliseconds, counted from the end of the request, for which its prefix should stay cached; at most 86,400,000.
     0: it is evicted like any other. A later request with the same prefix may extend the time, and none shortens it.
+    """
+    no_store: _builtins.bool
+    """True: no other request can hit what this one computes. It may itself hit what is cached. Excludes `keep_ms`. Of a
+    branch, this is true of its forks, and of what is put behind them, too.
     """
     @_builtins.property
     def breakpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -526,10 +533,11 @@ class CachePolicy(_message.Message):
         *,
         keep_ms: _builtins.int = ...,
         breakpoints: _abc.Iterable[_builtins.int] | None = ...,
+        no_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints", "keep_ms", b"keep_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints", "keep_ms", b"keep_ms", "no_store", b"no_store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -912,7 +920,7 @@ class ReleaseBranchesRequest(_message.Message):
     BRANCH_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def branch_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Their ids, at most 4,096."""
+        """Their ids, or the first 8 bytes of each, at most 4,096."""
 
     def __init__(
         self,
@@ -933,6 +941,28 @@ class ReleaseBranchesResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RELEASED_COUNT_FIELD_NUMBER: _builtins.int
+    released_count: _builtins.int
+    """How many there were that the caller may use."""
+    def __init__(
+        self,
+        *,
+        released_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released_count", b"released_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseBranchesResponse: _TypeAlias = ReleaseBranchesResponse  # noqa: Y015
+
+@_typing.final
+class ListBranchesRequest(_message.Message):
+    """ListBranchesRequest: asks for all of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
     def __init__(
         self,
     ) -> None: ...
@@ -942,7 +972,84 @@ class ReleaseBranchesResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseBranchesResponse: _TypeAlias = ReleaseBranchesResponse  # noqa: Y015
+Global___ListBranchesRequest: _TypeAlias = ListBranchesRequest  # noqa: Y015
+
+@_typing.final
+class ListBranchesResponse(_message.Message):
+    """ListBranchesResponse: the branches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___BranchInfo]:
+        """Oldest first, at most 2,048."""
+
+    def __init__(
+        self,
+        *,
+        branches: _abc.Iterable[Global___BranchInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBranchesResponse: _TypeAlias = ListBranchesResponse  # noqa: Y015
+
+@_typing.final
+class BranchInfo(_message.Message):
+    """BranchInfo: one branch, without its tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_PREFIX_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_S_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    IS_IN_USE_FIELD_NUMBER: _builtins.int
+    id_prefix: _builtins.bytes
+    """The first 8 bytes of its id: enough to release it, too little to use it."""
+    namespace: _builtins.str
+    token_count: _builtins.int
+    """Its tokens."""
+    sequence_id: _builtins.int
+    """Its sequence at the allocator, and the blocks in its tables; 0 where it holds none, and its next call computes it
+    again as far as it is not cached.
+    """
+    block_count: _builtins.int
+    age_s: _builtins.float
+    """Seconds since it was made, and those that are left to it unless a call names it."""
+    time_left_s: _builtins.float
+    ttl_ms: _builtins.int
+    """As in PrefillResponse."""
+    is_in_use: _builtins.bool
+    """True while a call uses it; it does not end before that call."""
+    def __init__(
+        self,
+        *,
+        id_prefix: _builtins.bytes = ...,
+        namespace: _builtins.str = ...,
+        token_count: _builtins.int = ...,
+        sequence_id: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        time_left_s: _builtins.float = ...,
+        ttl_ms: _builtins.int = ...,
+        is_in_use: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_count", b"block_count", "id_prefix", b"id_prefix", "is_in_use", b"is_in_use", "namespace", b"namespace", "sequence_id", b"sequence_id", "time_left_s", b"time_left_s", "token_count", b"token_count", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BranchInfo: _TypeAlias = BranchInfo  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

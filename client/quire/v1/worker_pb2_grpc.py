@@ -72,6 +72,11 @@ class WorkerServiceStub:
                 request_serializer=quire_dot_v1_dot_worker__pb2.ReleaseBranchesRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.ReleaseBranchesResponse.FromString,
                 _registered_method=True)
+        self.ListBranches = channel.unary_unary(
+                '/quire.v1.WorkerService/ListBranches',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ListBranchesRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ListBranchesResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/quire.v1.WorkerService/GetStatus',
                 request_serializer=quire_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
@@ -176,6 +181,15 @@ class WorkerServiceServicer:
 
     def ReleaseBranches(self, request, context):
         """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBranches(self, request, context):
+        """ListBranches: says which branches there are, whoever made them, so that one that is in the way can be released. What
+        it tells of an id permits nothing else. Read-only; a caller with a certificate needs permission to observe the
+        worker's pool, and gets the branches of the namespaces that it may use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -291,6 +305,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ReleaseBranches,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.ReleaseBranchesRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.ReleaseBranchesResponse.SerializeToString,
+            ),
+            'ListBranches': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBranches,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ListBranchesRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ListBranchesResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -529,6 +548,33 @@ class WorkerService:
             '/quire.v1.WorkerService/ReleaseBranches',
             quire_dot_v1_dot_worker__pb2.ReleaseBranchesRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.ReleaseBranchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBranches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/ListBranches',
+            quire_dot_v1_dot_worker__pb2.ListBranchesRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ListBranchesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,11 @@ class WorkerServiceStub:
     """RenewBranches: begins the time of branches anew."""
     ReleaseBranches: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseBranchesRequest, _worker_pb2.ReleaseBranchesResponse]
     """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
+    ListBranches: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListBranchesRequest, _worker_pb2.ListBranchesResponse]
+    """ListBranches: says which branches there are, whoever made them, so that one that is in the way can be released. What
+    it tells of an id permits nothing else. Read-only; a caller with a certificate needs permission to observe the
+    worker's pool, and gets the branches of the namespaces that it may use.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
     """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]
@@ -132,6 +137,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """RenewBranches: begins the time of branches anew."""
     ReleaseBranches: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseBranchesRequest, _worker_pb2.ReleaseBranchesResponse]  # type: ignore[assignment]
     """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
+    ListBranches: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListBranchesRequest, _worker_pb2.ListBranchesResponse]  # type: ignore[assignment]
+    """ListBranches: says which branches there are, whoever made them, so that one that is in the way can be released. What
+    it tells of an id permits nothing else. Read-only; a caller with a certificate needs permission to observe the
+    worker's pool, and gets the branches of the namespaces that it may use.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]  # type: ignore[assignment]
@@ -240,6 +250,17 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ReleaseBranchesResponse, _abc.Awaitable[_worker_pb2.ReleaseBranchesResponse]]:
         """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
+
+    @_abc_1.abstractmethod
+    def ListBranches(
+        self,
+        request: _worker_pb2.ListBranchesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListBranchesResponse, _abc.Awaitable[_worker_pb2.ListBranchesResponse]]:
+        """ListBranches: says which branches there are, whoever made them, so that one that is in the way can be released. What
+        it tells of an id permits nothing else. Read-only; a caller with a certificate needs permission to observe the
+        worker's pool, and gets the branches of the namespaces that it may use.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

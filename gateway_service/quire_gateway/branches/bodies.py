@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from quire_gateway.bodies import (
-    MESSAGES_MAX,
-    PROMPT_TOKENS_MAX,
-    TOOLS_MAX,
-    Body,
-    Count,
-    Flag,
-    Logprobs,
-    Message,
-    Number,
-    Token,
-)
+from quire_gateway.bodies import Body, Count, Flag, Logprobs, Number, PromptBody, PromptTokens
 
 CANDIDATES_MAX = 256
 FORKS_MAX = 64
 TTL_S_MIN, TTL_S_MAX, TTL_S_DEFAULT = 0.1, 3_600.0, 60.0  # the workers' bounds
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=PROMPT_TOKENS_MAX, fail_fast=True)]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class PrefillBody(_Strict):
+class PrefillBody(PromptBody):
     """Body of POST /v1/branches: a text, tokens or a chat."""
 
-    model: str | None = None
-    prompt: str | Tokens | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Flag = True
     ttl_s: Annotated[Number, Field(ge=TTL_S_MIN, le=TTL_S_MAX)] = TTL_S_DEFAULT
+    cache_no_store: Flag = False
 
 
 class ForkBody(_Strict):
@@ -50,13 +33,13 @@ class ForkBody(_Strict):
 class ExtendBody(_Strict):
     """Body of POST /v1/branches/{id}/extend."""
 
-    continuation: str | Tokens
+    continuation: str | PromptTokens
 
 
 class ScoreBody(_Strict):
     """Body of POST /v1/branches/{id}/score."""
 
-    candidates: Annotated[list[str | Tokens], Field(min_length=1, max_length=CANDIDATES_MAX, fail_fast=True)]
+    candidates: Annotated[list[str | PromptTokens], Field(min_length=1, max_length=CANDIDATES_MAX, fail_fast=True)]
 
 
 def _no_logprobs(given: object) -> object:

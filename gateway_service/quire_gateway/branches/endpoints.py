@@ -9,17 +9,17 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from quire.errors import QuireError
+from quire.sampling import CachePolicy
 from starlette.types import Receive, Scope, Send
 
 from quire_gateway import relay, unary_calls
 from quire_gateway.answer_sizes import bounded
-from quire_gateway.asks import Ask, Prompt, of_continuation, with_defaults
-from quire_gateway.bodies import ChatBody
+from quire_gateway.asks import Ask, of_continuation, with_defaults
 from quire_gateway.branches.bodies import ExtendBody, ForkBody, GenerateBody, PrefillBody, ScoreBody
 from quire_gateway.branches.held import Branch, Branches
-from quire_gateway.conversations import Chat, chat_of
+from quire_gateway.conversations import Chat, prompt_of
 from quire_gateway.description import described
-from quire_gateway.failures import PROMPT, invalid, missing, of_quire, unsupported
+from quire_gateway.failures import PROMPT, invalid, of_quire, unsupported
 from quire_gateway.plain_route import got
 from quire_gateway.relay import Call, busy
 from quire_gateway.replies import CompletionForm
@@ -87,7 +87,7 @@ class _Calls:
     async def prefill(self, request: Request) -> Response:
         """Computes a prompt, and keeps it as a branch."""
         work, namespace = self._work, request.state.namespace
-        body, prompt = await work.read(request, PrefillBody, lambda body: (body, _prompt_of(body)))
+        body, prompt = await work.read(request, PrefillBody, lambda body: (body, prompt_of(body)))
         model = work.fleet.model(body.model)
         if model.adapter:
             raise unsupported("model", "is an adapter, but branches work only with the model itself")
@@ -97,9 +97,9 @@ class _Calls:
         async def compute() -> dict[str, Any]:
             split = request.state.split_special_tokens
             tokens = await unary_calls.tokens_of(work.fleet, model, prompt, names, split_special_tokens=split)
-            held = await relay.prefilled(
-                work.fleet, model, tokens, namespace, ttl_s=body.ttl_s, timeout_s=work.request_timeout_s, names=names
-            )
+            about: dict[str, Any] = {"ttl_s": body.ttl_s, "timeout_s": work.request_timeout_s, "names": names}
+            about["cache"] = CachePolicy(no_store=body.cache_no_store)
+            held = await relay.prefilled(work.fleet, model, tokens, namespace, **about)
             return self._branches.add(held, model, namespace, body.ttl_s).as_json()
 
         return Computed(work.telemetry, compute)
@@ -219,26 +219,3 @@ class _Generated(Response):
                 keep_alive_s=work.keep_alive_s,
             )
             await served(scope, receive, send)
-
-
-def _prompt_of(body: PrefillBody) -> Prompt:
-    """Returns the prompt of a body.
-
-    Raises:
-        ApiError: the body has neither a prompt nor messages, or both.
-    """
-    if (body.prompt is None) == (body.messages is None):
-        raise (
-            missing("prompt")
-            if body.prompt is None
-            else invalid("messages", "messages and prompt cannot be combined: give one of them")
-        )
-    if body.prompt is not None:
-        return body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
-    chat = ChatBody(
-        messages=body.messages or [],
-        tools=body.tools,
-        chat_template_kwargs=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
-    )
-    return chat_of(chat)

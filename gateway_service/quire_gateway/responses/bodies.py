@@ -71,7 +71,7 @@ class ResponseBody(Body, InputTokensBody):
     chat_template_kwargs: dict[str, Any] | None = None
     include: Annotated[list[Includable], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
     max_tool_calls: Count | None = None  # accepted, not used: it limits OpenAI's own tools
-    prompt_cache_key: str | None = None  # accepted, not used: prefixes are found by their tokens
+    prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None  # accepted, not used: the key identifies the caller

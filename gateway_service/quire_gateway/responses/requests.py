@@ -32,7 +32,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 _SAME_NAME: Final = (
     *("parallel_tool_calls", "include_reasoning", "chat_template_kwargs", "service_tier"),
-    *("prompt_cache_options", "prompt_cache_retention"),
+    *("prompt_cache_options", "prompt_cache_retention", "prompt_cache_key"),
 )
 # The chat parameters that an error may name, each with the name that it has here.
 _NAMES: Final = (

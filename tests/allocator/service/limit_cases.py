@@ -231,15 +231,14 @@ async def reports_at_a_time(allocator: RunningAllocator, number: int) -> None:
 
 
 async def streams(allocator: RunningAllocator, number: int) -> None:
-    waiting = [allocator.stub.Session() for _ in range(number - 1)]
-    for call in waiting:
-        await call.wait_for_connection()
-    while len(allocator.service.sessions.streams) < number - 1:
-        await allocator.stub.ListPools(pb.ListPoolsRequest())
-    last()
-    await StreamOwner(allocator).attach()
-    for call in waiting:
-        call.cancel()
+    owners = []
+    for place in range(number):
+        if place == number - 1:
+            last()
+        owners.append(StreamOwner(allocator))
+        await owners[-1].attach(pool=f"p{place}")
+    for owner in owners:
+        owner.call.cancel()
 
 
 # -- specifications ----------------------------------------------------------------------------------------------------

@@ -95,6 +95,9 @@ EDGES: list[Edge] = [
 
 # Limits that do not count requested things, and the test that checks each.
 ELSEWHERE: dict[str, tuple[str, str]] = {
+    "STREAMS_OF_ALL_MAX": ("allocator/service/test_stream_shares.py", "test_callers_leave_streams_for_others"),
+    "UNREAD_BYTES_MAX": ("allocator/service/test_stream_shares.py", "test_a_reply_that_takes_too_many_bytes_ends_its"),
+    "KEPT_BYTES_MAX": ("allocator/session/test_kept_bytes.py", "test_a_caller_that_keeps_too_many_bytes_loses_replies"),
     "METRIC_NAMESPACES_MAX": (
         "allocator/session/test_counters.py",
         "test_metrics_name_few_namespaces_and_each_by_its_name",

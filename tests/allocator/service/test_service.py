@@ -243,6 +243,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     (one_grow(namespaces=["n"], namespace_indices=[1]), "grows.namespace_indices"),
     (one_grow(priorities=b"123"), "grows.priorities"),
     (one_grow(priorities=[1, 2]), "grows.priorities"),
+    (one_grow(priorities=[11]), "grows.priorities"),
+    (one_grow(priorities=[-11]), "grows.priorities"),
     ({"grows": pb.GrowPhase(sequences=[2])}, "grows.token_counts"),
     ({"commits": commits((1, 6, b"x" * 31))}, "digests"),
     ({"commits": commits((1, 8, b""))}, "commits.digest_counts"),

@@ -37,7 +37,7 @@ class Scene:
         message, reply = operations.message, packed.StepReply(number=1)
         columns = check_step(self.pool, message)
         apply_step(self.pool, columns, reply)
-        self.counters.observe_step(self.pool, columns, reply, 0.001, self.now)
+        self.counters.observe_blocks(self.pool, columns, reply, self.now)
         self.pool.log.publish(1)  # as for the owner of a unary session
         return reply
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,6 +16,7 @@ from quire_allocator.server import parse_arguments
 from tests.allocator.service.harness import (
     RunningAllocator,
     StreamOwner,
+    UnaryOwner,
     commits,
     d,
     grows,
@@ -46,6 +48,20 @@ async def in_namespaces(owner: StreamOwner, *rows: tuple[int, int, bytes, str]) 
     phase.namespaces.extend(name for *_, name in rows)
     phase.namespace_indices.extend(range(len(rows)))
     return await owner.step(grows=phase)
+
+
+async def test_steps_of_a_stream_and_by_calls_take_less_than_the_time_that_passes(allocator: RunningAllocator) -> None:
+    started = time.perf_counter()
+    streaming = await StreamOwner.ready(allocator)
+    await streaming.step(grows=grows((1, 8, b"")))
+    await streaming.hang_up()  # a step is counted once its answer is out
+    by_calls = await UnaryOwner.open(allocator, "b")
+    await by_calls.apply(by_calls.message(grows=grows((1, 8, b""))))
+    elapsed = time.perf_counter() - started
+    for pool in ("a", "b"):
+        seconds = allocator.service.counters.of(pool).step_seconds
+        assert sum(seconds.counts) == 1
+        assert 0 < seconds.sum < elapsed
 
 
 async def test_refusals_count_the_blocks_that_they_are_short_of(allocator: RunningAllocator) -> None:

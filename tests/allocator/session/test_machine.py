@@ -188,6 +188,12 @@ WRONG_CHUNKS: list[tuple[pb.ReportChunk, str]] = [
     (pb.ReportChunk(namespaces=["x" * 129], freed_blocks=bytes(4)), "MALFORMED"),
     (pb.ReportChunk(sequences=[pb.ReportedSequence(sequence_id=1)]), "MALFORMED"),
     (pb.ReportChunk(sequences=[pb.ReportedSequence(sequence_id=1, tables=[pb.BlockTable()])]), "MALFORMED"),
+    (
+        pb.ReportChunk(
+            namespaces=[""], sequences=[pb.ReportedSequence(sequence_id=1, priority=11, tables=[pb.BlockTable()])]
+        ),
+        "MALFORMED",
+    ),
     (pb.ReportChunk(prefixes=[pb.ReportedPrefix(blocks=bytes(4), digests=bytes(31))], namespaces=[""]), "MALFORMED"),
 ]
 

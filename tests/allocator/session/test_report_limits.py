@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from grpc import aio
 from quire.errors import Reason, from_rpc_error
-from quire.protocol.limits import STOPS_MAX
+from quire.protocol.limits import PRIORITY_MAX, STOPS_MAX
 from quire.session.block_report import report_chunks
 from quire.session.ledger import Ledger, LedgerSequence
 from quire.session.pages import DigestSpace
@@ -45,7 +45,7 @@ def ledger_of(worst: Worst) -> Ledger:
     ledger = Ledger(pb.PoolSpec(block_count=block_count, groups=[FULL] * group_count))
     held = array("I", () if freed else range(block_count))
     for number in range(sequence_count):
-        sequence = LedgerSequence(f"{number:s>128}", LARGEST, LARGEST, LARGEST)
+        sequence = LedgerSequence(f"{number:s>128}", LARGEST, LARGEST, -PRIORITY_MAX)
         sequence.prompt_token_count = sequence.chunk_token_count = LARGEST
         sequence.stops = tuple(range(LARGEST - STOPS_MAX, LARGEST))
         sequence.tables = [array("I") for _ in range(group_count)]

@@ -19,7 +19,7 @@ from quire_worker.calls.branches import (
     TTL_MS_MIN,
     Branches,
 )
-from quire_worker.calls.checks import Checks, check_namespace, keep_of, require
+from quire_worker.calls.checks import Checks, check_namespace, require, wish_of
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 
@@ -38,7 +38,7 @@ class BranchCalls:
         """Computes a prompt, and keeps it as a branch."""
         request_id = self._checks.begin(message.request_id)
         check_namespace(message.namespace, permissions)
-        keep = keep_of(message.cache)
+        wish = wish_of(message.cache)
         ttl_ms = message.ttl_ms if message.HasField("ttl_ms") else TTL_MS_DEFAULT
         if not TTL_MS_MIN <= ttl_ms <= TTL_MS_MAX:
             raise QuireError.of(
@@ -46,10 +46,8 @@ class BranchCalls:
             )
         tokens = await self._checks.prompt(message, request_id)
         branch, cached = await self._branches.prefill(
-            request_id=request_id, tokens=tokens, namespace=message.namespace, ttl_s=ttl_ms / 1e3
+            request_id=request_id, tokens=tokens, namespace=message.namespace, ttl_s=ttl_ms / 1e3, wish=wish
         )
-        if branch.sample is not None:
-            branch.sample.request.keep_ms, branch.sample.request.keep_token_count = keep
         return pb.PrefillResponse(
             branch_id=branch.id, token_count=len(tokens), cached_token_count=cached, ttl_ms=ttl_ms
         )
@@ -110,8 +108,11 @@ class BranchCalls:
         """Releases branches that the caller may use."""
         count = len(message.branch_ids)
         require(count <= IDS_MAX, f"branch_ids must have at most {IDS_MAX} entries, not {count}")
-        await self._branches.release(message.branch_ids, permissions)
-        return pb.ReleaseBranchesResponse()
+        return pb.ReleaseBranchesResponse(released_count=await self._branches.release(message.branch_ids, permissions))
+
+    def listed(self, permissions: Permissions) -> pb.ListBranchesResponse:
+        """Returns the branches that the caller may use."""
+        return pb.ListBranchesResponse(branches=self._branches.listed(permissions))
 
     @asynccontextmanager
     async def generating(

@@ -20,24 +20,23 @@ computed (`scheduling/resting.py`). All of this runs on the event loop of the en
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from quire._serving.caller_shares import CallerShares
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
+from quire.v1 import worker_pb2 as pb
 
+from quire_worker.calls.branch import ID_BYTES, PREFIX_BYTES, Branch, Scores
 from quire_worker.calls.loop_timer import LoopTimer
 from quire_worker.engine import Engine
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
-from quire_worker.scheduling.slots import BranchTask, Scored
+from quire_worker.scheduling.slots import NO_WISH, BranchTask, CacheWish, Scored
 
 BRANCH_COUNT_MAX = 1_024  # of one namespace; all namespaces together may have twice as many
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
@@ -46,34 +45,6 @@ CANDIDATE_COUNT_MAX = 256
 CANDIDATE_TOKENS_MAX = 65_536  # sum over all candidates
 BUSY_RETRY_S = 0.05  # seconds until the next look at a branch that is in use when its time ends
 COMPUTE_ALONE = SamplingParams(max_tokens=1)  # for requests that only compute their tokens
-
-
-@dataclass(slots=True, eq=False)
-class Branch:
-    """One branch; see the module's docstring.
-
-    Attributes:
-        sample: the sample that holds its blocks, or held them last.
-        expires_s: when it ends unless a call names it, by the clock of `Branches`.
-        lock: held by the call that uses the branch.
-        answered: id and answer of the last call that changed the branch, so that a repeated call gets the same answer.
-    """
-
-    id: bytes
-    tokens: list[int]
-    namespace: str
-    ttl_s: float
-    expires_s: float
-    sample: Sample | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    answered: tuple[str, list[Branch]] | None = None
-
-
-class Scores(NamedTuple):
-    """Result of `Branches.score`: the logprobs of each candidate's tokens, and the count of granted blocks."""
-
-    logprobs: list[list[float]]
-    granted_block_count: int
 
 
 class Branches:
@@ -120,14 +91,16 @@ class Branches:
         self._renew(branch)
         return branch
 
-    async def prefill(self, *, request_id: str, tokens: list[int], namespace: str, ttl_s: float) -> tuple[Branch, int]:
+    async def prefill(
+        self, *, request_id: str, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish = NO_WISH
+    ) -> tuple[Branch, int]:
         """Computes a prompt. Returns a branch of it, and the number of cached tokens among its tokens.
 
         Raises:
             QuireError: LIMIT, there are too many branches; the errors of `Engine.submit`; or the computation failed.
         """
         self._take(namespace, 1)
-        branch = self._new(tokens, namespace, ttl_s)
+        branch = self._new(tokens, namespace, ttl_s, wish)
         try:
             async with branch.lock:
                 cached = await self._compute(branch, branch.tokens, request_id)
@@ -147,7 +120,8 @@ class Branches:
             if parent.answered is not None and parent.answered[0] == request_id:
                 return parent.answered[1]
             self._take(parent.namespace, count)
-            children = [self._new(list(parent.tokens), parent.namespace, parent.ttl_s) for _ in range(count)]
+            about = (parent.namespace, parent.ttl_s, parent.wish)
+            children = [self._new(list(parent.tokens), *about) for _ in range(count)]
             if self._is_held(parent):
                 assert parent.sample is not None
                 request, task = parent.sample.request, BranchTask(rests=True, draws=False)
@@ -220,6 +194,7 @@ class Branches:
             self._check_length(len(branch.tokens) + max(map(len, candidates)) - 1)
             await self._compute(branch, branch.tokens, request_id)
             request = self._engine.reception.new_request(request_id, branch.tokens, COMPUTE_ALONE, branch.namespace)
+            request.wish = branch.wish
             roster, is_held = self._engine.scheduler.roster, self._is_held(branch)
             scored = [Scored(candidate, len(branch.tokens)) for candidate in candidates]
             for index, candidate in enumerate(candidates):
@@ -248,10 +223,16 @@ class Branches:
                 unknown.append(branch_id)
         return unknown
 
-    async def release(self, branch_ids: Iterable[bytes], permissions: Permissions) -> None:
-        """Releases branches that the caller may use, each as soon as no call uses it."""
+    async def release(self, branch_ids: Iterable[bytes], permissions: Permissions) -> int:
+        """Releases branches that the caller may use, each as soon as no call uses it. Returns their number.
+
+        Args:
+            branch_ids: ids, or their first bytes, as lists have them.
+            permissions: those of the caller.
+        """
+        released_count, by_prefix = 0, {branch_id[:PREFIX_BYTES]: each for branch_id, each in self._branches.items()}
         for branch_id in branch_ids:
-            branch = self._branches.get(branch_id)
+            branch = (by_prefix if len(branch_id) == PREFIX_BYTES else self._branches).get(branch_id)
             if branch is None or not permissions.may_use(branch.namespace):
                 continue
             async with branch.lock:
@@ -259,6 +240,17 @@ class Branches:
                     if branch.sample is not None:
                         await self._engine.settled(branch.sample)
                     self._end(branch)
+                    released_count += 1
+        return released_count
+
+    def listed(self, permissions: Permissions) -> list[pb.BranchInfo]:
+        """Returns the branches that the caller may use, oldest first. Their lifetimes do not change."""
+        now_s = self._clock()
+        return [
+            branch.info(now_s, is_held=self._is_held(branch))
+            for branch in self._branches.values()
+            if permissions.may_use(branch.namespace)
+        ]
 
     # -- parts of a call -----------------------------------------------------------------------------------------------
 
@@ -311,6 +303,7 @@ class Branches:
         request = engine.reception.new_request(
             request_id, list(tokens), sampling, branch.namespace, priority=priority, time_left_s=time_left_s
         )
+        request.wish = branch.wish
         fresh = engine.reception.new_sample(request, 0, tokens, matcher)
         if self._is_held(branch):
             assert branch.sample is not None
@@ -368,10 +361,10 @@ class Branches:
             message = f"a worker holds at most {most} branches, one namespace as many as are free; it has {held}"
             raise QuireError.of(Reason.LIMIT, f"{message}: release some")
 
-    def _new(self, tokens: list[int], namespace: str, ttl_s: float) -> Branch:
+    def _new(self, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish) -> Branch:
         """Creates a branch in a place that was taken."""
         now_s = self._clock()
-        branch = Branch(secrets.token_bytes(16), tokens, namespace, ttl_s, now_s + ttl_s)
+        branch = Branch(secrets.token_bytes(ID_BYTES), tokens, namespace, ttl_s, now_s, now_s + ttl_s, wish=wish)
         self._branches[branch.id] = branch
         self._timer.set(branch.expires_s)
         return branch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from quire_worker.model.no_tokenizer import NoTokenizer, NoTokenizerError
 from quire_worker.model.tokenizer import TokenizerError
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.slots import CacheWish
 
 log = structlog.get_logger()
 
@@ -30,6 +32,7 @@ ResultT = TypeVar("ResultT")
 # The longest interval between messages of an answer. In a longer one, more tokens could come than fit a message.
 INTERVAL_MS_MAX = 60_000
 SALT_BYTES_MAX = 128
+SECRET_BYTES = 16  # of a request that is not stored
 BREAKPOINTS_MAX = 4  # of one request, as at OpenAI and Anthropic
 # values in one message, with at most 7 bytes each: a prompt's tokens, and the likeliest ones at their places
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
@@ -280,8 +283,8 @@ def check_namespace(namespace: str, permissions: Permissions) -> None:
         raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
 
 
-def keep_of(cache: pb.CachePolicy) -> tuple[int, int]:
-    """Returns the milliseconds to keep a request's prefix, and how many of its tokens are meant (0: all).
+def wish_of(cache: pb.CachePolicy) -> CacheWish:
+    """Returns what the cache should do with the blocks of a request.
 
     Raises:
         QuireError: BAD_PARAMETER.
@@ -293,7 +296,10 @@ def keep_of(cache: pb.CachePolicy) -> tuple[int, int]:
     if count > BREAKPOINTS_MAX or any(later <= earlier for earlier, later in pairwise(rising)):
         text = f"breakpoints must be at most {BREAKPOINTS_MAX} rising token counts, not {list(rising[1:6])}"
         raise QuireError.of(Reason.BAD_PARAMETER, text, field="cache.breakpoints")
-    return cache.keep_ms, rising[-1]
+    if cache.no_store and cache.keep_ms:
+        text = "no_store cannot be combined with keep_ms: leave one of them out"
+        raise QuireError.of(Reason.BAD_PARAMETER, text, field="cache.no_store")
+    return CacheWish(cache.keep_ms, rising[-1], secrets.token_hex(SECRET_BYTES) if cache.no_store else "")
 
 
 def require(condition: bool, message: str) -> None:

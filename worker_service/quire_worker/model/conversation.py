@@ -6,6 +6,7 @@ trusted as far as the checkpoint is.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ MESSAGE_COUNT_MAX: Final = 16_384  # a template's time may grow with the square 
 TOOL_COUNT_MAX: Final = 4_096
 DEPTH_MAX: Final = 100  # deepest nesting of arrays and objects, so that no recursion reaches Python's limit
 SIGN: Final = "\U0010fff0"  # a private-use character that marks where `sign` cuts a text
+JOINED_MAX: Final = 3  # characters of a special token that a template may write before or behind a text
 _PROBE: Final = "quireprobe"
 
 
@@ -110,30 +112,63 @@ def _parts(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
-    """Inserts `SIGN` after the first character of every special token's name in the conversation's texts.
+class _Special:
+    """Names of special tokens, and the pieces of them that a template could join to a whole one."""
 
-    So the parts between signs never spell a special token, whatever a template does to the texts.
+    def __init__(self, names: Iterable[str]) -> None:
+        ordered = sorted(names, key=len, reverse=True)
+        self.whole = re.compile("|".join(map(re.escape, ordered)))
+        self.beginnings = frozenset(name[:end] for name in ordered for end in range(1, len(name)))
+        cut = {name[start:] for name in ordered for start in range(1, min(JOINED_MAX, len(name) - 1) + 1)}
+        self.ends = frozenset(end for end in cut if len(end) > 1)
+        # Words are no pieces: templates compare roles and types with them.
+        ends = {end[: len(end) - count] for end in cut for count in range(1, JOINED_MAX + 1)}
+        self.middles = frozenset(middle for middle in ends if middle and not middle.isidentifier())
+        self.sizes = range(1, len(ordered[0]))
+
+
+@functools.lru_cache(maxsize=8)
+def _special_of(names: tuple[str, ...]) -> _Special:
+    return _Special(names)
+
+
+def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
+    """Inserts `SIGN` into every special token's name in the conversation's texts and names, and into pieces of one.
+
+    So the parts between signs never spell a special token, whatever a template does to the texts. It may join texts,
+    and put up to `JOINED_MAX` characters around one.
     """
-    names = [re.escape(name) for name in sorted(special, key=len, reverse=True) if len(name) > 1]
+    names = [name for name in special if len(name) > 1]
     if not names:
         return conversation
-    spelled = re.compile("|".join(names))
-    messages, tools, variables = (_signed(each, spelled) for each in conversation[:3])
+    pieces = _special_of(tuple(names))
+    messages, tools = (_signed(each, pieces) for each in conversation[:2])
+    variables = {name: _signed(value, pieces) for name, value in conversation.variables.items()}
     return conversation._replace(messages=messages, tools=tools, variables=variables)
 
 
-def _signed(value: Any, spelled: re.Pattern[str]) -> Any:
+def _signed(value: Any, special: _Special) -> Any:
     if isinstance(value, str):
-        text, count = value.replace(SIGN, ""), 1
-        while count:  # Names may overlap: a name that was cut may contain another one.
-            text, count = spelled.subn(lambda found: f"{found[0][0]}{SIGN}{found[0][1:]}", text)
-        return text
+        return _signed_text(value, special)
     if isinstance(value, list):
-        return [_signed(each, spelled) for each in value]
+        return [_signed(each, special) for each in value]
     if isinstance(value, dict):
-        return {name: _signed(each, spelled) for name, each in value.items()}
+        return {_signed_text(name, special): _signed(each, special) for name, each in value.items()}
     return value
+
+
+def _signed_text(value: str, special: _Special) -> str:
+    text, count = value.replace(SIGN, ""), 1
+    while count:  # Names may overlap: a name that was cut may contain another one.
+        text, count = special.whole.subn(lambda found: f"{found[0][0]}{SIGN}{found[0][1:]}", text)
+    stripped = text.strip()  # A template may strip texts.
+    if any(stripped[-size:] in special.beginnings for size in special.sizes):
+        place = len(text.rstrip())
+        text = f"{text[:place]}{SIGN}{text[place:]}"
+    if stripped in special.middles or any(stripped[:size] in special.ends for size in special.sizes):
+        place = len(text) - len(text.lstrip())
+        text = f"{text[:place]}{SIGN}{text[place:]}"
+    return text
 
 
 class ChatTemplate:

@@ -38,6 +38,7 @@ VLLM_NAMES = {
     "max_running": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),
     "max_waiting": ("--max-num-queued-reqs",),
+    "max_cuda_graph_batch": ("--max-cudagraph-capture-size",),
     "tensor_parallel": ("-tp", "--tensor-parallel-size"),
 }
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -54,7 +55,7 @@ _COUNTS = {  # lower and upper bound of each
     "max_adapters": (1, COUNT_MAX),
     "max_adapter_rank": (1, COUNT_MAX),
     "grant_ahead_tokens": (0, COUNT_MAX),
-    "cuda_graph_batch_max": (0, COUNT_MAX),
+    "max_cuda_graph_batch": (0, COUNT_MAX),
     "watermark_blocks": (0, COUNT_MAX),
 }
 
@@ -126,7 +127,7 @@ def make_parser() -> Parser:
     _add_conversations(parser)
     _add_formats(parser)
     parser.add_argument(
-        "--cuda-graph-batch-max",
+        "--max-cuda-graph-batch",
         type=int,
         default=CUDA_GRAPH_BATCH_MAX,
         help="on a GPU, the largest batch of decoding samples for which a CUDA graph is captured at start, besides "
@@ -135,10 +136,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--threads", type=int, default=1, help="CPU threads of the model, per rank (default: %(default)s)"
     )
-    _add_speculation(parser)
-    _add_adapters(parser)
-    _add_ranks(parser)
-    add_kv_events(parser)
+    for add in (_add_speculation, _add_adapters, _add_ranks, add_kv_events):
+        add(parser)
+    parser.add_renamed("--cuda-graph-batch-max", "--max-cuda-graph-batch")
     for name, theirs in VLLM_NAMES.items():
         parser.add_argument(*theirs, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
@@ -233,12 +233,11 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             f"--max-batch-tokens must be at most {most:,}, {BLOCKS_PER_STEP_MAX:,} blocks of {options.block_size}, not"
             f" {options.max_batch_tokens:,}"
         )
-    if isinstance(options.adapter_memory, Fraction):
-        parser.error("--adapter-memory must be a size, such as 2GiB, not a share")
     if not options.rank_timeout >= 1:
         parser.error(f"--rank-timeout must be at least 1 second, not {options.rank_timeout:g}")
-    if isinstance(options.swap_memory, Fraction):
-        parser.error("--swap-memory must be a size, such as 2GiB, not a share")
+    for name in ("adapter_memory", "swap_memory"):
+        if isinstance(getattr(options, name), Fraction):
+            parser.error(f"--{name.replace('_', '-')} must be a size, such as 2GiB, not a share")
 
 
 def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

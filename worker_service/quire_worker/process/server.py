@@ -31,7 +31,7 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
-from quire_worker.execution.failures import DeviceLostError
+from quire_worker.execution.failures import DeviceLostError, is_out_of_memory
 from quire_worker.execution.launched import Shortcut
 from quire_worker.execution.leader import Leader
 from quire_worker.execution.sizing import PoolMemory, longest_sequence, memory_of, size_pool
@@ -113,7 +113,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         part, leader = lead(options, ranks, load_part)
     shortcut = None
     if options.device == "cuda":
-        shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
+        shortcut = capture_decode(part, min(options.max_cuda_graph_batch, options.max_running))
     names = tuple(options.served_model_name or [Path(options.model).resolve().name])
     return Loaded(names, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
 
@@ -391,3 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
         write_out()
         os._exit(1)  # A thread may be waiting for the rank that is gone.
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        sys.exit(f"quire-worker: the memory that this process may have is too small: {error}")

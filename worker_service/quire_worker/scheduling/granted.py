@@ -62,6 +62,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
         sample.tables = [array("I", blocks) for blocks in tables]
         sample.computed = sample.committed = grown.matched_token_count
         sample.fallen = [group.first_read(sample.computed) // roster.block_size for group in roster.groups]
+        sample.hide(roster.block_size, matched_block_count)
         if roster.has_states:
             sample.states = [own[0] for own in states]
             sample.pass_ends = pass_ends(grown, sample.swapped.end if sample.swapped is not None else 0)
@@ -71,7 +72,8 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
             sample.request.admitted = True
             usage.cached_token_count = grown.matched_token_count
             full_token_count = len(sample.tokens) // roster.block_size * roster.block_size
-            usage.cache_write_token_count = max(0, full_token_count - grown.matched_token_count)
+            if not sample.request.wish.secret:
+                usage.cache_write_token_count = max(0, full_token_count - grown.matched_token_count)
             prompt_tokens = len(sample.tokens) - grown.matched_token_count
             roster.shares.charge(sample.request.namespace, prompt_tokens=prompt_tokens)
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.protocol.outcomes import Copy
 
 from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.slots import CacheWish
 from quire_worker.scheduling.swap import SwapOut
 
 
@@ -161,6 +162,14 @@ class Growing(NamedTuple):
     entering: Entering | None = None
 
 
+class Dropping(NamedTuple):
+    """Cached blocks to empty: those on the path of `digests`, behind the first `kept_digest_count`."""
+
+    namespace: str
+    digests: Sequence[bytes]
+    kept_digest_count: int
+
+
 @dataclass(slots=True)
 class Plan:
     """The plan of one turn, before the allocator has answered.
@@ -170,7 +179,8 @@ class Plan:
     Attributes:
         commits: samples that commit.
         frees: sequences that end.
-        keeps: of some of these, milliseconds to keep their prefix, and the tokens of it (0: all).
+        keeps: the wishes of some of these to keep their prefix.
+        drops: blocks of some of these that are not to stay cached.
         forks: samples that share the blocks of others.
         grows: samples that ask for room.
 
@@ -187,7 +197,8 @@ class Plan:
 
     commits: list[Committing] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
-    keeps: dict[int, tuple[int, int]] = field(default_factory=dict)
+    keeps: dict[int, CacheWish] = field(default_factory=dict)
+    drops: list[Dropping] = field(default_factory=list)
     forks: list[Forking] = field(default_factory=list)
     grows: list[Growing] = field(default_factory=list)
     wanted: list[tuple[Sample, int]] = field(default_factory=list)
@@ -196,6 +207,17 @@ class Plan:
     is_whole: bool = True
     tokens_left: int = 0
     chosen: Round | None = None
+
+    def note_wishes(self, ended: Iterable[Sample], block_size: int) -> None:
+        """Adds what is to become of the published blocks of samples that end."""
+        for sample in ended:
+            wish, hidden_from = sample.request.wish, sample.hidden_from
+            if wish.keep_ms:
+                self.keeps[sample.sequence_id] = wish
+            elif hidden_from is not None:
+                end = sample.committed // block_size
+                digests = sample.digests(block_size, 0, end) if hidden_from < end else []
+                self.drops += [Dropping(sample.request.namespace, digests, hidden_from)] if digests else []
 
     @property
     def has_to_be_sent(self) -> bool:

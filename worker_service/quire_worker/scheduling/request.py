@@ -30,12 +30,12 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.hashing import DigestChain
+from quire.hashing import DigestChain, salted_root
 from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
 from quire_worker.scheduling.output import FinishReason, Output
-from quire_worker.scheduling.slots import Beam, BranchTask, Draft, RequestBeams, Scored, Swapped
+from quire_worker.scheduling.slots import NO_WISH, Beam, BranchTask, CacheWish, Draft, RequestBeams, Scored, Swapped
 from quire_worker.scheduling.trace import Trace
 
 if TYPE_CHECKING:  # The worker's options read numbers from this folder without torch.
@@ -76,7 +76,7 @@ class Request:
         admitted_s: when it was first admitted.
         beams: its beam search, whose beams are its samples; None without one.
         trace: its history, for logs.
-        keep_ms, keep_token_count: how long, and how many of its tokens (0: all), the allocator is asked to keep.
+        wish: what the cache should do with its blocks.
     """
 
     number: int
@@ -99,8 +99,7 @@ class Request:
     deadline_s: float = math.inf
     beams: RequestBeams | None = None
     trace: Trace = field(default_factory=Trace)
-    keep_ms: int = 0
-    keep_token_count: int = 0
+    wish: CacheWish = NO_WISH
 
     @property
     def is_done(self) -> bool:
@@ -144,6 +143,7 @@ class Sample:
         branch: its task, if it belongs to a branch.
         draft: makes drafts of its next tokens.
         lost: the number of leading tokens that were computed before a preemption. Those computed again are counted.
+        hidden_from: leading blocks whose digests others know, if it hides what it computes; None before its admission.
         token_s: when its latest token came, by the clock of `arrived_s`; None before the first.
     """
 
@@ -173,6 +173,7 @@ class Sample:
     branch: BranchTask | None = None
     draft: Draft | None = None
     lost: int = 0
+    hidden_from: int | None = None
     token_s: float | None = None
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
@@ -268,6 +269,17 @@ class Sample:
             self._digests += self._chain.extend(tokens, extra_keys=keys)
         return self._digests[first:end]
 
+    def hide(self, block_size: int, block_count: int) -> None:
+        """Changes the digests of its blocks from `block_count` on, if its request is not to be stored.
+
+        Later admissions use the same digests, so they hit what the sample has computed before.
+        """
+        if not self.request.wish.secret or self.hidden_from is not None:
+            return
+        self.hidden_from, self._digests = block_count, self._digests[:block_count]
+        last = self._digests[-1] if self._digests else self.request.root
+        self._chain = DigestChain(salted_root(last, self.request.wish.secret), block_size)
+
     def forget_blocks(self) -> None:
         """Drops all its blocks: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
@@ -289,7 +301,7 @@ class Sample:
         """Makes it begin again with all its tokens so far. It holds no blocks any more."""
         self.forget_blocks()
         self.begun_with = len(self.tokens)
-        self._digests, self._chain = [], None
+        self._digests, self._chain, self.hidden_from = [], None, None
 
     def fork_from(self, parent: Sample) -> None:
         """Makes this sample share the blocks of `parent` from the next step on.
@@ -299,7 +311,7 @@ class Sample:
         self.begun_with = parent.begun_with
         self.computed = self.committed = self.granted = parent.computed
         self.fork_of, self.passed = parent, parent.passed
-        self._digests = list(parent._digests)
+        self._digests, self.hidden_from = list(parent._digests), parent.hidden_from
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
     def take_blocks_of(self, parent: Sample, block_size: int) -> None:

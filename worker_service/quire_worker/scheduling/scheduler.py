@@ -310,8 +310,7 @@ class Scheduler:
             [sample for sample in leaving if sample in parents],
         )
         plan.frees += [sample.sequence_id for sample in left]
-        kept = [sample for sample in left if sample.request.keep_ms]
-        plan.keeps |= {each.sequence_id: (each.request.keep_ms, each.request.keep_token_count) for each in kept}
+        plan.note_wishes(left, self.roster.block_size)
         plan.frees += self.roster.to_free
         self.roster.to_free.clear()
         return self.roster.free_count_of(left)

@@ -6,13 +6,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from quire_worker.model.sample_text import SampleText
     from quire_worker.model.tokenizer import StreamDecoder
     from quire_worker.sampling.beam_search import BeamRule, BeamSearch
     from quire_worker.sampling.logprobs import Likeliest
+
+
+class CacheWish(NamedTuple):
+    """A wish about the cache of the blocks that a request computes.
+
+    Attributes:
+        keep_ms: how long the allocator is asked to keep them.
+        keep_token_count: leading tokens that are meant; 0 for all.
+        secret: if not empty, a random text that goes into their digests, so that no other request hits them. At the
+            end of the request they are emptied.
+    """
+
+    keep_ms: int = 0
+    keep_token_count: int = 0
+    secret: str = ""
+
+
+NO_WISH: Final = CacheWish()
 
 
 @dataclass(slots=True, eq=False)

@@ -23,17 +23,14 @@ class StepLog:
         """
         if number == self.next_step:
             return None
-        place = number - self._first
+        place = number - self.first_kept
         if not 0 <= place < len(self._kept):
             text = f"step {number} is neither the next step, {self.next_step}, nor one that is kept for replay"
             raise Refusal("STEP_GAP", text, field="number")
         earlier, reply = self._kept[place]
         if earlier != step:
-            raise Refusal(
-                "STEP_MISMATCH",
-                f"step {number} was already applied with other content: give each step its own number",
-                field="number",
-            )
+            text = f"step {number} was already applied with other content: give each step its own number"
+            raise Refusal("STEP_MISMATCH", text, field="number")
         return reply
 
     def record(self, step: object, reply: object) -> None:
@@ -45,9 +42,10 @@ class StepLog:
 
     def forget(self, acknowledged: int) -> None:
         """Drops the replies up to `acknowledged`, which the owner has applied."""
-        while self._kept and self._first <= acknowledged:
+        while self._kept and self.first_kept <= acknowledged:
             self._kept.popleft()
 
     @property
-    def _first(self) -> int:
+    def first_kept(self) -> int:
+        """The number of the oldest kept reply, or of the next step."""
         return self.next_step - len(self._kept)

@@ -1,22 +1,23 @@
 """Costs of allocation: Quire's pool in process and through its service, against vLLM's KVCacheManager.
 
-All sides get the same prompts, in turn, in one run. It prints medians of the rounds, in microseconds of CPU time: of
-the thread in process, of both processes through the service. A second table has the cost of an operation on 512 tokens
-in pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
+All sides get the same prompts, alternately, in one run. The table has medians of the rounds, in microseconds of CPU
+time: the thread's in process, and both processes' through the service. A second table has the cost of an operation on
+512 tokens in pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
 
 Shipped packages have a compiled core, a working copy an interpreted one. `make bench` measures the compiled one. The
-floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. Where vLLM is measured too, they
-are also scaled to that machine.
+floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. If vLLM is measured, too, the
+floors are also scaled to that machine.
 
-vLLM is measured where it can be imported, and left out elsewhere. Its code is needed, not its dependencies, beside the
-torch and transformers of `.[all]`; a script puts both into one environment:
+vLLM is measured where it can be imported, and left out elsewhere. vLLM's code is needed without its dependencies,
+together with the torch and transformers of `.[all]`; a script puts both into one environment:
 
     scripts/vllm_manager.sh
     build/peers/vllm-manager/bin/python benchmarks/allocator.py
 
-With `--pin` the service has one CPU, as the sides in process do. Owner and allocator take turns on it. Without it each
-wakes the other on another CPU, which a virtual machine leaves to its host: a free took 10 % more CPU at the median, and
-44 % while the host was busy (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
+With `--pin`, the service has a single CPU, like the sides in process. Owner and allocator take turns on it. Without it,
+client and server wake each other on different CPUs, and a virtual machine hands an idle CPU to its host. A free then
+took 10 % more CPU at the median, and 44 % more while the host was busy
+(docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def operation_rows(medians: Medians) -> list[dict[str, object]]:
 
 
 def slowdown(medians: Medians) -> float:
-    """Returns how many times slower this machine is than the one of the floors; 1 without that measurement."""
+    """Returns how many times slower this machine is than the machine of the floors; 1 without that measurement."""
     return medians["vllm"][Operation.HASH] / FLOOR_HASH_US if "vllm" in medians else 1.0
 
 
@@ -147,7 +148,7 @@ def floor_goals(core: Costs, slower: float) -> Iterable[Goal]:
 
 
 def ratio_goals(medians: Medians) -> Iterable[Goal]:
-    """Yields the goals for vLLM's cost divided by Quire's; none where vLLM was left out."""
+    """Yields the goals for vLLM's cost divided by Quire's; none if vLLM was left out."""
     core, service, vllm = medians["core"], medians.get("service"), medians.get("vllm")
     if vllm is None:
         return
@@ -164,7 +165,7 @@ def ratio_goals(medians: Medians) -> Iterable[Goal]:
         yield Goal(f"vLLM in process over Quire's service, {operation}", ratio, 1.0, "higher")
     ratio = vllm[Operation.FREE] / service[Operation.FREE]
     yield Goal(f"vLLM in process over Quire's service, {Operation.FREE}", ratio, 1.0, "higher")
-    # vLLM has no fork: another sample of a prompt is another request that finds it in the cache.
+    # vLLM has no fork. Another sample of a prompt is another request that finds the prompt in the cache.
     ratio = vllm[Operation.ADMIT_HIT] / service[Operation.FORK]
     yield Goal(f"vLLM's full hit over Quire's service, {Operation.FORK}", ratio, 1.0, "higher")
 
@@ -194,7 +195,7 @@ def main() -> None:
     """Measures everything, and prints or writes the report."""
     options = arguments()
     if options.pin:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # The allocator's process inherits this.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # The allocator's process inherits this affinity.
     medians = measure(options)
     slower = slowdown(medians)
     rows = operation_rows(medians)

@@ -2,9 +2,9 @@
 
 A trace has a line of JSON per request, with `hash_ids`: one id per prompt block. Two requests that share a prefix have
 equal ids at their start. The script prints the share of all block references that hit. The policies to compare with
-are written from their papers and do not know prefixes: a request is its blocks, last one first, as a sequence frees
-them. Quire's policies run through its pool: allocate, commit, free. The optimum knows the future. It evicts the block
-whose next use is furthest away (Belady, 1966).
+are written from their papers and do not know prefixes. To them, a request is a list of blocks, the last one first, as a
+sequence frees them. Quire's policies run through its pool: allocate, commit, free. The optimum knows the future. It
+evicts the block that is used again latest (Belady, 1966).
 
 A second table has chats that take turns in a pool that holds 16 of them. LRU hits nothing there.
 """
@@ -59,7 +59,7 @@ def read_trace(file: Path, split: int) -> list[Request]:
 
 
 def chats_in_turn(chat_count: int) -> list[Request]:
-    """Returns requests in which each chat asks for its blocks again in every round."""
+    """Returns requests of chats. Each chat asks for its blocks again in every round."""
     chats: list[Request] = [range(chat * CHAT_BLOCKS, (chat + 1) * CHAT_BLOCKS) for chat in range(chat_count)]
     return chats * CHAT_ROUNDS
 
@@ -173,7 +173,7 @@ def s3_fifo(requests: Sequence[Request], capacity: int) -> int:
 def gdsf(requests: Sequence[Request], capacity: int) -> int:
     """GreedyDual-Size with frequency (Cherkasova 1998) for equal sizes and costs; frequencies are never forgotten."""
     frequency: dict[int, int] = {}
-    rank: dict[int, tuple[int, int]] = {}  # cached block -> priority, last use
+    rank: dict[int, tuple[int, int]] = {}  # for each cached block: its priority and last use
     heap: list[tuple[int, int, int]] = []
     hits = time = floor = 0
     for request in requests:
@@ -195,7 +195,7 @@ def gdsf(requests: Sequence[Request], capacity: int) -> int:
 
 
 def optimum(requests: Sequence[Request], capacity: int) -> int:
-    """Evicts the block whose next use is furthest away."""
+    """Evicts the block that is used again latest."""
     references = [block for request in requests for block in reversed(request)]
     next_use = [0] * len(references)
     upcoming: dict[int, int] = {}
@@ -225,8 +225,8 @@ def optimum(requests: Sequence[Request], capacity: int) -> int:
 def through_pool(policy: str) -> Callable[[Sequence[Request], int], int]:
     """Returns a function that counts a pool's hits under one of its policies.
 
-    Each prompt is one token longer than its blocks, because its last token never hits. The pool has one more block to
-    hold it.
+    Each prompt is one token longer than its blocks, because the last token is never served from the cache. The pool has
+    one more block to hold it.
     """
 
     def run(requests: Sequence[Request], capacity: int) -> int:
@@ -261,7 +261,7 @@ DEFAULT = f"quire {DEFAULT_POLICY}"
 
 
 def through_session(policy: str, restarts: int) -> Callable[[Sequence[Request], int], int]:
-    """Returns a function that runs the trace over the session protocol. It replaces the allocator this many times, at
+    """Returns a function that runs the trace over the session protocol. The allocator is replaced this many times, at
     equal distances. Each new allocator rebuilds the pool from its owner's report."""
 
     def run(requests: Sequence[Request], capacity: int) -> int:

@@ -30,7 +30,7 @@ class Figure(NamedTuple):
     Attributes:
         what: the measured quantity.
         value: Quire's value, with its unit.
-        beside: the quantities compared with it.
+        beside: the compared quantities.
         script: the script that prints the row: a name in `benchmarks/`, or a path.
         results: the row's file, a name in `benchmarks/results/` or a path; empty if it is named like the script.
     """
@@ -42,7 +42,7 @@ class Figure(NamedTuple):
     results: str = ""
 
     def line(self, above: str = "") -> str:
-        """Returns the line as Markdown, for a document whose path to the repository's root is `above`."""
+        """Returns the line as Markdown for a document; `above` is its path to the repository's root."""
         script, results = self.script, self.results or self.script
         if "/" not in script:
             script = f"benchmarks/{script}.py"
@@ -60,10 +60,10 @@ def rows_of(results: str) -> tuple[Row, ...]:
 
 
 def row(results: str, **where: str) -> Row:
-    """Returns the last row in which these columns have these values.
+    """Returns the last row that has these values in these columns.
 
     Raises:
-        LookupError: no such row.
+        LookupError: the row does not exist.
     """
     for each in reversed(rows_of(results)):
         if all(each[column] == value for column, value in where.items()):
@@ -79,7 +79,7 @@ def number(text: str | float, digits: int = 3) -> str:
 
 
 def serving() -> list[Figure]:
-    """Returns the tokens per second of a Llama of 32 M parameters, beside vLLM's engine."""
+    """Returns the tokens per second of a Llama of 32 M parameters, compared with vLLM's engine."""
     found = []
     for requests, many in (("32", "32 requests"), ("1", "one request")):
         for dtype in ("float32", "bfloat16"):
@@ -107,7 +107,7 @@ def load() -> list[Figure]:
 
 
 def trees() -> list[Figure]:
-    """Returns the tokens per second of branches beside the best peer."""
+    """Returns the tokens per second of branches, compared with the best peer."""
     found = []
     for workload in ("best of 16", "tree of 4 x 4 x 4", "beam 8", "64 candidates"):
         rows = {each["side"]: each for each in rows_of("trees") if each["workload"] == workload
@@ -235,7 +235,7 @@ def computing() -> list[Figure]:
 
 
 def on_gpu() -> list[Figure]:
-    """Returns the measurements on a GPU, beside the chip's limits."""
+    """Returns the measurements on a GPU, compared with the chip's limits."""
     proof = json.loads((ROOT / GPU_PROOF).read_text(encoding="utf-8"))["rows"]
 
     def proven(**where: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Cost of the features that agents use: tools, reasoning, and turns through `previous_response_id`.
 
 Three gateways share one worker: one passes answers on as text, one looks for tool calls, and one separates reasoning.
-Each gets the same streamed chat with equally many greedy tokens, in turn, and each round begins with another gateway.
-Ratios and differences are medians over the rounds. A difference in microseconds a token is the same for models of any
-size. The turns continue one chat, whose answers are still in the pages: each row gives the tokens that the turn
-computed and those of its own tail, from the usage of its response.
+All gateways get the same streamed chat with the same number of greedy tokens, alternately. Each round begins with
+another gateway. Ratios and differences are medians over the rounds. A difference in microseconds a token is the same
+for models of any size. The turns continue one chat, and its answers are still in the pages. Each row has the tokens
+that the turn computed, and the turn's own new tokens, from the usage of its response.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.local import LocalStack, ServerProcess
 from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
-COST_MAX: Final = 0.02  # as a share of the tokens a second
+COST_MAX: Final = 0.02  # as a share of the tokens per second
 TOOL: Final = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 SIDES: Final[dict[str, tuple[list[str], dict[str, Any]]]] = {
     "text": ([], {}),
@@ -55,7 +55,9 @@ def arguments() -> argparse.Namespace:
 
 
 def model_of(name: str, folder: Path) -> Path:
-    """Returns the folder of a model whose tokens have texts. One token ends an answer: structured output needs it."""
+    """Returns the folder of a model that has a text for each token. One token ends an answer: structured output needs
+    it.
+    """
     if name == "demo":
         return DEMO
     make_llama_32m(folder)
@@ -148,7 +150,7 @@ def _ratio(mine: list[float], theirs: list[float]) -> float:
 
 
 def turns(process: ServerProcess, model: str, count: int) -> list[Row]:
-    """Returns a row for each turn of a chat in which every turn continues the previous response."""
+    """Returns a row for each turn of a chat. Every turn continues the previous response."""
     rows: list[Row] = []
     ask = {"input": "The for statement. " * 16, "max_output_tokens": 100, "temperature": 0}
     said = json.loads(post(process, "/v1/responses", ask))

@@ -1,11 +1,11 @@
 """Instructions per request in the gateway's process, by callgrind. `--before FOLDER` compares with another checkout.
 
 Times on a noisy machine hide changes of a few per cent; this count shows them. Each checkout serves with its own
-gateway, worker and allocator: the gateway alone runs under callgrind, and a request is the mean of many on one
-connection. The demo model answers. Gateways that can log each request do not log here. Both checkouts use this Python's
-packages.
+gateway, worker and allocator. Only the gateway runs under callgrind. A request's count is the mean of many requests on
+one connection. The demo model answers. Gateways that can log each request do not log here. Both checkouts use this
+Python's packages.
 
-It needs valgrind and a C compiler, and takes a minute or two a checkout. To compare with a commit:
+The script needs valgrind and a C compiler, and takes one or two minutes per checkout. To compare with a commit:
 
     git worktree add /tmp/before COMMIT
     python benchmarks/gateway_instructions.py --before /tmp/before
@@ -129,7 +129,7 @@ class Counted:
 
 
 def count(root: Path, request_count: int) -> dict[str, float]:
-    """Returns the number of instructions of each kind of request in a checkout's gateway."""
+    """Returns the number of instructions of each kind of request, in the gateway of a checkout."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / part) for part in PARTS)}
     environment |= {"PYTHONHASHSEED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0"}
     with ExitStack() as cleanup:

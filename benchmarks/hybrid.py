@@ -1,22 +1,22 @@
 """Hit ratios of prompts in models of several kinds of attention, one request at a time.
 
 It prints the share of prompt tokens that were cached, for five sides: Quire's core, vLLM's KVCacheManager with dense
-and with sparse retention, a pool of the same bytes in which every layer keeps every token, and an upper bound over all
+and with sparse retention, a pool of the same bytes where every layer keeps every token, and an upper bound over all
 groups that knows the future (`hybrid_sides/optimum.py`). `--sides` adds bounds of policies that know only how long ago
 a text was used, or also its turn and length (`hybrid_sides/ages.py`). For the trace it adds the hits with times learned
 from the other samples of its sessions.
 
-Every side has the same bytes, laid out by its own rule. The *load* gives their number: load = working set / pool. The
-working set is the bytes in the fullest moment if exactly the blocks are kept that a later prompt can hit: blocks of
-full attention, and the tail at which a prompt continues (a window of each windowed layer, a state of each other). The
-blocks of the running request count too. With a load of 2, half of that fits. The longest request can run in every
-pool: larger loads are replaced by a single one, in the smallest such pool.
+Every side has the same bytes, with its own layout. The *load* gives their number: load = working set / pool. The
+working set is the bytes at the fullest moment of a cache that keeps exactly the blocks that a later prompt can hit.
+These are blocks of full attention, and the tail where a prompt continues (a window of each windowed layer, a state of
+each recurrent layer). The blocks of the running request count too. With a load of 2, half of that fits. The longest
+request fits into every pool. Loads with smaller pools are replaced by one load, with the smallest pool that fits.
 
 `--random` measures drawn scenarios instead (`hybrid_sides/scenarios.py`): a number draws model, workload and load, a
 row each.
 
-vLLM is measured where it can be imported, and left out elsewhere. Its manager needs only its code and the modules that
-it imports. A script puts both into an environment beside the torch and transformers of `.[all]`:
+vLLM is measured where it can be imported, and left out elsewhere. vLLM's manager needs only vLLM's code and the modules
+that it imports. A script puts both into an environment with the torch and transformers of `.[all]`:
 
     scripts/vllm_manager.sh
     build/peers/vllm-manager/bin/python benchmarks/hybrid.py
@@ -43,7 +43,7 @@ from report import Goal, add_output_arguments, publish
 LOADS = (0.5, 1.0, 1.5, 2.0, 4.0)
 LOAD_OF_OPTIMUM_GOAL = 1.5
 CHUNK_TOKENS = 2_048
-ROOM_TO_RUN = 1.25  # times the longest request's blocks: pages have padding, and blocks are not full
+ROOM_TO_RUN = 1.25  # factor on the longest request's blocks, because pages have padding and blocks are not full
 QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
 VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
 AGES, AGES_BY_CLASS = "ages known", "ages and classes known"
@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
 
 def usable_sides(wanted: Sequence[str]) -> list[str]:
     """Returns the requested sides, without vLLM's where it cannot be imported, which is printed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # Else vLLM logs for each pool how many layers are padding.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # Otherwise vLLM logs for each pool its layers of padding.
     try:
         import vllm
     except ImportError as error:
@@ -120,7 +120,7 @@ def measure(
     sides: Sequence[str],
     others: Sequence[Sequence[Request]] = (),
 ) -> list[Row]:
-    """Returns one row per load; `others` are the requests from which ages are learned."""
+    """Returns one row per load. Ages are learned from the requests `others`."""
     reuses = optimum.find_reuses(requests, shape)
     working_set = reuses.working_set_bytes()
     longest = max(request.computed_token_count for request in requests)

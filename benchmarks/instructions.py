@@ -4,7 +4,7 @@ Times on a noisy machine hide changes of a few per cent; this count shows them. 
 rows and fails where an operation takes 3 % more or less. `--write` commits a gain, too. Rows hold for one Python and
 one C compiler. Under others the script says that it cannot compare.
 
-It needs valgrind and a C compiler: `make instructions`, which compiles the core first.
+The script needs valgrind and a C compiler. `make instructions` first compiles the core, and then runs this script.
 """
 
 from __future__ import annotations

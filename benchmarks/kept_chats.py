@@ -1,8 +1,8 @@
 """Hits of chats that ask to be kept for 30 minutes, among strangers, and the price that others pay. Counts, no times.
 
 Two namespaces use one pool of full attention. In the first, chats return every few minutes and ask to be kept. In the
-second, more chats than the pool holds return as often and ask for nothing. Prompts pass that never return. Each row has
-the share of block references that hit, of both kinds of chats:
+second, more chats than fit into the pool return as often, and ask for nothing. Prompts pass that never return. Each row
+has the share of block references that hit, for both kinds of chats:
 
     unbounded   a pool in which nothing is evicted
     plain       the pool, without keeps
@@ -25,9 +25,9 @@ from report import Goal, add_output_arguments, publish
 
 BLOCK_TOKENS = 16
 BLOCKS = 1_000
-CHATS = {"kept": 10, "others": 60}  # at a time; all of them would need more than the pool
-CHAT_BLOCKS = 22  # at the end; all kept chats together fit a quarter of the pool
-TURN_BLOCKS = 2  # that each turn adds
+CHATS = {"kept": 10, "others": 60}  # chats at a time; all chats together would need more than the pool
+CHAT_BLOCKS = 22  # blocks of a chat at its end; all kept chats fit into a quarter of the pool
+TURN_BLOCKS = 2  # blocks that each turn adds
 STRANGER_BLOCKS = 30
 KEEP_MS = 30 * 60_000
 TURN_MS = 5_000  # between two prompts
@@ -37,7 +37,7 @@ KEPT, OTHERS, STRANGER = "kept", "others", "stranger"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: whose it is, and an id for each of its blocks."""
+    """One prompt: its chat, and an id for each of its blocks."""
 
     namespace: str
     blocks: tuple[int, ...]
@@ -51,7 +51,7 @@ def prompts(round_count: int, seed: int) -> list[Prompt]:
         for name, number in dice.sample(sorted(chats), len(chats)):
             chat = chats[name, number]
             if len(chat) + TURN_BLOCKS > CHAT_BLOCKS:
-                chat.clear()  # it has ended, and another one begins
+                chat.clear()  # the chat has ended, and another one begins
             chat += [next(new) for _ in range(TURN_BLOCKS)]
             found.append(Prompt(name, tuple(chat)))
             found.append(Prompt(STRANGER, tuple(next(new) for _ in range(STRANGER_BLOCKS))))

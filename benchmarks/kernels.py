@@ -2,13 +2,13 @@
 
 On a CPU: the worker's path against gathering each sequence, padding the batch, and flex attention, all in one run
 (`kernel_sides/cpu.py`). The ratio is the best peer's time divided by the worker's: above 1 the worker is faster.
-Flex attention with packed heads is shown beside them.
+Flex attention with packed heads is shown in addition.
 
 On a CUDA GPU: the Triton kernels against vLLM's Triton kernels (where they can be imported), SDPA and flex attention,
 as shares of a copy and a matrix product in the same run (`kernel_sides/gpu.py`). No case starts after `--budget-s`, so
 that a run takes less than 8 minutes. Progress is on stderr.
 
-The GPU is measured where there is one, else the CPU; `--parts cpu gpu` measures both. `--json` prints one object.
+The GPU is measured if there is one, else the CPU; `--parts cpu gpu` measures both. `--json` prints one object.
 """
 
 from __future__ import annotations

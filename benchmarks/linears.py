@@ -1,8 +1,9 @@
 """Speed of matrix products with packed weights on a CPU: Quire's kernel, torch's linear layer, and oneDNN.
 
 oneDNN's weights are packed once, too (`torch.ops.mkldnn._reorder_linear_weight`, for the measured number of rows);
-torch itself does this only inside its compiler. The shapes are those of the two models of `serving.py`. The sides take
-turns on one thread of torch; rows have medians of the thread's CPU time. Each result is first compared with float64.
+torch itself does this only inside its compiler. The shapes are the same as in the two models of `serving.py`. The sides
+take turns on one thread of torch; rows have medians of the thread's CPU time. Each result is first compared with
+float64.
 """
 
 from __future__ import annotations

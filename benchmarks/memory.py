@@ -4,8 +4,8 @@ Waste is the share of allocated slots that are unwritten or padding, in every tu
 requests. The worker's scheduler and the allocator's pool take part, with the room ahead of samples. A second figure
 has the same requests at the same moments, each with a contiguous reservation of the longest sequence.
 
-The planner lays out the pages of hybrid models, and sequences fill the pool until one is refused. The comparison
-treats every layer, those with states too, as full attention that keeps every token. The worker's own tensors for these
+The planner lays out the pages of hybrid models, and sequences fill the pool until one is refused. The comparison treats
+every layer, including layers with states, as full attention that keeps every token. The worker's own tensors for these
 shapes are compared with the plan, byte by byte.
 """
 

@@ -1,8 +1,9 @@
 """CPU time that metrics, the shadow index and log lines take of each server, with real processes under load.
 
-The servers run with their metrics and log lines on, as they do by default. Each adds up the CPU time of the functions
-that count and log (`metrics_sides/probed.py`); the rest of its CPU time is what it would take with these off. A row's
-ratio is the part over that rest. Both sides are of one run and in CPU time, so other programs hardly change the ratio.
+The servers run with their metrics and log lines on, as they do by default. Each server adds up the CPU time of its
+functions that count and log (`metrics_sides/probed.py`). The rest of its CPU time is its time without these functions.
+A row's ratio is the part over that rest. Both parts of the ratio are CPU times of one run, so other programs hardly
+change it.
 
 Completions are the load of worker and gateway, and of all three servers. They leave the allocator nearly idle, so that
 its caches are cold. Its own rows are of owners that admit a prompt with each step, into pools that fill up. The shadow
@@ -92,7 +93,7 @@ class Servers:
         return {package: _cpu_s(server.process.pid) for package, server in self._servers.items()}
 
     def parts(self, package: str) -> dict[str, dict[str, float]]:
-        """Returns what a stopped server spent on each part."""
+        """Returns the CPU time that a stopped server spent on each part."""
         found: dict[str, dict[str, float]] = json.loads((self._folder / f"{package}.json").read_text())
         return found
 
@@ -103,7 +104,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def load(address: str, options: argparse.Namespace) -> None:
-    """Sends all requests. Half of the prompts begin alike."""
+    """Sends all requests. Half of the prompts have the same beginning."""
     dice = random.Random(7)
     shared = [dice.randrange(100, 2_000) for _ in range(SHARED_TOKENS)]
 

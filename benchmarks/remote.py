@@ -1,19 +1,19 @@
-"""Cost of an allocator in another process: a worker's tokens a second, beside those with the same core in process.
+"""Cost of an allocator in another process: a worker's tokens per second, compared with the same core in process.
 
-Both sides are the worker's own engine on the demo model, with one thread of torch, in this process. They get the same
-prompts, new in every round. One side gets its blocks from an allocator process on another CPU. The other side calls the
-same state machines and the same core in process (`quire.session.owner`, `quire_allocator.session.machine`). The smaller
-the model, the larger the allocator's share.
+Both sides are the worker's own engine on the demo model, with one thread of torch, in this process. Both sides get the
+same prompts, new in every round. One side gets its blocks from an allocator process on another CPU. The other side
+calls the same state machines and the same core in process (`quire.session.owner`, `quire_allocator.session.machine`).
+The smaller the model, the larger the allocator's share.
 
 The two engines alternate after each turn of about 20 ms. A shared machine changes its speed by 6 % from one moment to
 the next, however long the moments are, so only many moments help. While one side computes, the other sends only
-heartbeats: a turn ends when its questions to the allocator are answered, even if the engine would not have waited. Both
+heartbeats: a turn ends when the allocator has answered all its steps, even if the engine would not have waited. Both
 sides compute on the same thread, because one of two threads with separate heaps may be faster by 7 %. Both sides are
 created again several times. The printed ratio is the median of the rounds' ratios; each round runs both sides.
 
-The share of time spent waiting for the allocator comes from `quire_worker_allocator_wait_seconds_total`. It is measured
-in longer rounds of one side alone, whose turns end when the engine ends them. All requests of a round arrive at once,
-when the engine has nothing to compute meanwhile.
+The share of time spent waiting for the allocator comes from `quire_worker_allocator_wait_seconds_total`. This wait is
+measured in longer rounds of one side alone. There the engine itself ends its turns. All requests of a round arrive at
+once, while the engine has nothing to compute.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Round(NamedTuple):
 
 
 class Side:
-    """An engine whose turns are taken one at a time."""
+    """An engine that is stepped one turn at a time."""
 
     def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine = engine
@@ -209,7 +209,7 @@ async def side(model: PagedModel, session: Any, tokenizer: Tokenizer, lane: Lane
         engine.close()
 
 
-Rounds = dict[str, list[Round]]  # side -> its rounds
+Rounds = dict[str, list[Round]]  # for each side, its rounds
 
 
 async def together(sides: dict[str, Side], prompts: list[list[int]], output_tokens: int) -> dict[str, Round]:
@@ -234,8 +234,8 @@ async def alone(each: Side, prompts: list[list[int]], output_tokens: int) -> Rou
 
 
 async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Rounds]:
-    """Runs the rounds of both sides together, and the long rounds of each alone. The order in which the sides are made
-    and begin alternates."""
+    """Runs the rounds of both sides together, and the long rounds of each alone. The order of creating and starting the
+    sides alternates."""
     torch.set_num_threads(1)
     model = load_model(options.model, block_size=BLOCK_SIZE)
     tokenizer = Tokenizer(options.model)

@@ -45,7 +45,7 @@ def core_build() -> str:
 
 
 def commit() -> str:
-    """Returns the measured commit. It ends with + if the working tree differs from it in more than results."""
+    """Returns the measured commit. The commit ends with + if the working tree differs from it in more than results."""
     root = Path(__file__).parent.parent
 
     def git(*arguments: str) -> str:
@@ -116,7 +116,7 @@ def _print_table(part: Part, caption: str) -> None:
 
 
 def _write(file: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Adds rows to those of the same commit, and drops rows of other commits: a file has the rows of one commit."""
+    """Adds rows to the rows of the same commit, and drops rows of other commits: a file has the rows of one commit."""
     file.parent.mkdir(parents=True, exist_ok=True)
     before: list[dict[str, str]] = []
     if file.exists():

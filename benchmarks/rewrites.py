@@ -1,10 +1,10 @@
 """Time of each part of a forward pass on a CPU, and the gain of each rewrite of the model.
 
 Every row has one more rewrite (`quire_worker.model.rewrites`) than the previous row. The first row is plain torch under
-transformers' modules, the second adds only the kernels for attention. All models are loaded in one process and run in
-turn on three batches: decode of 32 sequences of 160 tokens, decode of one such sequence, and four prompts of 128
-tokens. Times are medians of the CPU time of the computing thread, with one thread of torch. `linear_ms` and
-`attention_ms` are parts of the decode pass of 32: matrix products, and attention with its append. `rest_ms` is the
+transformers' modules, the second adds only the kernels for attention. All models are loaded in one process and run
+alternately on three batches: decode of 32 sequences of 160 tokens, decode of one sequence of this length, and four
+prompts of 128 tokens. Times are medians of the CPU time of the computing thread, with one thread of torch. `linear_ms`
+and `attention_ms` are parts of the decode pass of 32: matrix products, and attention with its append. `rest_ms` is the
 rest: norms, rotary embedding, activations, Python. These columns are empty if all layers run in one call, which is not
 probed.
 """
@@ -130,7 +130,7 @@ def measure(name: str, folder: Path, dtype: str, repeat: int) -> list[Row]:
             statistics.median(spent[part] for spent in parts[title]) for part in ("linear", "attention", "total")
         )
         medians = {batch: statistics.median(times[title, batch]) for batch in ("decode", "decode_1", "prefill")}
-        is_one_call = attention == 0  # The probed layers were not called.
+        is_one_call = attention == 0  # The probed layers were not called in this pass.
         rows.append(
             {
                 "model": name,

@@ -7,9 +7,9 @@ in process, without network and detokenizer. transformers gets the prompts as on
 through its own continuous batching (`generate_batch`). Each side has a cache of 16,384 tokens, except `generate`, whose
 cache grows.
 
-`--pin` binds all processes of all sides, client and allocator included, to one core. `--device cuda` measures the shape
-of Llama 8B with random weights instead, beside the GPU's limits (`serving_sides/gpu_run.py`), for `--seconds`. The only
-other option that it uses is `--sides`.
+`--pin` binds all processes of all sides, client and allocator included, to one core. With `--device cuda` it measures
+the shape of Llama 8B with random weights instead, compared with the GPU's limits (`serving_sides/gpu_run.py`), for
+`--seconds`. There, the only other option with an effect is `--sides`.
 
 vLLM needs its own environment: `scripts/vllm_cpu.sh` makes it, and `--vllm PYTHON` names another one. A side that is
 missing or fails is named and left out. `--models`, `--dtypes`, `--kinds` and `--requests` choose parts. Each
@@ -41,7 +41,7 @@ TRANSFORMERS = ("generate", "generate_batch")
 VLLM = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 VLLM_GOAL, TRANSFORMERS_GOAL = 1.1, 1.2
 WARM_UP_ROUNDS = 1
-LONE_ROUNDS = 27  # least for one request: with 9, two runs gave 0.95 and 1.11 of vLLM's first token
+LONE_ROUNDS = 27  # least number for one request: with 9, two runs gave 0.95 and 1.11 of vLLM's first token
 Row = dict[str, Any]
 
 
@@ -190,7 +190,7 @@ def rows_of(
 
 
 def measure_model(options: argparse.Namespace, name: str, folder: Path, dtype: str, logs: Path) -> list[Row]:
-    """Starts all sides for a model and measures them in turn."""
+    """Starts all sides of a model and measures them alternately."""
     sides: dict[str, Generator] = {}
     rows: list[Row] = []
     try:

@@ -1,4 +1,4 @@
-"""Cost of the session stream, compared with an echo server that gets messages of the same sizes, in turn.
+"""Cost of the session stream. It is compared with an echo server that gets messages of the same sizes, alternately.
 
 The allocator and the echo (grpc.aio on uvloop, like the allocator) are processes on one CPU (`--cpu`). The clients have
 another CPU. A Unix socket connects them, or TCP (`--transport tcp`). Steps are made beforehand, so that only the wire
@@ -6,7 +6,7 @@ and the server are measured. The row "through AsyncSession" also includes buildi
 of 256 operations is an append for each of 256 sequences; 16 of them take a block.
 
 CPU columns count a whole process for each message. The handler, from message to reply, core included, is measured
-twice. In this process, nothing else runs in between. In the server, its own histogram of steps is read
+twice. In this process, nothing else runs in between. The server's own histogram of steps is read
 (`quire_allocator_step_seconds`): there, gRPC's threads and the kernel use the CPU and its caches between two steps. The
 last rows have the waits of a pool's owner while another owner floods the same allocator. `make bench` measures the
 compiled core.
@@ -47,7 +47,7 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 OPERATIONS = 256
 POOL_BLOCKS = 200_000
 PROMPT_BLOCKS = 2_048
-ECHO_SIZE = (32 << 10, 32 << 10)  # for admissions, whose step has 64 kB of digests and whose reply has 8 kB
+ECHO_SIZE = (32 << 10, 32 << 10)  # sizes of admissions: the step has 64 kB of digests, and the reply 8 kB
 STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8
@@ -141,7 +141,7 @@ def handler_seconds(servers: Servers) -> float:
 
 
 async def take_turn(streams: Sequence[Stream], requests: Sequence[Sequence[bytes]], clock: int) -> Turn:
-    """Runs all streams at once. Each sends its messages one by one, waiting for each answer."""
+    """Runs all streams at once. Each owner sends its messages one by one, and waits for each answer."""
     server_ns, client_ns, started = time.clock_gettime_ns(clock), time.process_time_ns(), time.perf_counter()
     rounds = zip(streams, requests, strict=True)
     times = await asyncio.gather(*(stream.round_trips(messages) for stream, messages in rounds))
@@ -206,7 +206,7 @@ def decoding(owner: Owner, count: int, operations: int = OPERATIONS) -> Callable
 
 
 def admitting(owner: Owner, count: int) -> Callable[[], list[bytes]]:
-    """Returns a function that makes steps. Each admits a long unpublished prompt and frees the previous one."""
+    """Returns a function that makes steps. Each step admits a long unpublished prompt and frees the previous one."""
     prompts = [random.Random(number).randbytes(32 * PROMPT_BLOCKS) for number in range(count)]
     return lambda: owner.admissions(prompts)
 

@@ -1,4 +1,4 @@
-"""Runs every benchmark at its smallest size, to check that it still runs; times mean nothing.
+"""Runs every benchmark at its smallest size, to check that it still runs; the times have no meaning.
 
 Each benchmark prints its rows as JSON, which are read and counted. Benchmarks that need vLLM's environment are reported
 as not run if it is missing. A benchmark that is not listed here is an error.
@@ -22,7 +22,7 @@ LIMIT_S: Final = 300.0
 REQUESTS: Final = 40  # requests in the trace
 SHORT: Final = "--prompt-tokens 16 --output-tokens 4"
 
-# `TRACE` stands for a file of requests that is made for the run, ~ for a blank inside an argument.
+# `TRACE` is replaced by a file of requests that is made for the run, and ~ by a blank inside an argument.
 SIZES: Final = {
     "allocator": "--repeat 1 --without vllm scale",
     "eviction": "--trace TRACE --sizes 50",

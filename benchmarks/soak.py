@@ -2,9 +2,9 @@
 
     python benchmarks/soak.py --minutes 5 --json
 
-The allocator is its own process. Its resident memory is read before and after each phase. Bytes per canceled stream (a
-watch and an owner's stream alternate) are counted after the first 2,000 streams, which fill caches. Bytes per hour
-while sequences come and go are counted after a fifth of that phase. At the end every block must be free.
+The allocator is its own process. The allocator's resident memory is read before and after each phase. Bytes per
+canceled stream (a watch and an owner's stream alternate) are counted after the first 2,000 streams, which fill caches.
+Bytes per hour while sequences come and go are counted after a fifth of that phase. At the end every block must be free.
 """
 
 from __future__ import annotations

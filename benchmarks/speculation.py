@@ -1,4 +1,4 @@
-"""Gains and costs of speculative decoding: prompt lookup and draft models beside plain decoding.
+"""Gain and cost of speculative decoding: prompt lookup and draft models, compared with plain decoding.
 
 The served model is the demo model with more layers that add nothing (`--layers`): it has the demo model's texts at a
 multiple of its cost. Each side is a worker with one thread of torch. The script runs `--repeat` rounds after a warm-up
@@ -15,8 +15,9 @@ The texts, as many at once as the row says:
     drawn    the same with a temperature of 1, which agrees less often with the likeliest token
     quoted   answers that must repeat their prompts (`choice`): the best case for a lookup
 
-Acceptance is accepted tokens divided by drafted tokens, as the worker counts them. Texts are compared with those of
-plain decoding. They may differ where two tokens are nearly equally likely, because sums are computed in another order.
+Acceptance is accepted tokens divided by drafted tokens, as the worker counts them. Texts are compared with plain
+decoding's texts. Texts may differ where two tokens are nearly equally likely, because sums are computed in another
+order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BEGINNINGS = (
     "The with statement wraps the execution of",
 )
 TEXT_TOKENS = 96
-SHALLOW_LAYERS = 2  # layers that draft; the demo model has 4
+SHALLOW_LAYERS = 2  # number of layers that draft; the demo model has 4
 LOOKUP = ("--prompt-lookup-min", "2", "--prompt-lookup-max", "5")
 
 

@@ -15,12 +15,12 @@ Without branches, a level of the tree is one round of requests. Below the first 
 tokens in place of the level above. A candidate is a request for one token, which is less work than its logprobs: vLLM
 computes a prompt's logprobs without its cache. Tokens per second count the tokens of the texts, generated or scored.
 
-A beam search is one request; only `branches` and `generate` have it. Its tokens are those of all beams.
+A beam search is one request; only `branches` and `generate` have it. A search's tokens are the tokens of all its beams.
 
-Blocks are the held blocks at the allocator when all texts exist, beside the minimum: every full block of a common
-prefix once, and each text's own blocks. For a search, they are the blocks held just before its end, beside the minimum
-for the beams alive at that time; two more searches, without timing, find both. Computed tokens are counted by the
-worker.
+Blocks are the held blocks at the allocator when all texts exist, compared with the minimum: every full block of a
+common prefix once, and each text's own blocks. For a search, they are the blocks held just before its end, compared
+with the minimum for the beams alive at that time; two more searches, without timing, find both. Computed tokens are
+counted by the worker.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def measure_quire(options: argparse.Namespace, quire: QuireTrees, workload: Work
 
 
 def measure_peer(options: argparse.Namespace, name: str, side: Side, workload: Workload) -> dict[str, Any]:
-    """Returns a peer's row. Its computed tokens and held blocks are unknown."""
+    """Returns a peer's row. The peer's computed tokens and held blocks are unknown."""
     seconds = []
     for number in range(-1, options.repeat):
         seconds.append(sum(side.generate(level).seconds for level in workload.levels(number)))

@@ -1,7 +1,7 @@
 """Cost of a worker's turn outside its forward pass, with a real worker, allocator and client on a CPU.
 
 The worker's process reads the clock on the model's thread (`turn_sides/probed_worker.py`) while requests of one length
-decode together. Rows count turns in which all of them decode, and whose pass was planned ahead:
+decode together. Rows count turns where all requests decode and the pass was planned ahead:
 
     gap      from the end of a pass, with its tokens drawn, to the beginning of the next pass host     from the end of a
     forward pass to the beginning of the next one: the gap, and the work of the model's thread
@@ -9,7 +9,7 @@ decode together. Rows count turns in which all of them decode, and whose pass wa
     forward  the forward pass itself
 
 Further columns have the CPU time per turn of the worker's event loop, of its other threads, of the allocator and of the
-client (`/proc/PID/task/TID/schedstat`). All values are medians; the goals are those of the turn.
+client (`/proc/PID/task/TID/schedstat`). All values are medians. The goals are for the turn.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _thread_seconds(pid: int) -> dict[int, float]:
 
 
 async def rounds(stack: Stack, workload: Workload, repeat: int) -> tuple[list[Row], dict[str, float]]:
-    """Runs rounds after a warm-up round; returns their passes, and the CPU time of all parts meanwhile."""
+    """Runs rounds after a warm-up round; returns their passes, and the CPU time of all parts during them."""
     turns: list[Row] = []
     spent: dict[str, float] = {}
     async with AsyncClient(stack.worker.address) as client:
@@ -129,13 +129,13 @@ async def rounds(stack: Stack, workload: Workload, repeat: int) -> tuple[list[Ro
             )
             after, noted = stack.cpu_s(), stack.turns()
             if number >= 0:
-                turns += [*noted, {}]  # {} marks the end of a round.
+                turns += [*noted, {}]  # {} stands for the end of a round.
                 spent = {name: spent.get(name, 0.0) + after[name] - before[name] for name in after}
     return turns, spent
 
 
 def row_of(turns: list[Row], spent: dict[str, float], request_count: int) -> Row:
-    """Returns medians of the turns in which all requests decode."""
+    """Returns medians of the turns where all requests decode."""
     decoding = [1] * request_count
     pairs = [
         (one, two)

@@ -5,8 +5,8 @@ Quire's manager is measured twice: with its core in process, and with an allocat
                                     [--layers full windows chunks] [--json]
 
 A trace has a line of JSON per request, with `hash_ids` (one id per prompt block, equal at the start of two requests
-that share a prefix) and `output_length`. It is scaled down: four tokens stand for the 512 of a block. There is no
-model; vLLM's scheduler admits requests as earlier ones end. `scripts/vllm_cpu.sh` makes the environment.
+that share a prefix) and `output_length`. The trace is scaled down: four tokens represent the 512 tokens of a block.
+There is no model; vLLM's scheduler admits requests as earlier ones end. `scripts/vllm_cpu.sh` makes the environment.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     quire up --model models/demo
     python examples/agent.py http://127.0.0.1:8000/v1
 
-The demo model does not know tools, so the first turn names the function to call. Its arguments must match the
+The demo model does not know tools, so the first turn names the function to call. The arguments of a call must match the
 function's schema. A model that was trained to call functions needs no `tool_choice`.
 """
 

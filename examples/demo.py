@@ -1,8 +1,8 @@
 """Demo of the savings by paging as a service. Needs a clone, and the packages that `make demo` installs.
 
-It starts an allocator and a worker as separate processes. It streams four prompts that share a long prefix, and four
-samples of one prompt. It draws the tokens that were not computed again and the blocks of each text, and prints a table
-of the savings. All figures are the servers' answers.
+The demo starts an allocator and a worker as separate processes. It streams four prompts with a common long prefix, and
+four samples of one prompt. It draws the tokens that were saved and the blocks of each text, and prints a table of the
+savings. All figures are the servers' answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.text import Text
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 POOL = "default"
-LOAD_S_MAX = 1800.0  # a real model on a slow disk
+LOAD_S_MAX = 1800.0  # allowance for a real model on a slow disk
 GIBBERISH = (
     "This model has 3.5 million parameters, so that it fits into the repository: it writes gibberish. "
     "Look at the blocks, not at the texts. --model FOLDER takes a real one."
@@ -92,7 +92,7 @@ class Streams:
 
 
 async def shared_prefix(client: AsyncClient, console: Console, max_tokens: int) -> Outcome:
-    """Sends four requests at once. Their prompts begin with the same two paragraphs."""
+    """Sends four requests at once. The prompts begin with the same two paragraphs."""
     started = time.perf_counter()
     with Streams(console, "Four prompts that share a long prefix", ENDINGS) as streams:
 
@@ -143,7 +143,7 @@ def reuse(outcomes: Sequence[Outcome], block_size: int) -> Table:
 async def holders(client: AsyncClient, blocks: AsyncAllocator, max_tokens: int) -> PoolBlocks:
     """Holds the four prompts, and a text for each, as branches. Returns the blocks in their tables."""
     async with AsyncExitStack() as held:
-        for ending in ENDINGS:  # One after another, so sequences keep the prompts' order.
+        for ending in ENDINGS:  # Prompts are admitted one after another, so sequences keep their order.
             branch = await held.enter_async_context(await client.prefill(PREFIX + ending))
             await branch.generate(max_tokens=max_tokens, ignore_eos=True)
         return await blocks.get_pool_blocks(POOL)

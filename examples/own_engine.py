@@ -52,7 +52,7 @@ def print_reason(error: QuireError) -> None:
 
 
 async def main() -> None:
-    """Decodes all prompts and compares the texts with those of the model without Quire."""
+    """Decodes all prompts, and compares the texts with the model's texts without Quire."""
     async with AsyncAllocator() as client, client.engine("mine", SPEC, on_wait=print_reason) as engine:
         texts, alone = list[EngineSequence](), 0
         for number in range(4):

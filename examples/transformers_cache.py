@@ -3,8 +3,9 @@
     quire allocator                        # in one shell
     python examples/transformers_cache.py  # in another one; it connects to $QUIRE_ALLOCATOR; its argument is a folder
 
-The texts equal those with transformers' own allocator. transformers' tables are lists that grow at their end, so the
-pool is append-only. Its first two sectors are padding, so block ids begin above them. Forks and offloading are missing.
+The texts are the same as with transformers' own allocator. transformers' tables are lists that grow at their end, so
+the pool is append-only. The first two sectors of transformers' pool are padding, so block ids begin above them. Forks
+and offloading are missing.
 """
 
 import itertools
@@ -43,7 +44,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.ids, self.sequences, self.committed = itertools.count(1), dict[str, int](), dict[str, int]()
         self.matched = (0, 0, list[int]())  # a sequence without a request, its matched tokens and its table
         self.free, self.hit_token_count = blocks, 0
-        # transformers uses sectors to divide memory among types of attention. Here is only one type.
+        # transformers uses sectors to divide memory among kinds of attention. Here is only one kind.
         pool.free_sectors, pool.reset, pool.try_to_free_sectors = [], _nothing, _nothing
         pool.count_free_blocks = lambda _index: self.free
 
@@ -99,7 +100,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.committed[request_id] = tokens
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees a request. Its published blocks stay cached, under the policy of the pool."""
+        """Frees a request. The request's published blocks stay cached, under the policy of the pool."""
         self.block_table.pop(request_id, None)
         if request_id in self.sequences:
             step = StepBuilder()

@@ -4,8 +4,8 @@ gateway's `/v1/branches`.
     quire up --model models/demo
     python examples/tree_of_thoughts.py http://127.0.0.1:8000
 
-Each of three levels tries four continuations of every thought and keeps the two best. A thought is good if the model
-finds a good verdict likely after it. Every branch computes only its own tail.
+On each of three levels, it tries four continuations of every thought, and keeps the two best. A thought is good if the
+model finds a good verdict likely after it. Every branch computes only its own tail.
 """
 
 from __future__ import annotations

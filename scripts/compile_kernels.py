@@ -5,12 +5,12 @@
     python scripts/compile_kernels.py --check --share 4  the same for a random quarter of the kernels
     python scripts/compile_kernels.py --only append      compile and print kernels with this word in the title
 
-Fails if a kernel spills registers or needs more shared memory than the chip has. Both compile without an error, and the
-second fails only at the launch. A Gluon kernel must also copy by TMA, and compute exponentials while a product runs.
-Only its machine code shows whether the assembler kept that order.
+Fails if a kernel spills registers or needs more shared memory than the chip has. Both kinds of kernels compile without
+an error, and the second fails only at the launch. A Gluon kernel must also copy by TMA, and compute exponentials while
+a product runs. Only its machine code shows whether the assembler kept that order.
 
 Registers and spills depend on the ptxas and LLVM of the installed Triton. So the table names its Triton, and `--check`
-compares numbers only under the same Triton. It always compares the set of kernels.
+compares numbers only under the same Triton. The set of kernels is always compared.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def compile_configuration(configuration: KernelConfiguration, architecture: str)
 
 
 def check_overlap(machine_code: str, *, in_group: bool) -> None:
-    """Refuses a kernel for Hopper whose copies, products and exponentials run one after another.
+    """Refuses a kernel for Hopper that runs its copies, products and exponentials one after another.
 
     Args:
         machine_code: the kernel's machine code.

@@ -19,7 +19,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 BOARDS: Final = ROOT / "deploy" / "grafana" / "dashboards"
 FOLDER: Final = ROOT / "build" / "dashboard-types"
-# The fields of Grafana 11.6, as those of the SDK that writes the JSON.
+# The fields of Grafana 11.6, as in the SDK that writes the JSON.
 PACKAGES: Final = ("@grafana/schema@11.6.0", "typescript@5.9.3")
 RAW: Final = "./node_modules/@grafana/schema/dist/esm/raw"  # The package exports no paths of its folders.
 OPTIONS: Final = {"stat": "Stat", "timeseries": "TimeSeries", "text": "Text"}
@@ -28,7 +28,7 @@ EXTRAS: Final = {
     "templating": ("auto", "auto_min", "auto_count"),
     "annotations": ("expr", "step", "titleFormat", "textFormat"),
 }
-# The types have enums, and JSON has their values: `Plain` replaces string enums by those.
+# The types have enums, and JSON has their values: `Plain` replaces string enums with their values.
 HEAD: Final = f"""import type {{ Dashboard }} from "{RAW}/dashboard/x/dashboard_types.gen";
 import type {{ Options as Stat }} from "{RAW}/composable/stat/panelcfg/x/StatPanelCfg_types.gen";
 import type {{
@@ -65,7 +65,7 @@ def without_extras(board: dict[str, Any]) -> dict[str, Any]:
 
 
 def faults() -> str:
-    """Returns what the compiler says about the dashboards; empty if they have the right types."""
+    """Returns the compiler's messages about the dashboards; empty if they have the right types."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     installed = FOLDER / "installed"
     if not installed.exists() or installed.read_text() != " ".join(PACKAGES):
@@ -77,7 +77,7 @@ def faults() -> str:
 
 
 def faults_of(boards: list[dict[str, Any]]) -> str:
-    """Returns what the compiler says about these dashboards. The packages must be installed."""
+    """Returns the compiler's messages about these dashboards. The packages must be installed."""
     source = FOLDER / "dashboards.ts"
     source.write_text(HEAD + "\n".join(line for board in boards for line in lines_of(board)) + "\n", encoding="utf-8")
     compiler = FOLDER / "node_modules" / ".bin" / "tsc"

@@ -3,7 +3,7 @@
     python scripts/dashboards.py          write them
     python scripts/dashboards.py --check  fail if a file differs from its description
 
-grafana-foundation-sdk makes the JSON, so that its fields and values are those of Grafana 11.6.
+grafana-foundation-sdk makes the JSON, so that its fields and values are right for Grafana 11.6.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def digests_of(names: str) -> bytes:
 
 
 def paging() -> str:
-    """Returns a picture of two sequences whose blocks lie between each other's."""
+    """Returns a picture of two sequences that have their blocks between each other's."""
     pool = Pool(PoolSpec(10, (ATTENTION,)))
     assert pool.allocate(1, 2 * BLOCK_SIZE).result is pool.allocate(2, 2 * BLOCK_SIZE).result is Result.OK
     pool.grow_many(array("Q", [1, 2]), [4 * BLOCK_SIZE, 3 * BLOCK_SIZE])
@@ -103,7 +103,7 @@ def hybrid() -> str:
 
 
 def recovery() -> str:
-    """Returns a picture of a pool whose allocator dies, and that its owner's report makes again."""
+    """Returns a picture of a pool that is lost with its allocator, and rebuilt from its owner's report."""
     spec, digests = PoolSpec(10, (ATTENTION,)), digests_of("012")
     pool = Pool(spec)
     pool.allocate(1, 4 * BLOCK_SIZE, digests, prompt_token_count=3 * BLOCK_SIZE + 1)

@@ -1,7 +1,7 @@
 """Checks and measures Quire on a GPU in one run: `make gpu-proof OUT=FOLDER`. Without a venv, run this file itself.
 
-Each part is its own process, which is ended with its children when its time is over. A part that fails or runs out of
-time keeps the rows that it has written, and the next part runs. The parts, in order:
+Each part is its own process. When its time is over, the process and its children are ended. A part that fails or runs
+out of time keeps the rows that it has written, and the next part runs. The parts, in order:
 
     machine      versions, memory, and the chip's speed in a copy and a matrix product
     correctness  the kernels for Hopper chips against float64
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
         default=540.0,
         help="time limit of all parts together, in seconds (default: %(default)s)",
     )
-    parser.add_argument("--dry", action="store_true", help="run what needs no GPU, on tiny shapes")
+    parser.add_argument("--dry", action="store_true", help="run only the parts that need no GPU, on tiny shapes")
     parser.add_argument("--commit", help="measured commit, for a copy without git")
     parser.add_argument(
         "--wheels",
@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
 
 
 def commit_of(given: str | None) -> str:
-    """Returns the given commit, else git's, else the one in the file COMMIT, else "unknown"."""
+    """Returns the given commit, else git's, else the commit in the file COMMIT, else "unknown"."""
     if given:
         return given
     git = subprocess.run(

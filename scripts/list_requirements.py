@@ -15,10 +15,10 @@ PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """Returns the requirements of the base distribution, then those of each extra, without repeats.
+    """Returns the requirements of the base distribution, then the requirements of each extra, without repeats.
 
     Raises:
-        KeyError: the distribution has no such extra.
+        KeyError: the distribution does not have the extra.
     """
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     lines = list(project["dependencies"])

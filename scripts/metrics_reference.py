@@ -4,7 +4,7 @@
     python scripts/metrics_reference.py --check  fail if it differs from the code
 
 The collectors belong to servers that have served nothing: an allocator without pools, a worker with the demo model, and
-a gateway without workers. Each yields its families, with or without samples.
+a gateway without workers. Each collector yields its families, with or without samples.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def name_of(family: Metric) -> str:
 
 
 def row_of(family: Metric) -> str:
-    """Returns a family's row. Its labels are those that the collector declares, so no samples are needed."""
+    """Returns a family's row. The collector declares the family's labels, so no samples are needed."""
     labels = ", ".join(f"`{label}`" for label in vars(family)["_labelnames"])
     return f"| `{name_of(family)}` | {family.type} | {labels} | {family.documentation} |"
 

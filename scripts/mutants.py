@@ -56,7 +56,7 @@ class Mutant(NamedTuple):
     Attributes:
         path: path from the root of the repository.
         line: the first changed line, counted from 1.
-        old, new: the text at this place, and its replacement.
+        old, new: the original text, and its replacement.
         start, end: offsets in the file's bytes.
     """
 

@@ -28,8 +28,8 @@ def is_column(field: FieldDescriptorProto) -> bool:
 
 
 def with_columns(messages: dict[str, DescriptorProto], name: str) -> set[str]:
-    """Returns the names of the messages that have columns or contain such a message: `name` and the messages inside
-    it."""
+    """Returns the names of the messages that have columns, or contain a message with columns: `name` and the messages
+    inside it."""
     found: set[str] = set()
     for field in messages[name].field:
         inner = field.type_name.removeprefix(PACKAGE)
@@ -41,7 +41,7 @@ def with_columns(messages: dict[str, DescriptorProto], name: str) -> set[str]:
 
 
 def twin_of(public: FileDescriptorProto) -> FileDescriptorProto:
-    """Returns the twin. It imports messages without columns from the public file."""
+    """Returns the twin. The private file imports messages without columns from the public file."""
     messages = {message.name: message for message in public.message_type}
     names = {*ENVELOPES, *with_columns(messages, "Step"), *with_columns(messages, "StepReply")}
     twin = FileDescriptorProto(name=TWIN, package="quire.v1.packed", syntax="proto3", dependency=[PUBLIC])

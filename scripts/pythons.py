@@ -2,8 +2,8 @@
 
     python -m scripts.pythons --jobs 2 --without tests/client/test_first_hour.py
 
-Each Python gets an environment in build/, without torch, so tests that need a model are left out. In CI, `make test`
-runs those on each Python. The script names each Python that it does not find.
+Each Python gets an environment in build/, without torch, so the tests that need a model are left out. In CI, `make
+test` runs these tests on each Python. The script names each Python that it does not find.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL: Final = re.compile(r"^ *(?:import|from) (?:torch|transformers|quire_worke
 
 
 def with_a_model(without: Collection[str]) -> list[str]:
-    """Returns the test files that need a model, those that import such a file, and the named ones."""
+    """Returns the test files that need a model, the files that import one of these, and the named ones."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for part in PARTS for path in (ROOT / part).rglob("*.py")}
     found = {name for name, text in texts.items() if name in BY_COMMAND or MODEL.search(text)}
     while True:

@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "models" / "demo"
 END_OF_TEXT = "<|end|>"
-# Packages whose text is not prose about Python, and packages that some distributions leave out.
+# Packages with text that is not prose about Python, and packages that some distributions leave out.
 SKIPPED_PACKAGES = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "site-packages", "dist-packages"}
 )
@@ -45,7 +45,7 @@ REPORT_EVERY_STEPS = 50
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The hyperparameters of a run. The defaults are those of the shipped model."""
+    """The hyperparameters of a run. The defaults are the values of the shipped model."""
 
     steps: int = 3824
     seed: int = 0
@@ -212,7 +212,7 @@ def main() -> None:
     tokenizer = train_tokenizer(training, config.vocab_size)
     tokens = encode(tokenizer, training, recipe)
     held_out_tokens = encode(tokenizer, held_out, recipe)
-    model = LlamaForCausalLM(config).float()  # Training is in float32, whatever dtype is saved.
+    model = LlamaForCausalLM(config).float()  # Training is in float32, for every saved dtype.
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{len(training)} documents, {tokens.numel()} tokens, {parameter_count / 1e6:.1f} M parameters", flush=True)
     train(model, tokens, recipe)

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Writes the blocking half of the client: each `_async` folder has a generated `_sync` folder beside it.
+"""Writes the blocking half of the client: each `_async` folder has a generated `_sync` folder next to it.
 
     python scripts/unasync.py           # writes; `make format` calls it
     python scripts/unasync.py --check   # names files that differ from its output; `make check` calls it
 
-It converts a file of `_async` line by line: it drops `await` and `async`, and replaces names by their blocking form.
-Then ruff sorts the imports and formats. Code that really differs (connections, reading a stream, leases kept by a
-thread or a task) is written by hand in `quire._transport`, `quire._keep_alive` and `quire._owning`, under two names.
+It converts a file of `_async` line by line: it drops `await` and `async`, and replaces names with their blocking form.
+Then ruff sorts the imports and formats the file. Code that really differs (connections, reading a stream, leases kept
+by a thread or a task) is written by hand in `quire._transport`, `quire._keep_alive` and `quire._owning`, under two
+names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The blocks of commands and code in the documents, and what runs each of them.
+"""The blocks of commands and code in the documents, and the test that runs each of them.
 
 `tests/test_docs.py` fails for a block without an entry in `HOW`. An entry names the test file that runs the block, or
 the reason why no test can.
@@ -27,7 +27,8 @@ HOST: Final = "not run: makes users and services of the host"
 GPU: Final = "not run: needs a GPU"
 REASONS: Final = (TEXT, DOCKER, KUBERNETES, HOST, GPU)
 
-# page -> what runs its blocks, or why nothing does. A block of another kind has a line with its beginning.
+# for each page: the test that runs its blocks, or the reason why none does A block of another kind has a line with its
+# beginning.
 HOW: Final = {
     "ARCHITECTURE.md": TEXT,
     "CONTRIBUTING.md": HERE,

@@ -1,4 +1,6 @@
-"""No round of a benchmark, including warm-up, repeats another round's prompts, because it would find them cached."""
+"""No round of a benchmark, including the warm-up, repeats another round's prompts, because the cache would serve
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each figure in the README comes from a committed row, and its pictures are what the scripts draw."""
+"""Each figure in the README comes from a committed row, and its pictures are the ones that the scripts draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command that a document names within its text exists, with the options that are named beside it."""
+"""Every command that a document names in its text exists, with the options next to it."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def make_parser() -> Parser:
         type=_names,
         default=(),
         metavar="NAME,...",
-        help=f"namespaces that metrics name, at most {limits.METRIC_NAMESPACES_MAX}; all others together are `other`",
+        help=f"namespaces with their own label in metrics, at most {limits.METRIC_NAMESPACES_MAX}; others are `other`",
     )
     parser.add_argument(
         "--streams-per-caller",
@@ -95,7 +95,7 @@ def _share(text: str) -> float:
     """Returns a share of a pool."""
     share = float(text)
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"it is a share from 0 to 1, not {text}")
+        raise argparse.ArgumentTypeError(f"must be a share from 0 to 1, not {text}")
     return share
 
 
@@ -126,8 +126,8 @@ async def serve(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: an address is unsafe or taken, or the token file is unusable.
-        Exception: leases could not be checked any more. A process that continued would never take a pool from a dead
-            owner.
+        Exception: the server could not continue to check leases. A process that continued would never take a pool from
+            a dead owner.
     """
     stop = stop_event()
     server = Server(options, service_name="quire.v1.AllocatorService")

@@ -43,7 +43,7 @@ from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, translate, views
 from quire_allocator.wire.translate import require
 
-WAITERS_MAX: Final = 1_000  # owners already logged as waiting; the oldest are forgotten
+WAITERS_MAX: Final = 1_000  # owners whose waiting was logged; the oldest are forgotten
 log = structlog.get_logger()
 
 # How the core runs here, as `GetServerInfo` and the metrics report it.
@@ -110,7 +110,7 @@ class _Witness:
         self._counters.of(owner.name).observe_recovery(owner.pool, reported_block_count, seconds)
 
     def disagreed(self, owner: Ownership) -> None:
-        log.warning("an owner's tables differ from the allocator's, and it reports its pool again", pool=owner.name)
+        log.warning("an owner's tables differ from the allocator's, so it reports its pool again", pool=owner.name)
         self._counters.of(owner.name).disagreement_count += 1
 
     def resumed(self, owner: Ownership) -> None:
@@ -130,7 +130,7 @@ class _Witness:
     def quarantined(self, owner: Ownership, error: Exception) -> None:
         log.error("pool quarantined", pool=owner.name, exc_info=error)
         self._counters.quarantine_count += 1
-        if owner.unary:  # the pool is gone with its session; the owner of a stream attaches and reports it again
+        if owner.unary:  # the pool ended with its session; a stream's owner attaches and reports it again
             self._counters.forget(owner.name)
         self._watching.wake(owner.name)
 
@@ -142,7 +142,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         directory: the pools.
         counters: counts of calls and pools for metrics.
         check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
-        clock: seconds, never going back.
+        clock: returns seconds that never decrease.
         authorize: returns the permissions of a call's caller.
         streams_max: streams that one caller may hold.
     """
@@ -326,7 +326,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
 
 def add_to_server(service: AllocatorService, server: aio.Server) -> None:
-    """Adds the service to a server. `Session` and `Apply` read and write the messages whose columns are bytes."""
+    """Adds the service to a server. `Session` and `Apply` read and write the messages with columns of bytes."""
     session = grpc.stream_stream_rpc_method_handler(
         service.Session, packed.SessionRequest.FromString, packed.SessionReply.SerializeToString
     )

@@ -7,11 +7,11 @@ Lifecycle of a watch:
     3. following  events as they are published; a new session of the pool leads back to 2
     4. ended      by its caller, because the pool is gone, or because it fell behind the events that are kept
 
-If nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: the watcher knows then that it has
-missed nothing.
+If nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: it proves to the watcher that it has missed
+nothing.
 
 A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. The pool changes while
-a snapshot is sent, so the changes follow it (`CacheEvent` in the protocol tells watchers what to expect). Blocks in
+a snapshot is sent, so the changes follow it. `CacheEvent` in the protocol says how watchers handle this. Blocks in
 namespaces that the caller may not use are left out.
 """
 
@@ -121,7 +121,7 @@ class _Watcher:
         return session_id, cursor
 
     async def _snapshot(self, owner: Ownership) -> int:
-        """Sends all blocks that can be hit; returns the cursor from which the watch follows events."""
+        """Sends all blocks that can be hit. Returns the cursor for the watch to continue from."""
         session_id, pool = owner.session_id, owner.pool
         cursor = pool.log.last_cursor
 
@@ -146,7 +146,7 @@ class _Watcher:
             raise Refusal(
                 "WATCHER_SLOW", f"events after cursor {cursor} are no longer kept; start again with a snapshot"
             )
-        # A list, because the log drops old events while a message waits for a slow caller.
+        # A list, because the log drops old events while a slow caller blocks a message.
         for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
             if self._permissions.may_use(event.scope.namespace.name):
                 for message in _messages(owner.name, session_id, number, event):

@@ -1,4 +1,4 @@
-"""vLLM's KVCacheManager, driven as its scheduler drives it: look up, allocate, count as computed, free.
+"""vLLM's KVCacheManager, called as its scheduler calls it: look up, allocate, count as computed, free.
 
 Three things do not count against vLLM: making the `Request` (0.2 ms at 32 k tokens), appending tokens to it, and its
 hashes, except in the row of hashing.

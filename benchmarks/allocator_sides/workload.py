@@ -18,7 +18,7 @@ POOL_BLOCKS: Final = 100_000
 LONG_BLOCKS: Final = 2_048
 LONG_HIT_TOKENS: Final = LONG_BLOCKS * BLOCK_TOKENS
 LONG_TOKENS: Final = LONG_HIT_TOKENS + BLOCK_TOKENS // 2  # Like most prompts, it ends inside a block.
-LONG_COUNT: Final = 24  # prompts a round; they fill half of the pool
+LONG_COUNT: Final = 24  # prompts per round; they fill half of the pool
 FILLER_COUNT: Final = 25  # further prompts, so that every block is in use or cached
 HASH_COUNT: Final = 3
 SHORT_TOKENS: Final = 512
@@ -26,9 +26,9 @@ SHORT_BLOCKS: Final = SHORT_TOKENS // BLOCK_TOKENS
 SHORT_COUNT: Final = 64
 SEQUENCES: Final = 256  # sequences in a decode step
 WINDOW_TOKENS: Final = 512
-DECODE_STEPS: Final = BLOCK_TOKENS  # steps a round: every sequence fills one block
+DECODE_STEPS: Final = BLOCK_TOKENS  # steps per round: every sequence fills one block
 VOCABULARY: Final = 150_000
-SLIDING_GROUPS: Final = (0, 1, 5)  # sliding-window groups beside one group of full attention
+SLIDING_GROUPS: Final = (0, 1, 5)  # groups of sliding windows, in addition to one group of full attention
 
 
 class Operation(enum.StrEnum):
@@ -61,7 +61,7 @@ class Round(NamedTuple):
 
     Attributes:
         prompts: digests of `LONG_COUNT` long prompts, concatenated.
-        fillers: digests of `FILLER_COUNT` more.
+        fillers: digests of `FILLER_COUNT` further prompts.
         newcomers: digests of `LONG_COUNT` more prompts, admitted when the pool is full of cached blocks.
         tokens: the tokens of one long prompt.
         short: tokens of `SHORT_COUNT` prompts.
@@ -122,7 +122,7 @@ def draw_decoded(rounds: int) -> list[Decoded]:
 def cpu_us(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> tuple[float, list[Any]]:
     """Calls a function with each of the arguments; returns CPU microseconds of this thread per call, and the results.
 
-    The clock is read once for all calls, because reading it takes as long as the shortest of them.
+    The clock is read once for all calls, because reading it takes as long as the shortest call.
     """
     calls = list(calls)
     started = time.thread_time_ns()

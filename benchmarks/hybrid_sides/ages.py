@@ -1,19 +1,19 @@
 """An upper bound of hits for all policies that know how long ago a text was used, but not the future.
 
-Such a policy keeps a block for some time after its last use. It chooses this time once for all blocks, or once for each
-class of texts. With `turn_count` and length as classes, it can tell a session's first prompt from its second, and short
-texts from long ones. On average, the blocks that it keeps must fit into the pool:
+A policy of this kind keeps a block for some time after its last use. The policy chooses this time once for all blocks,
+or once for each class of texts. With `turn_count` and length as classes, the policy can distinguish a session's first
+prompt from its second, and short texts from long ones. On average, the blocks that it keeps must fit into the pool:
 
     sum over blocks of weight * min(age, time kept)   <=   requests * (pool - what running requests hold on average)
 
 Age is counted in requests. The `age` of a block that is never used again is the rest of the workload. For each price of
 a byte, every class has a best time. The sum of their gains and of the room's price is an upper bound; the result is the
 smallest of these bounds. The times are chosen with knowledge of the whole workload, hits may end at any block, and
-the blocks must fit only on average. So no policy of this kind hits more, and a real one hits less. Weights are those of
-`optimum.py`: a token costs its bytes of full attention, and its share of the tail of the text that computed it.
+the blocks must fit only on average. So no policy of this kind hits more, and a real one hits less. Weights are as in
+`optimum.py`. A token costs its bytes of full attention, and its share of its text's tail.
 
 `hit_ratio_learned` is the ratio with times that were chosen on other requests of the same kind, so a real policy could
-have learned them. Its classes may also use the time between a text's last two uses.
+have learned them. The classes may also use the time between a text's last two uses.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def by_turn_length_and_wait(touch: Touch) -> Class:
 
 
 def hit_ratio_max(requests: Sequence[Request], shape: Shape, pool_bytes: int, *, has_classes: bool) -> float:
-    """Returns the largest possible ratio of hit prompt tokens for a policy that knows ages. With `has_classes`, it also
-    knows the length of a text and which turn of its session it is."""
+    """Returns the largest possible ratio of hit prompt tokens for a policy that knows ages. With `has_classes`, the
+    policy also knows the length of a text, and the number of the turn in its session."""
     curves = _curves(requests, shape, by_turn_and_length if has_classes else all_alike)
     room = _room(requests, shape, pool_bytes)
     low, high = _prices(curves, curves, room)
@@ -81,7 +81,7 @@ def hit_ratio_learned(
     others: Sequence[Sequence[Request]], requests: Sequence[Request], shape: Shape, pool_bytes: int, classes: Classes
 ) -> float:
     """Returns the ratio of hit prompt tokens if each class is kept for the time that is best for all `others` together.
-    Remaining room goes to the blocks that would be kept next. These requests determine only how much is kept in all,
+    Remaining room goes to the blocks that would be kept next. These requests only determine how much is kept in total,
     so that it fits into the pool on average."""
     curves = _curves(requests, shape, classes)
     learned = _together([_curves(other, shape, classes) for other in others])
@@ -92,15 +92,17 @@ def hit_ratio_learned(
 
 
 def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
-    """Returns the average room of a pool beside the running request, in bytes."""
+    """Returns the average room of a pool next to the running request, in bytes."""
     computed = [request.computed_token_count for request in requests]
     running = sum(count * shape.full_token_bytes + shape.tail_bytes(count) for count in computed) / len(requests)
     return pool_bytes - running
 
 
 def _prices(learned: Curves, curves: Curves, room: float) -> tuple[float, float]:
-    """Returns two adjacent prices of a byte. At the first, the kept blocks do not fit; at the second, they do."""
-    low, high = 0.0, 1.0  # prices, in tokens for a byte kept during the whole workload
+    """Returns two adjacent prices of a byte. With the first price, the kept blocks do not fit; with the second price
+    they do.
+    """
+    low, high = 0.0, 1.0  # prices in tokens, for a byte kept during the whole workload
     for _ in range(PRICE_STEPS):
         price = (low + high) / 2
         low, high = (price, high) if _outcome(curves, learned, price)[0] > room else (low, price)
@@ -111,7 +113,7 @@ def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, floa
     """Returns the average kept bytes and the hit tokens, with the times that are best for `learned` at this price."""
     bytes_kept = tokens_hit = 0.0
     for key, (hits, kept) in curves.items():
-        if key in learned:  # Classes that were never seen are not kept.
+        if key in learned:  # Classes without any text so far are not kept.
             time = min(int(np.argmax(learned[key][0] - price * learned[key][1])), len(kept) - 1)
             bytes_kept += float(kept[time])
             tokens_hit += float(hits[time])
@@ -131,7 +133,7 @@ def _together(all_curves: Sequence[Curves]) -> Curves:
 
 
 def _curves(requests: Sequence[Request], shape: Shape, classes: Classes) -> Curves:
-    """Returns for each class the hit tokens and the average bytes, as functions of the time, in requests, for which its
+    """Returns the hit tokens and the average bytes of each class, as functions of the time, in requests, that its
     blocks are kept."""
     count = len(requests)
     curves: dict[Class, tuple[Floats, Floats]] = {}

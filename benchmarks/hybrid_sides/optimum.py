@@ -2,22 +2,22 @@
 cache hits everything.
 
 Between two requests the cache keeps some of the computed blocks. Request `j` can hit a block of full attention only if
-the block was kept since its last use. `j` can continue after `L` tokens only if the tail of `L` was kept too: the last
+the block was kept since its last use. `j` can continue after `L` tokens only if the tail of `L` was also kept: the last
 window of each windowed layer, and each state after `L` tokens. So a hit block costs, at every moment since its last
 use, its own bytes and its share of the tail. That share is `tail_bytes(L) / L` for each token, where `L` is the longest
-prefix that `j` could hit. No cache pays less: a shorter hit has a larger tail in proportion, and two hits on one path
-each need at least the share of their own blocks. For example:
+prefix that `j` could hit. No cache pays less: a shorter hit has a larger tail in proportion, and of two hits on one
+    path, each needs at least the share of its own blocks. For example:
 
     a chat of 8,192 tokens that take 4 KiB each for full attention, 32 MiB, and a tail of 5 windows of 1,023 tokens,
     20 MiB: each of its tokens costs 6.5 KiB
 
 A running request holds all of its full attention and its own last tail. The rest of the pool serves later hits.
-So the optimum chooses intervals whose weights never exceed the free room:
+So the optimum chooses intervals so that their weights never exceed the free room:
 
     moment 2 j       request j runs: pool - what it holds
     moment 2 j + 1   between requests j and j + 1: pool
 
-The linear relaxation of that choice is an upper bound (the flow-based offline optimum of Berger, Beckmann and
+The linear relaxation of this choice is an upper bound (the flow-based offline optimum of Berger, Beckmann and
 Harchol-Balter, SIGMETRICS 2018), and so is the relaxation's dual for any prices of a byte at each moment:
 
     sum of prices * room + sum over intervals of max(0, tokens - weight * sum of the prices of its moments)
@@ -88,7 +88,7 @@ def find_reuses(requests: Sequence[Request], shape: Shape) -> Reuses:
     running = np.zeros(2 * len(requests))
     for now, request in enumerate(requests):
         ids = request.text.block_ids()
-        since: dict[int, int] = {}  # request of the last touch -> number of blocks
+        since: dict[int, int] = {}  # for the request of the last touch: the number of blocks
         for block in ids[: (request.prompt_token_count - 1) // DIGEST_TOKENS]:
             if block not in touched:
                 break
@@ -108,7 +108,9 @@ def find_reuses(requests: Sequence[Request], shape: Shape) -> Reuses:
 
 
 def hit_ratio_max(reuses: Reuses, pool_bytes: int) -> float:
-    """Returns an upper bound of the ratio of hit prompt tokens for a cache of this size. It can hold each request."""
+    """Returns an upper bound of the ratio of hit prompt tokens for a cache of this size. The cache can hold each single
+    request.
+    """
     room = pool_bytes - reuses.running_bytes
     reached = _greedy(reuses, room)
     prices = _equal_prices(reuses, room)
@@ -147,7 +149,7 @@ def _bound(reuses: Reuses, room: Floats, prices: Floats) -> tuple[float, Floats]
 
 
 def _equal_prices(reuses: Reuses, room: Floats) -> Floats:
-    """Returns the best prices among those that are equal at all moments: the highest bids get the bytes first."""
+    """Returns the best prices among prices that are equal at all moments: the highest bids get the bytes first."""
     bids = _bids(reuses)
     order = np.argsort(-bids)
     sold = np.searchsorted((reuses.token_count / bids)[order].cumsum(), room.sum())

@@ -50,7 +50,7 @@ class QuireSide:
         return cls((group,), pool_bytes // page_bytes, chunk_tokens)
 
     def serve(self, request: Request) -> int:
-        """Runs one request to its end; returns the tokens of its prompt that were cached."""
+        """Runs one request to its end; returns how many tokens of its prompt were cached."""
         sequence, prompt = next(self._ids), request.prompt_token_count
         digests = request.digests(self._digest_tokens)
         own = digests[: prompt // self._digest_tokens * DIGEST_BYTES]
@@ -70,7 +70,7 @@ class QuireSide:
         return matched
 
     def _compute(self, sequence: int, done: int, prompt: int, told: Sequence[int], digests: bytes) -> bool:
-        """Computes a prompt in chunks that also end where the pool `told`; returns whether there was room."""
+        """Computes a prompt in chunks that also end at the stops of the pool; returns whether there was room."""
         while done < prompt:
             stops = [done + self._chunk_tokens, prompt, *told]
             if self._checkpoint_tokens:  # A chunk leaves a state only at its end.
@@ -82,7 +82,7 @@ class QuireSide:
         return True
 
     def _decode(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
-        """Computes an answer. It goes from block edge to block edge, because the pool changes only there."""
+        """Computes an answer. The loop goes from block edge to block edge, because the pool changes only there."""
         size = self._digest_tokens
         while done < end:
             until = min((done // size + 1) * size, end)

@@ -1,6 +1,6 @@
-"""The cached bytes of a model's layers, and the pages in which Quire's planner puts them.
+"""The cached bytes of a model's layers, and the pages that Quire's planner puts them into.
 
-Every side gets the same bytes and lays them out by its own rule: Quire's pool by `quire.planning`, vLLM's by vLLM's own
+Every side gets the same bytes and has its own layout: Quire's pool from `quire.planning`, vLLM's pool from vLLM
 (`vllm_side.py`). The optimum has no layout, because it counts bytes of tokens and states.
 """
 
@@ -17,7 +17,7 @@ from quire.types import GroupKind
 
 CONFIGS: Final = Path(__file__).parents[2] / "tests" / "client" / "configs"
 STATE_DTYPE: Final = "bfloat16"  # vLLM's default dtype of states
-WINDOW_TOKENS: Final = 1_024  # for the shape that no real model has
+WINDOW_TOKENS: Final = 1_024  # window of the shape that no real model has
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Shape:
         return sum(layer.state_bytes for layer in self.layers)
 
     def tail_bytes(self, token_count: int) -> int:
-        """Counts the bytes that a prefix of this many tokens needs beside full attention, so that a prompt can continue
-        there.
+        """Counts the bytes that a prefix of this many tokens needs in addition to full attention, so that a prompt can
+        continue there.
 
         The next token reads the `window - 1` tokens before it (fewer in a short prefix), and one state. With windows
         of 1,024 in five layers of 4 KiB a token, a prefix of 8,192 tokens needs 5 * 1,023 * 4 KiB, 20 MiB.
@@ -69,8 +69,8 @@ class Shape:
         return kept + self.state_bytes
 
     def running_bytes(self, token_count: int, pass_token_count: int) -> int:
-        """Counts the bytes of a request of this many tokens during its last pass. It has three states: the first,
-        the running one, and a checkpoint."""
+        """Counts the bytes of a request of this many tokens during its last pass. The pool has room for three states:
+        the first one, the running one, and a checkpoint."""
         windowed = [layer for layer in self.layers if layer.window]
         kept = sum(min(token_count, layer.window + pass_token_count) * layer.token_bytes for layer in windowed)
         return token_count * self.full_token_bytes + kept + 3 * self.state_bytes

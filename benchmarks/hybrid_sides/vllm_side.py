@@ -1,10 +1,10 @@
 """vLLM's KVCacheManager in process, driven as its scheduler drives it, with its own groups and page sizes.
 
-Its `prefix_cache_retention_interval` (0.33) has two values here. None is *dense*: vLLM caches every full block of
+vLLM's `prefix_cache_retention_interval` (0.33) has two values here. None is *dense*: vLLM caches every full block of
 sliding windows and every state at a block edge. 0, the default, is *sparse*. vLLM then caches the blocks of windowed
-groups that a hit at the end of a prompt needs, and the state at the last block edge before it. It caches both at a
-junction, too, where the lookup found that only full attention continues. The other blocks get no hash, so they are free
-as soon as they fall out of the window. The scheduler ends a chunk at a junction, so that its state exists.
+groups that a hit at the end of a prompt needs, and the state at the last block edge before it. At a junction, where
+only full attention continues, vLLM caches both as well. The other blocks get no hash, so they are free as soon as they
+fall out of the window. The scheduler ends a chunk at a junction, so that its state exists.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class VllmSide:
         self._names = map(str, count())
 
     def serve(self, request: Request) -> int:
-        """Runs one request to its end; returns the tokens of its prompt that were cached."""
+        """Runs one request to its end; returns how many tokens of its prompt were cached."""
         from vllm.v1.request import Request as VllmRequest
         from vllm.v1.request import RequestStatus
 
@@ -149,11 +149,11 @@ def _layer_specs(shape: Shape) -> dict[str, Any]:
 
 
 def _scheduler(specs: dict[str, Any], block_tokens: int, chunk_tokens: int) -> Any:
-    """Returns the method by which vLLM's scheduler ends chunks where a state is kept, bound to the attributes that it
+    """Returns the method of vLLM's scheduler that ends chunks where a state is kept, bound to the attributes that it
     reads.
 
-    States are written at the ends of chunks, as with kernels that cannot save a state inside a chunk. This takes one
-    more pass and keeps the same states.
+    States are written at the ends of chunks, as with kernels that cannot save a state inside a chunk. This method takes
+    one more pass and keeps the same states.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -1,7 +1,7 @@
-"""Requests, one after another. Their texts form trees: a text continues another one, or diverges from it.
+"""Requests, one after another. The texts of requests form trees: a text continues another text, or diverges from it.
 
-A *stretch* is a piece of text that follows one certain stretch, so equal stretches mean equal prefixes. The stretch in
-which a block ends and its place there identify the block, so digests need no text and no hashing.
+A *stretch* is a piece of text that follows one certain stretch, so equal stretches mean equal prefixes. A block is
+identified by the stretch where it ends and its place there, so digests need no text and no hashing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple
 
-DIGEST_TOKENS: Final = 16  # every block size is a multiple of it
+DIGEST_TOKENS: Final = 16  # every block size is a multiple of this
 DIGEST_BYTES: Final = 32
 TRACE_BLOCK_TOKENS: Final = 512
 _NUMBERS = count(1)
@@ -24,7 +24,7 @@ class Stretch:
     """A piece of text that follows its parent.
 
     Attributes:
-        parent: the stretch before it; None at the beginning of a text.
+        parent: the previous stretch; None at the beginning of a text.
         number: a unique number.
         end: the tokens of this stretch and all its ancestors.
     """
@@ -38,14 +38,14 @@ class Stretch:
         self.end: int = (parent.end if parent else 0) + token_count
 
     def then(self, token_count: int) -> Stretch:
-        """Returns a new text that continues this one. It differs from all other continuations."""
+        """Returns a new text that continues this one. The new stretch differs from all other continuations."""
         return Stretch(self, token_count)
 
     def block_ids(self) -> list[int]:
         """Returns one number for each full block of `DIGEST_TOKENS` tokens; equal ones mean equal prefixes.
 
-        A block belongs to the stretch in which it ends: with stretches of 24 and 40 tokens, the second block (tokens
-        16 to 31) belongs to the second stretch.
+        A block belongs to the stretch where it ends. Example: with stretches of 24 and 40 tokens, the second block
+        (tokens 16 to 31) belongs to the second stretch.
         """
         path: list[Stretch] = []
         stretch: Stretch | None = self
@@ -127,7 +127,7 @@ QUICK_SCALE: Final = Scale(12, 5, 2_500, 100, 60, 2_000, 12, 5, 5, 15, 4_096)
 
 
 def chats_in_turn(scale: Scale) -> Iterator[Request]:
-    """Yields rounds in which each chat, in turn, sends its whole text so far and a new message."""
+    """Yields rounds. In each, every chat sends its whole text so far and a new message."""
     dice = random.Random(1)
     texts = [Stretch(None, scale.first_tokens + dice.randrange(64)) for _ in range(scale.chat_count)]
     for _ in range(scale.round_count):
@@ -138,7 +138,7 @@ def chats_in_turn(scale: Scale) -> Iterator[Request]:
 
 
 def edited_turns(scale: Scale) -> Iterator[Request]:
-    """Yields chats in turn. Every message is sent again one round later, edited somewhere in its middle."""
+    """Yields chats that take turns. Every message is sent again one round later, edited somewhere in its middle."""
     dice = random.Random(2)
     texts = [Stretch(None, scale.first_tokens + dice.randrange(64)) for _ in range(scale.chat_count)]
     edited: list[Stretch | None] = [None] * scale.chat_count
@@ -192,8 +192,8 @@ def agents(scale: Scale) -> Iterator[Request]:
 def trace(file: Path, session_share: int, token_count_max: int, sample: int = 0) -> Iterator[Request]:
     """Yields the requests of one in `session_share` sessions of a trace, in order, without the longest.
 
-    The kept sessions repeat as often and as soon as before, among fewer others, so the working set shrinks with the
-    share (spatial sampling, Waldspurger et al., FAST '15). Requests with the same second block are one session; the
+    The kept sessions repeat as often and as soon as before, but among fewer sessions. So the working set shrinks with
+    the share (spatial sampling, Waldspurger et al., FAST '15). Requests with the same second block are one session; the
     first block is a system prompt that almost all share.
 
     Args:

@@ -32,7 +32,7 @@ STEP_OPERATIONS = 256
 
 
 def done(results: list[Any], matched_token_count: int = 0) -> None:
-    """Checks that the results are those of the named operations."""
+    """Checks that the results have the outcome of the named operations."""
     for each in results:
         assert getattr(each, "result", each) is Result.OK, each
         assert getattr(each, "matched_token_count", matched_token_count) == matched_token_count, each
@@ -46,7 +46,7 @@ class Counted(NamedTuple):
         unit: what is counted, for example a block.
         per_call: units in a call.
         calls: function and arguments of each counted call, prepared beforehand.
-        check: raises if the results are not those of the named operation.
+        check: raises if the results have another outcome than the named operation.
     """
 
     name: str
@@ -83,7 +83,9 @@ def used_pool(sliding: int = 0) -> Pool:
 
 
 def prompt_operations(sliding: int, where: str) -> list[Counted]:
-    """Returns operations on a prompt: allocate it, publish it, hit it, fork it, free it, and evict others for it."""
+    """Returns operations on a prompt: allocate it, publish it, hit it, fork it, free it, and evict other blocks
+    for it.
+    """
     pool, digests = used_pool(sliding), prompts(1)
     unit = f"prompt of {PROMPT_BLOCKS} blocks"
     ids = range(100, 100 + PROMPTS)
@@ -125,7 +127,7 @@ def decode_operation(sliding: int, where: str) -> Counted:
 
 
 def match_operation() -> Counted:
-    """Returns lookups of prompts whose first half is cached."""
+    """Returns lookups of prompts with a cached first half."""
     pool, known = used_pool(), prompts(1)
     admit(pool, 100, known)
     half = PROMPT_BLOCKS // 2 * DIGEST_BYTES
@@ -214,7 +216,7 @@ def metrics_operations() -> list[Counted]:
     function, arguments = observed(opened)
     function(*arguments)  # The first call creates the metric's samples.
     assert counters.sample is not None
-    counters.sample._follow(counters.sample._first_least)  # as in a pool that has seen many blocks
+    counters.sample._follow(counters.sample._first_least)  # as in a pool that has used many blocks
     new = [StepBuilder().allocate(500 + i, PROMPT_TOKENS + 1, own) for i, own in enumerate(prompts(1))]
     fresh = [observed(builder) for builder in new]
     for step in range(1, BLOCK_TOKENS + 1):

@@ -18,7 +18,9 @@ from quire_gateway.server import main
 
 
 def count_on_signals(library: str, answers: int) -> None:
-    """Lets signals start and stop the counter of counter.c. Each writes a byte to the file descriptor `answers`."""
+    """Lets signals start and stop the counter of counter.c. Each process writes a byte to the file descriptor
+    `answers`.
+    """
     counter, numbers = ctypes.CDLL(library), itertools.count()
 
     def start(_signal: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """Attention over pages on a CPU: the worker's path, and code that uses PyTorch alone.
 
-All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]`. Their indices, masks and compilations are
+All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]`. Indices, masks and compilations are
 prepared. Only the work that each layer repeats is timed; the sides take turns.
 
     torch          the worker's path without its kernels: plain torch, planned the same way
@@ -38,7 +38,7 @@ HEADS = {"4/2 heads of 64": (4, 2, 64), "32/8 heads of 128": (32, 8, 128)}
 BATCHES = (1, 16, 64)
 CONTEXTS = (128, 2048)
 CHUNK_TOKENS = 512  # new tokens in a forward pass, over all sequences
-ROUNDS_S = 0.5  # least time for a case: the shortest calls take microseconds
+ROUNDS_S = 0.5  # shortest time for a case, because the shortest calls take microseconds
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 

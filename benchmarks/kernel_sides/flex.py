@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 QUERY_BLOCK = 128
-NOWHERE = 1 << 40  # position of pages of other requests: later than every query, so masked
+NOWHERE = 1 << 40  # position for pages of other requests: later than every query, so masked
 
 Side = Callable[[], torch.Tensor]
 
@@ -21,7 +21,7 @@ def flex_side(
     pages: torch.Tensor, table: torch.Tensor, query: torch.Tensor, context: int, *, packed: bool = False,
     query_block: int = QUERY_BLOCK, kernel_options: Any = None,
 ) -> Side:  # fmt: skip
-    """Returns a side for one batch of sequences of one length. Its first call compiles it.
+    """Returns a side for one batch of sequences of one length. The first call compiles the function.
 
     Args:
         pages: `[pool, 2, page_size, kv_heads, head_dim]`.
@@ -57,11 +57,12 @@ def page_mask(
     table: torch.Tensor, *, key_length: int, block: int, query_length: int, queries: int, context: int,
     query_block: int,
 ) -> BlockMask:  # fmt: skip
-    """Returns the mask: for each block of queries, the pages that all of its queries see, and those that some see.
+    """Returns the mask: for each block of queries, the pages that all of its queries see, and the pages that only some
+    see.
 
     Args:
         table: int64 `[batch, pages of a sequence]`.
-        key_length: rows of the pool, pages of keys and values in turn, without the last page.
+        key_length: rows of the pool, pages of keys and values alternately, without the last page.
         block: tokens of a page.
         query_length: rows of queries; equals `queries` unless heads are packed.
         queries: number of queries of a sequence, the last of its context.

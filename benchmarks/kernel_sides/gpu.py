@@ -4,10 +4,10 @@ Two speeds are measured first: a copy of 4 GiB (bytes read and written), and a m
 dtype. One share compares the bytes that a launch must move at least with the copy. The other compares the operations of
 the pairs that a causal mask leaves with the matrix product. Before any timing, the results of a batch's sides
 (`gpu_scenes.py`) are compared: Quire's with plain float32 for a few tokens, every peer's with Quire's for all tokens. A
-side that differs is not timed, and its row says so. Then all sides are launched in turn, in random order, each with
-cold caches. Rows have medians, and medians of the ratios of each round.
+side that differs is not timed, and its row says so. Then all sides are launched one after another, in random order,
+each with cold caches. Rows have medians, and medians of the ratios of each round.
 
-A side may be left out by rule, for lack of time, or because it failed. Its row says why.
+A side may be left out by rule, for lack of time, or because it failed. The case's row says why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernel_sides.gpu_goals import Row
 from kernel_sides.gpu_scenes import Scene, scene_of
 
 PEERS = ("vllm", "sdpa", "flex", "torch", "triton")
-ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # for each case, after one uncounted round
+ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # rounds for each case, after one uncounted round
 FLUSH_BYTES, COPY_BYTES, MATRIX_SIZE = 2 << 30, 4 << 30, 8192
 COMPARED_TOKENS = 1 << 14  # tokens compared at once, so that temporaries stay small
 # Largest difference in a head's row, divided by the row's root mean square. Two roundings to bfloat16 differ by up to
@@ -61,8 +61,8 @@ class CudaTimer:
     def __call__(self, side: Side) -> float:
         """Runs one side and returns its time on the device in milliseconds."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Reads for half a millisecond. This clears the cache and leaves nothing to write back, and the host issues
-        # the measured side before the device reaches it.
+        # Reads for half a millisecond. This read clears the cache and leaves nothing to write back. The host issues the
+        # measured side before the device reaches it.
         self._other.sum()
         start.record()
         side()
@@ -121,7 +121,7 @@ def time_sides(sides: dict[str, Side], timer: Timer, rounds: int) -> dict[str, l
 
 @torch.inference_mode()
 def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), scene: Scene | None = None) -> Row:
-    """Returns one row. It notes a peer that fails or differs; Quire's errors are raised.
+    """Returns one row. A peer that fails or differs is noted. Quire's errors are raised.
 
     Raises:
         ValueError: Quire's result differs from the reference.

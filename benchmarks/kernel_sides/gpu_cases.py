@@ -27,7 +27,7 @@ PAGE_SIZES = (16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """The shape of attention in which query heads share keys and values."""
+    """The shape of attention with query heads that share keys and values."""
 
     name: str
     query_heads: int
@@ -41,7 +41,7 @@ class Grouped:
 
     @property
     def query_elements(self) -> int:
-        """Counts the elements of one token's queries. Its results have as many elements, or fewer."""
+        """Counts the elements of one token's queries. The results have at most as many elements."""
         return self.query_heads * self.head_dim
 
     @property
@@ -52,7 +52,7 @@ class Grouped:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """The shape of attention in which heads share a latent vector and its positional part. Queries are absorbed."""
+    """The shape of attention with heads that share a latent vector and its positional part. Queries are absorbed."""
 
     name: str
     query_heads: int
@@ -66,7 +66,7 @@ class Latent:
 
     @property
     def query_elements(self) -> int:
-        """Counts the elements of one token's queries. Its results have as many elements, or fewer."""
+        """Counts the elements of one token's queries. The results have at most as many elements."""
         return self.query_heads * (self.latent + self.positional)
 
     @property
@@ -85,7 +85,7 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch of sequences of one length: decode of their newest tokens, or prefill of whole prompts."""
+    """One batch of sequences of equal length: decode of their newest tokens, or prefill of whole prompts."""
 
     work: str  # one of WORKS
     shape: Shape

@@ -1,4 +1,5 @@
-"""A case's tensors on scattered pages, and its sides. A side is the work that a layer repeats; all else is prepared.
+"""A case's tensors on scattered pages, and its sides. A side is the work that a layer repeats. Everything else is
+prepared.
 
     quire    the Triton kernels under FlashInfer's names
     vllm     vLLM's Triton kernel on the same pages
@@ -119,7 +120,7 @@ class GroupedScene:
         return run
 
     def flex(self) -> Side:
-        """Returns the side "flex". Its tiles of keys must divide a page."""
+        """Returns the side "flex". A peer's tiles of keys must divide a page."""
         options = {"BLOCK_N": min(64, self.case.page_size)} if self.query.is_cuda else None
         return flex_side(self.pool.pages, self.pool.table, self.query, self.case.context, kernel_options=options)
 

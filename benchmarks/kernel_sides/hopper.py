@@ -1,4 +1,4 @@
-"""Turns off the kernels for Hopper chips for a while, so that the kernels that they replaced can be timed."""
+"""Turns off the kernels for Hopper chips for a while, so that the older kernels can be timed."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Batch:
 def error_of(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> tuple[float, bool]:
     """Returns the largest error, and whether all are within tolerance, absolute plus relative. NaN always fails."""
     actual = actual.double()
-    same = actual == expected  # True also for equal infinities, whose difference is NaN.
+    same = actual == expected  # True also for equal infinities, because their difference is NaN.
     difference = torch.where(same, 0.0, (actual - expected).abs())
     within = difference <= tolerance + tolerance * expected.abs()
     largest = float(difference.nan_to_num(torch.inf, torch.inf).max()) if difference.numel() else 0.0

@@ -1,9 +1,9 @@
 """A check of a new GPU: errors of decode against float64, and times, on shapes that take a few seconds.
 
-Each check yields a row as soon as it is known: the shape, the largest error of a head's row divided by the row's root
-mean square, the largest error of lse, and on a GPU the median time of a launch. Latent attention is checked twice, with
-the Hopper kernel and the Triton kernel, under the same division of work. Without a GPU the interpreter runs smaller
-shapes.
+Each check yields a row as soon as it has a result: the shape, the largest error of a head's row divided by the row's
+root mean square, the largest error of lse, and on a GPU the median time of a launch. Latent attention is checked twice,
+with the Hopper kernel and the Triton kernel, under the same division of work. Without a GPU the interpreter runs
+smaller shapes.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ GROUPED = (  # lengths of the requests, query heads, KV heads, page size
     ([0, 1, 63, 64, 65, 4000, 129, 16, 17], 28, 4, 64),
 )
 GROUPED_TINY = (([70, 3, 0], 6, 2, 16),)
-REFERENCE_KEYS = 1 << 15  # The reference covers first requests up to this many keys: float64 is slow.
-KERNELS = {"triton": "0", "gluon": "1"}  # value of QUIRE_HOPPER that selects each
-ROW_TOLERANCE = 0.1  # times a row's root mean square, for the reason given in `gpu.py`
+REFERENCE_KEYS = 1 << 15  # The reference covers the first requests, up to this many keys, because float64 is slow.
+KERNELS = {"triton": "0", "gluon": "1"}  # the value of QUIRE_HOPPER that selects each kernel
+ROW_TOLERANCE = 0.1  # as a multiple of a row's root mean square, for the reason in `gpu.py`
 ROUNDS, FLUSH_BYTES = 20, 256 << 20
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # divisors: the model has 4,096 positions, the trace prompts of 126,000 tokens
+PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # divisors: the model has 4,096 positions, and the trace prompts of 126,000 tokens
 OUTPUT_TOKENS_MIN = 2  # The time per token needs two tokens.
 
 
@@ -21,7 +21,7 @@ class Arrival(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The times of a request, in seconds after its arrival; None if it was refused."""
+    """The times of a request, in seconds after its arrival; None if the request was refused."""
 
     first_token_s: float | None
     last_token_s: float | None

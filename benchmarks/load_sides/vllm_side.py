@@ -1,7 +1,8 @@
 """vLLM's AsyncLLM on a CPU: `python -m load_sides.vllm_side FOLDER CACHE_TOKENS`, with the Python that has vLLM.
 
-It reads a JSON list of arrivals a line, serves each at its time, and answers with a list of outcomes. Its engine runs
-in its own process, as in vLLM's server and like Quire's worker, without HTTP or a detokenizer.
+The process reads one JSON list of arrivals per line, serves each arrival at its time, and answers with a list of
+outcomes. vLLM's engine runs in its own process, as in vLLM's server and like Quire's worker, without HTTP or a
+detokenizer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ async def main() -> None:
     """Loads the model, reports that it is ready, and answers until its input ends."""
     os.environ.update(ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Libraries print to standard output; the answers must not mix with that.
+    os.dup2(2, 1)  # Libraries print to standard output, and the answers must not mix with that.
     from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found,unused-ignore]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]

@@ -13,7 +13,7 @@ from quire_allocator.core.pool import Pool
 from quire_worker.cache import CacheSpec, KVCache
 from quire_worker.state_pages import StateKey, StateTensor
 
-PASS_TOKENS = 512  # tokens computed at a time
+PASS_TOKENS = 512  # number of tokens computed at a time
 BLOCK_SIZE = 16
 KEY = StateKey("recurrent", 0)
 
@@ -69,8 +69,8 @@ class Tensors(NamedTuple):
     Attributes:
         planned: blocks times bytes of a block.
         buffers: bytes of the buffers that the worker makes.
-        layers_differ: layers with other than the planned bytes or another place in the page, or whose state is not read
-            back as written.
+        layers_differ: layers that have other bytes or another place in the page than planned, or a state that is not
+            read back as written.
     """
 
     planned: int

@@ -25,7 +25,7 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 
 TRACE_BLOCK_TOKENS = 512
-FIRST_OUTPUT_TOKEN = 1 << 30  # above every prompt's tokens
+FIRST_OUTPUT_TOKEN = 1 << 30  # higher than every prompt's tokens
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 
 
@@ -127,7 +127,7 @@ class Traffic:
             self.scheduler.extend(sample, token, is_stop=False)
 
     def _slots(self) -> Slots:
-        """Counts the current slots. The pool counts only what its owner has reported."""
+        """Counts the current slots. The pool counts only blocks that its owner has reported."""
         holders = [sample for sample in self.scheduler.roster.running if sample.tables]
         room = sum(sample.table_length * self._block_size - sample.computed for sample in holders)
         held_blocks = {block for sample in holders for block in sample.tables[0]}

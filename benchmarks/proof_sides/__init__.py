@@ -1,4 +1,4 @@
-"""The parts of `scripts/gpu_proof.py`. Each is a process, `python -m proof_sides.NAME`.
+"""The parts of `scripts/gpu_proof.py`. Each part is a process, `python -m proof_sides.NAME`.
 
 rows          writes a part's results
 goals         checks the rows against the goals

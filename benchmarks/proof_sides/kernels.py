@@ -1,4 +1,4 @@
-"""Speed of attention beside the chip's limits, for the cases with goals, the most important first.
+"""Speed of attention compared with the chip's limits, for the cases with goals, the most important first.
 
 Each row of a case has Quire's kernel and SDPA on dense keys. Where a kernel for Hopper chips replaced an older one, the
 row has the older one too ("triton"). Further rows compare fp8 pages with bfloat16 pages (`fp8`). Without a GPU, tiny
@@ -41,7 +41,7 @@ CASES: tuple[Case, ...] = (
     Case("prefill", LLAMA, 1, 32_768, 16),
     Case("decode", MLA, 256, 1024, 16),
 )
-GOALS, FP8_S = 7, 12.0  # cases with goals; the seconds that fp8 takes, mostly to compile
+GOALS, FP8_S = 7, 12.0  # cases with goals; the seconds for fp8, mostly to compile
 TINY_SHAPE = Grouped("heads", 4, 2, 32)
 TINY = (
     Case("prefill", TINY_SHAPE, 1, 40, 16),

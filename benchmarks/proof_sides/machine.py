@@ -68,7 +68,7 @@ def _version(package: str) -> str:
 
 
 def _note_imports() -> None:
-    """Writes whether the packages of all other parts can be imported, so that a missing one is known at once."""
+    """Writes whether the packages of all other parts can be imported, so that a missing package is reported at once."""
     modules = ("quire_worker.process.server", "quire_allocator.server", "quire.cli.plan")
     started = [
         subprocess.Popen([sys.executable, "-c", f"import {each}"], stderr=subprocess.PIPE, text=True)

@@ -76,8 +76,8 @@ class Bounds:
         return read / self._speed.copied_bytes_per_s
 
     def prompt_s(self, tokens: int) -> float:
-        """Returns the least time of a prompt. It has two operations for each parameter and token, and four for each
-        pair of a query's and a key's element that a causal mask leaves."""
+        """Returns the least time of a prompt. A pass has two operations for each parameter and token, and four for each
+        pair of a query's and a key's element within the causal mask."""
         pairs = tokens * (tokens + 1) // 2
         products = 2 * (self._layers * self._layer * tokens + self._head)
         return (products + 4 * self._layers * self._query * pairs) / self._speed.multiplied_per_s

@@ -40,16 +40,16 @@ ON_GPU = (
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
 SIDES_S = {"generate": 150.0, "generate_batch": 60.0}  # time limits; `generate` compiles for most of it
-# Numbers of requests whose processes are on the GPU at the same time: all three of `generate` might not fit.
+# Numbers of requests that run on the GPU at the same time: all three processes of `generate` might not fit.
 TOGETHER = {"generate": ((1, 128), (32,)), "generate_batch": ((32, 1, 128),)}
 VOCABULARY = 256  # tokens to draw their prompts from
-# Environments for the worker. They are tried in turn until it answers.
+# Environments for the worker. The worker is started with one environment after another until it answers.
 SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "1"},
     {"QUIRE_LAUNCH_AHEAD": "0"},
     {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
 )
-# A second measurement of `decode`, and its time limit: each pass starts after the previous one has ended.
+# A second measurement of `decode`, and its time limit. In it, each pass starts after the previous one has ended.
 WAITING: dict[str, str] = {"QUIRE_LAUNCH_AHEAD": "0"}
 WAITING_S = 60.0
 FIRST, FIRST_S = (64, 8), 15.0  # prompt and output tokens of the first requests, and their time limit
@@ -105,9 +105,9 @@ def _quire_rows(
     has_gpu: bool,
     sides: Collection[str],
 ) -> Iterator[Row]:
-    """Yields a row that names the first of `SETTINGS` with which the worker answers, and that setting's rows. If it is
-    the first setting, adds rows of `decode` under `WAITING`: side "quire, waiting", with its turn divided by the
-    other's."""
+    """Yields a row with the name of the first of `SETTINGS` that makes the worker answer, and the rows of this setting.
+    If it is the first setting, adds rows of `decode` under `WAITING`: side "quire, waiting", with its turn divided by
+    the usual one."""
     turns_ms: dict[tuple[int, int], float | None] = {}
     bounds = Bounds(model, speed, element_bytes=2)
     environment = {"QUIRE_PROBE_DUMMY": "1"} if has_gpu else {}
@@ -198,7 +198,7 @@ def _transformers_rows(
 
 
 class _Warmed:
-    """A side of transformers in its own process, with its workloads. It is killed at `ended_at`."""
+    """A side of transformers in its own process, with its workloads. The process is killed at `ended_at`."""
 
     def __init__(self, command: list[str], workloads: list[Workload], log: Path, ended_at: float) -> None:
         self._command, self._workloads, self._log, self._ended_at = command, workloads, log, ended_at
@@ -207,7 +207,7 @@ class _Warmed:
         self._start_s, self._error = 0.0, ""
 
     def start(self) -> _Warmed:
-        """Loads the model and warms it up, with the same lengths where transformers compiles for them."""
+        """Loads the model and warms it up, with the same lengths if transformers compiles for each length."""
         started = time.monotonic()
         try:
             self._process = Side(self._command, log=self._log, on_start=self._kill_in_time)

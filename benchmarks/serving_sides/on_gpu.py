@@ -1,5 +1,5 @@
-"""The measurements of serving on a GPU, beside the chip's limits. `serving.py --device cuda` and the GPU proof use
-them.
+"""The measurements of serving on a GPU, compared with the chip's limits. `serving.py --device cuda` and the GPU proof
+use them.
 
     decode        tokens a second, beside the bound: bytes of weights and pages divided by the speed of a copy
     first token   its time for a single prompt, beside the bound: operations divided by the speed of a matrix product
@@ -7,7 +7,7 @@ them.
     memory        blocks that fit, beside the number of `quire plan`
     profile       kernels of a turn, by their time
 
-`decode` counts only passes in which all requests decode, timed on the device. Rows of `whole` rounds include prompts
+`decode` counts only the passes where all requests decode, timed on the device. Rows of `whole` rounds include prompts
 and are timed at the client; their bound is the sum for prompts and passes.
 """
 
@@ -35,13 +35,13 @@ TOP_LINES = 20
 PROFILED_S = 0.4
 PROFILED_OUTPUT = 400  # tokens of each output: decode must outlast the trace
 PROFILE_S = 15.0  # time limit for a profile
-LONGEST = 5  # how many of the longest gaps between passes a row lists
+LONGEST = 5  # number of the longest gaps between passes in a row of the table
 MATTERS_MOST = 3  # number of `decode` workloads that are measured first
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measurements of one run. They run in this order while there is time.
+    """The measurements of one run. The workloads run in this order while there is time.
 
     Attributes:
         decode: numbers of requests, tokens of each prompt, tokens of each output.
@@ -75,7 +75,8 @@ def measure(
         wanted: the measurements.
         bounds: the limits to compare with.
         left_s: returns the seconds left.
-        others_s: seconds to keep for other sides. With fewer left, only the most important workloads are measured.
+        others_s: seconds to reserve for other sides. With less time left, only the most important workloads are
+            measured.
 
     Raises:
         TimeoutError: the worker did not answer in time.
@@ -98,7 +99,9 @@ def measure(
 def decode_rows(
     stack: ProbedStack, wanted: Measurement, bounds: Bounds, left_s: Callable[[], float], *, side: str
 ) -> Iterator[Row]:
-    """Yields the most important rows of `decode`, under the name `side`. The other arguments are those of `measure`."""
+    """Yields the most important rows of `decode`, under the name `side`. The other arguments are the same as for
+    `measure`.
+    """
     for sizes in wanted.decode[:MATTERS_MOST]:
         for row in _decode(stack, sizes, wanted.rounds, bounds, left_s):
             yield row | {"side": side}
@@ -141,7 +144,7 @@ def _rounds(
 
 
 def decode_row(rounds: list[Round], workload: Workload, bounds: Bounds) -> Row:
-    """Returns the row of one workload: the times of its rounds, beside its bounds."""
+    """Returns the row of one workload: the times of its rounds, compared with its bounds."""
     count, prompt, output = workload.request_count, workload.prompt_tokens, workload.output_tokens
     pairs = [pair for each in rounds for pair in decoding_pairs(each.passes, count)]
     turn_ms, gpu_ms, idle = turn_of(pairs)
@@ -170,13 +173,13 @@ def decode_row(rounds: list[Round], workload: Workload, bounds: Bounds) -> Row:
 
 
 def decoding_pairs(passes: list[Pass], count: int) -> list[tuple[Pass, Pass]]:
-    """Returns pairs of successive passes in which all requests decode."""
+    """Returns pairs of successive passes if all requests decode in both."""
     return [(one, two) for one, two in pairwise(passes) if one["sequences"] == one["tokens"] == two["tokens"] == count]
 
 
 def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None, float | None]:
-    """Returns the median milliseconds of a turn and of the device's work in it, and the share of the turns' time in
-    which the device is idle; None without turns."""
+    """Returns the median milliseconds of a turn and of the device's work in it, and the device's idle share of the
+    turns' time; None without turns."""
     if not pairs:
         return None, None, None
     turns_ms = [two["begin_ms"] - one["begin_ms"] for one, two in pairs]
@@ -186,8 +189,8 @@ def turn_of(pairs: list[tuple[Pass, Pass]]) -> tuple[float | None, float | None,
 
 
 def longest_idle(rounds: list[list[tuple[Pass, Pass]]]) -> list[dict[str, float]]:
-    """Returns the five longest gaps between two passes of all rounds: round, turn, length, and events meanwhile that
-    may have held up the model's thread (`probed_worker.grown`)."""
+    """Returns the five longest gaps between two passes of all rounds: round, turn, length, and events during the gap
+    that may have delayed the model's thread (`probed_worker.grown`)."""
     idle: list[dict[str, float]] = [
         {
             "round": number,
@@ -208,7 +211,7 @@ def _replayed_share(rounds: list[Round], count: int) -> float:
 
 
 def first_token_row(rounds: list[Round], length: int, bounds: Bounds) -> Row:
-    """Returns the time of a prompt's first token, beside its bound."""
+    """Returns the time of a prompt's first token, compared with its bound."""
     seconds = statistics.median(each.first_token_s for each in rounds)
     computing = statistics.median(sum(one["end_ms"] - one["begin_ms"] for one in each.passes) for each in rounds)
     bound_s = bounds.prompt_s(length)
@@ -227,7 +230,7 @@ def first_token_row(rounds: list[Round], length: int, bounds: Bounds) -> Row:
 
 
 def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s: Callable[[], float]) -> Iterator[Row]:
-    """Yields the kernels of turns in which `count` requests decode; with None, the kernels of a prompt's chunk."""
+    """Yields the kernels of turns with `count` decoding requests; with None, the kernels of a prompt's chunk."""
     if left_s() < PROFILE_S:
         return
     prompt = wanted.decode[0][1]
@@ -268,7 +271,9 @@ def profile_rows(title: str, trace: Trace, turns: int) -> Iterator[Row]:
 
 
 def memory_row(stack: ProbedStack, model: Path, total_bytes: int, utilization: float, block_size: int) -> Row:
-    """Returns the number of blocks that fit, beside the number of `quire plan`, which reads only the configuration."""
+    """Returns the number of blocks that fit, compared with the number of `quire plan`, which reads only the
+    configuration.
+    """
     command = [sys.executable, "-m", "quire.cli", "plan", str(model), "--memory", f"{total_bytes}B", "--json"]
     command += ["--worker", "--utilization", str(utilization), "--block-size", str(block_size)]
     command += ["--weights", f"{weight_bytes(model)}B"]

@@ -54,7 +54,7 @@ class ProbedStack:
         pipe = self._probe.with_suffix(".ask")
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe)
-        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # This does not wait for the worker.
+        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # This call does not wait for the worker.
         self._asked_count = 0
         self._runner = asyncio.Runner()
         self._worker: ServerProcess | None = None
@@ -78,7 +78,7 @@ class ProbedStack:
 
     @staticmethod
     async def _connected(address: str) -> AsyncClient:
-        return await AsyncClient(address).__aenter__()  # A client must be made on the loop that uses it.
+        return await AsyncClient(address).__aenter__()  # A client must be created on the event loop that uses it.
 
     def round(self, requests: list[Request], *, limit_s: float = ROUND_S) -> Round:
         """Sends all requests at once, and waits for all tokens.
@@ -156,7 +156,7 @@ class ProbedStack:
         os.kill(self._worker.process.pid, signal.SIGQUIT)
 
     def _ask(self, letter: str, path: Path) -> None:
-        """Asks the worker for a file (see `probed_worker`) until the file is there."""
+        """Asks the worker to write a file (see `probed_worker`), and waits until the file exists."""
         self._asked_count += 1
         line = f"{letter}{self._asked_count}\n".encode()
         deadline, again = time.monotonic() + PROBE_S, 0.0

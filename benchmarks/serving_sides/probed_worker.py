@@ -1,17 +1,17 @@
 """A worker that records its passes on the device: `python -m quire._child serving_sides.probed_worker ...`.
 
-Apart from that, it is the ordinary worker. It records CUDA events before and after each replay of a graph and each pass
-that the host launches, which costs some microseconds. On a CPU it reads the clock instead.
+Apart from that, it is the ordinary worker. The worker records CUDA events before and after each replay of a graph and
+each pass that the host launches, which costs some microseconds. On a CPU it reads the clock instead.
 
-A thread reads lines from the pipe `.ask` beside the file that `QUIRE_PROBE` names. A line has a letter and a rising
-number. A line may be sent again until it is answered; it is executed only once.
+A thread reads lines from the pipe `.ask`, which is next to the file that `QUIRE_PROBE` names. A line has a letter and a
+rising number. A line may be sent again until it is answered; the worker executes it only once.
 
     n    writes the passes since the last time to that file, as JSON
     s    starts torch's profiler, and writes `.started`
     e    ends the profiler, and writes the passes meanwhile like n, and the trace to `.trace.json`
 
-Signals would not work: LLVM, with which Triton compiles, takes SIGUSR1 when a process compiles its first kernel.
-SIGQUIT writes the stacks of all threads to standard error, even if Python hangs.
+Signals would not work: LLVM, Triton's compiler, takes SIGUSR1 when a process compiles its first kernel. SIGQUIT writes
+the stacks of all threads to standard error, even if Python hangs.
 
 With `QUIRE_PROBE_DUMMY`, weights are drawn on the GPU and not read from the folder: see `models.dummy`.
 """
@@ -81,7 +81,7 @@ def between_ms(begin: Any, end: Any) -> float:
 
 
 def probe() -> None:
-    """Patches the worker so that it records the moments around replays and passes."""
+    """Patches the worker so that it records the times around replays and passes."""
     forward, capture, logits_of = PagedModel.forward, decode_graphs.Capture.__call__, decode_graphs._Graph.logits_of
 
     def noted_forward(self: PagedModel, batch: Any, *rest: Any) -> Any:

@@ -1,7 +1,8 @@
-"""A side as a process. It reads lines with a JSON list of requests, and answers with `Answer`'s fields as one object.
+"""A side as a process. The process reads lines with a JSON list of requests, and answers with `Answer`'s fields as one
+object.
 
-Each side has a new process, so that the peak of resident memory is that side's. This module imports nothing of Quire,
-because vLLM's side runs in its own environment.
+Each side has a new process, so that the peak of resident memory belongs to that side. This module imports nothing of
+Quire, because vLLM's side runs in its own environment.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Request = dict[str, Any]
-# Generates tokens for all requests and returns them. It calls the function when the first token is there.
+# Generates tokens for all requests and returns them. The side calls the function when the first token arrives.
 Generate = Callable[[list[Request], Callable[[], None]], list[list[int]]]
 
 
@@ -95,7 +96,7 @@ def peak_bytes(pid: int | str = "self") -> int:
 def serve(load: Callable[[], Generate]) -> None:
     """Runs a side's process: loads the model, reports that it is ready, and answers until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Libraries print to standard output; the answers must not mix with that.
+    os.dup2(2, 1)  # Libraries print to standard output, and the answers must not mix with that.
     generate = load()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

@@ -42,7 +42,7 @@ class QuireSide:
         return self._runner.run(self._generate(requests))
 
     async def _generate(self, requests: list[Request]) -> Answer:
-        """Streams a single request. With many requests, waits for whole texts, like the other sides."""
+        """Streams a single request. With many requests, waits for whole texts, as the other sides do."""
         interval_s = 1.0 if len(requests) > 1 else 0.0
         first: list[float] = []
 

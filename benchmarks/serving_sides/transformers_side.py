@@ -24,7 +24,7 @@ def padded(model: Any) -> Generate:
     from transformers.generation.streamers import BaseStreamer
 
     class First(BaseStreamer):
-        """A streamer that calls back when the first token is there. transformers hands it the prompt first."""
+        """A streamer that calls back when the first token arrives. transformers hands it the prompt first."""
 
         def __init__(self, on_first: Callable[[], None]) -> None:
             self.seen, self.on_first = 0, on_first
@@ -67,12 +67,13 @@ def padded(model: Any) -> Generate:
 def continuous(model: Any) -> Generate:
     """Returns a function for `generate_batch`: transformers' continuous batching over paged keys and values, with SDPA.
 
-    It calls the parts of `generate_batch` one by one, because `generate_batch` itself takes one output length for all.
+    The function calls the parts of `generate_batch` one by one, because `generate_batch` itself takes one output length
+    for all.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     known = {each.name for each in fields(ContinuousBatchingConfig)}
-    size = "page_size" if "page_size" in known else "block_size"  # name in transformers 5.17
+    size = "page_size" if "page_size" in known else "block_size"  # the name in transformers 5.17
     sizes: dict[str, Any] = (
         {} if model.device.type == "cuda" else {size: 16, "num_blocks": 1024, "max_batch_tokens": 2048}
     )
@@ -107,7 +108,7 @@ def load() -> Generate:
     torch.set_num_threads(1)
     implementation = "sdpa" if kind == "generate" else "paged|sdpa"
     model: Any
-    if device == "cuda":  # The folder describes a model and has no weights.
+    if device == "cuda":  # The folder describes a model without weights.
         model = dummy(Path(folder), device, getattr(torch, dtype), implementation)
     else:
         model = AutoModelForCausalLM.from_pretrained(

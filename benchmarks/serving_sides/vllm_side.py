@@ -1,7 +1,7 @@
 """vLLM's engine in process: `python -m serving_sides.vllm_side FOLDER DTYPE DEVICE [TOKENS]`, with its own Python.
 
-This process steps the engine, without a network or a detokenizer, so it does less than Quire. Its cache has room for as
-many tokens as the other sides' caches.
+This process steps the engine, without a network or a detokenizer, so it does less than Quire. vLLM's cache has room for
+as many tokens as the other sides' caches.
 """
 
 from __future__ import annotations

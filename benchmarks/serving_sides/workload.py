@@ -1,4 +1,4 @@
-"""The requests of every side: random prompts, new in every round, so that no cache hits."""
+"""The requests of every side: random prompts, new in every round, so that no prompt is in a cache."""
 
 from __future__ import annotations
 

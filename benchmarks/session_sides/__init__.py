@@ -1,1 +1,1 @@
-"""The sides of `benchmarks/session.py`: the echo beside the allocator, and owners that send prepared steps."""
+"""The sides of `benchmarks/session.py`: the echo server, the allocator, and owners that send prepared steps."""

@@ -2,8 +2,8 @@
 
     python benchmarks/session_sides/echo.py --cpu 0
 
-Like the allocator, it uses grpc.aio on uvloop, in one process, with the same engine and options. Its first line of
-output is its address. The first four bytes of a message are the length of the answer, little-endian.
+Like the allocator, the echo server uses grpc.aio on uvloop, in one process, with the same engine and options. The first
+line of its output is its address. The first four bytes of a message are the length of the answer, little-endian.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import gc
 import os
 from typing import Any
 
-import quire  # noqa: F401  # before grpc, whose engine it selects
+import quire  # noqa: F401  # imported before grpc, because it selects grpc's engine
 
 # isort: split
 import grpc

@@ -57,7 +57,7 @@ class InProcess:
         return outcome
 
     def _exchange(self) -> StepOutcome | None:
-        """Exchanges messages until neither side has more; returns the last step's result."""
+        """Exchanges messages until both sides have sent all of theirs; returns the last step's result."""
         outcome = None
         while self._owner.outbox:
             now = time.monotonic()

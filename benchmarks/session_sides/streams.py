@@ -1,4 +1,4 @@
-"""Streams of prepared bytes. They measure the wire and the server, but no client work."""
+"""Streams of prepared bytes. The streams measure the transport and the server, but no client work."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The workloads of `trees.py`, and Quire's side of it; its peers are those of `serving.py`."""
+"""The workloads of `trees.py`, and Quire's side of it. Its peers are the ones of `serving.py`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-VOCABULARY = 2_000  # a little less than every model here has
+VOCABULARY = 2_000  # a little less than the vocabulary of every model here
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,10 @@ class Workload:
 def minimum_blocks(workload: Workload, block_tokens: int) -> int:
     """Returns the minimum of blocks for the prompt and all texts, when all branches exist.
 
-    All tokens of a branch but its last are in pages; the pages of its continuations have that token, too. All texts
-    with the same tokens up to a block's end share it. A partly filled block is not shared after both have written to
-    it: if a branch ends at a block's end, its own last block is a token short of the block that its forks share.
+    All tokens of a branch except its last are in pages. The pages of its continuations also have that last token. All
+    texts with the same tokens up to a block's end share it. A partly filled block is no longer shared after both
+    branches have written to it: if a branch ends at a block's end, its own last block is a token short of the block
+    that its forks share.
     """
     held = -(-(workload.prompt_tokens - 1) // block_tokens)
     if workload.is_scored:  # Forks are freed with the answer.

@@ -1,7 +1,7 @@
 """A worker that notes when its passes begin and end: `python -m quire._child turn_sides.probed_worker ...`.
 
-Apart from that, it is the ordinary worker. It reads the clock around `Runner.compute` and around the forward pass
-inside. SIGUSR1 writes the notes as JSON to the file that `QUIRE_TURNS` names.
+Apart from that, it is the ordinary worker. The worker reads the clock around `Runner.compute` and around the forward
+pass inside. SIGUSR1 writes the notes as JSON to the file that `QUIRE_TURNS` names.
 """
 
 from __future__ import annotations

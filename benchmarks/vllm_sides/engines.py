@@ -1,4 +1,5 @@
-"""Runs three vLLM engines in turn: with its own manager, with Quire's core in process, and with a separate allocator.
+"""Runs three vLLM engines alternately: with its own manager, with Quire's core in process, and with a separate
+allocator.
 
     python benchmarks/vllm_sides/engines.py '{"model": ..., "allocator": "127.0.0.1:7070", "rounds": 5, ...}'
 
@@ -24,7 +25,7 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
-BLOCK_TOKENS = 32  # the smallest that vLLM's CPU backend allows
+BLOCK_TOKENS = 32  # the smallest size that vLLM's CPU backend allows
 VOCABULARY = 2048
 
 
@@ -107,7 +108,7 @@ def some_prompts(rng: random.Random, count: int, length: int) -> list[list[int]]
 
 
 def speed(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs rounds of new prompts on all sides in turn. Each round begins with another side."""
+    """Runs rounds of new prompts on all sides alternately. Each round begins with another side."""
     engines, rng = sides(job, 1024, "speed"), random.Random(job["seed"])
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for number in range(job["rounds"] + 1):
@@ -126,7 +127,7 @@ def speed(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def chats(job: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """Runs chats in turn with a cache of `blocks` blocks; returns the hit tokens and the prompt tokens."""
+    """Runs chats that take turns, with a cache of `blocks` blocks; returns the hit tokens and the prompt tokens."""
     engines = sides(job, blocks, f"chats-{blocks}")
     hits = dict.fromkeys(engines, 0)
     asked = 0

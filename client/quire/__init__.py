@@ -18,7 +18,7 @@ Calls that fail raise `QuireError`. Further modules:
     quire.local     both servers on this machine
 """
 
-import quire._transport.grpc_io  # noqa: F401  # before anything else imports grpc
+import quire._transport.grpc_io  # noqa: F401  # must come before any other import of grpc
 from quire._async.allocator import AsyncAllocator
 from quire._async.branches import AsyncBranch
 from quire._async.client import AsyncClient

@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import Any, Final
 
-BRANCH_TTL_S: Final = 60.0  # default time for which a worker holds a branch after the last call that named it
+BRANCH_TTL_S: Final = 60.0  # default time for which a worker keeps a branch after the last call that named it
 
 
 class OpenBranches:

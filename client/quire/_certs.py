@@ -26,7 +26,7 @@ from quire.errors import UsageError
 AUTHORITY: Final = "ca"
 RENEWED_BELOW: Final = 1 / 3  # share of a certificate's life: enough time to notice a failed renewal
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between this machine's clock and a verifier's
+CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # difference between this machine's clock and a verifier's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -37,7 +37,8 @@ class Authority:
     Attributes:
         cert: its certificate.
         key: its private key.
-        earlier: certificates of the authorities that this one replaced. They are trusted until they expire.
+        earlier: certificates of earlier authorities, which this one replaced. Earlier authorities are trusted until
+            they expire.
     """
 
     cert: x509.Certificate
@@ -122,7 +123,7 @@ def make_client(
 ) -> bool:
     """Writes a caller's certificate and key to `NAME.pem` and `NAME.key`, with the permissions in `uris`.
 
-    `renew` and the result are those of `make_server`.
+    Takes the same `renew` as `make_server`, and returns the same kind of result.
 
     Raises:
         UsageError: as in `make_server`.
@@ -153,7 +154,7 @@ def check_name(name: str) -> None:
 
 
 def check_new(folder: Path, name: str) -> None:
-    """Refuses an invalid name, and a name whose files exist.
+    """Refuses a name that is invalid, or that already has files.
 
     Raises:
         UsageError: the name is refused.
@@ -303,7 +304,8 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    # A server that looks between the two writes finds a mismatched pair. It keeps its previous one and looks again.
+    # A server that looks between the two writes finds a pair that does not match. On failure the server keeps its
+    # previous certificate and checks again later.
     for suffix, mode, data in (("key", 0o600, secret), ("pem", 0o644, cert)):
         path = folder / f"{name}.{suffix}"
         if replaces:

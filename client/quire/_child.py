@@ -4,8 +4,8 @@ Standard input is the lifeline: a pipe whose other end only the parent holds. Wh
 kernel closes that end and the child terminates itself. The kernel's parent-death signal would also fire when only the
 thread that started the child ends, and needs code between fork and exec.
 
-The server then drains as after SIGTERM, because clients may be reading its answers. If the drain takes twice as long
-as it should, the child kills itself.
+The server then drains as after SIGTERM, because clients may be reading its answers. If the drain takes twice its limit,
+the child kills itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import threading
 from collections.abc import Sequence
 from itertools import pairwise
 
-DRAIN_S = 30.0  # used if the command line has no --drain-timeout
-LAST_S = 2.0  # time to end after the drain
+DRAIN_S = 30.0  # used if the command line does not have --drain-timeout
+LAST_S = 2.0  # time for the server to end after the drain
 
 
 def kill_s(arguments: Sequence[str]) -> float:

@@ -38,7 +38,7 @@ def open_missing() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # os.open returns the lowest free number, which is the missing stream's.
+            os.open(os.devnull, os.O_RDWR)  # os.open returns the lowest free number, and that is the missing stream's.
     if sys.stdout is None:  # Python sets None if the stream was closed at startup.
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None or sys.stderr is sys.__stderr__:

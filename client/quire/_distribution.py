@@ -13,7 +13,7 @@ NAME: Final = "quire-kv"
 
 try:
     VERSION: Final = version(NAME)
-except PackageNotFoundError:  # a source tree on PYTHONPATH
+except PackageNotFoundError:  # the package is a source tree on PYTHONPATH
     VERSION: Final = "0+uninstalled"  # type: ignore[misc]
 
 

@@ -1,6 +1,6 @@
 """Renews leases of unary sessions in the background, three times per lease, until the session is closed or collected.
 
-The renewing thread or task holds only a weak reference to the session. A session that its owner drops is therefore
+The renewing thread or task holds only a weak reference to the session. A session that its owner drops is thus garbage
 collected: it emits a ResourceWarning, and its lease ends.
 """
 
@@ -19,7 +19,7 @@ from quire._trace_context import NO_TRACE, carry
 from quire.errors import QuireError, Reason
 
 RENEWALS_PER_LEASE: Final = 3
-# With these reasons the session no longer exists, so renewing ends.
+# With these reasons the session no longer exists, so the renewals end.
 GONE: Final = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN})
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ class KeptByThread:
 
 
 class KeptByTask:
-    """Renews a lease from a task of the running event loop. Arguments are those of `KeptByThread`."""
+    """Renews a lease from a task of the running event loop. The arguments are the same as for `KeptByThread`."""
 
     def __init__(self, session: Any, lease_ms: int) -> None:
         context = copy_context()
-        context.run(carry, NO_TRACE)  # Renewals are no part of the request that began the lease.
+        context.run(carry, NO_TRACE)  # Renewals do not belong to the request that began the lease.
         renewing = _renew_async(weakref.ref(session), lease_ms / 1000 / RENEWALS_PER_LEASE)
         self._task = asyncio.create_task(renewing, context=context)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any, Final
 
-LARGEST: Final = 2**62  # limit for counts of tokens, blocks and bytes: a sum of several still fits 64 bits
+LARGEST: Final = 2**62  # limit for counts of tokens, blocks and bytes, so that a sum of several still fits into 64 bits
 
 
 def require_integer(name: str, value: Any, low: int = 0, high: int = LARGEST) -> None:

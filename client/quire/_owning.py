@@ -1,7 +1,7 @@
-"""Makes the sessions and engines with which a client owns pools. Each has its own connection.
+"""Makes the sessions and engines that own pools for a client. Each session or engine has its own connection.
 
-Both flavors are written by hand: an owner sends heartbeats while its caller computes. A blocking client therefore runs
-each owner on an event loop in its own thread.
+The asyncio and the blocking flavor are both written by hand: an owner sends heartbeats while its caller computes. So a
+blocking client runs each owner on an event loop in its own thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def async_session(
 
 
 def session(link: SyncLink, pool: str, spec: PoolSpec, transport: Transport, **options: Any) -> Session | CallSession:
-    """Returns a session for threads. Options and errors are those of `async_session`, except `ahead_tokens`."""
+    """Returns a session for threads. Takes the options of `async_session`, except `ahead_tokens`, and raises the same
+    errors.
+    """
     if not _is_stream(transport):
         return CallSession(link, pool, spec, **options)
     if "ahead_tokens" in options:
@@ -81,7 +83,7 @@ def async_engine(
 
 
 def engine(link: SyncLink, pool: str, spec: PoolSpec, transport: Transport, **options: Any) -> Engine:
-    """Returns an engine for threads. Options and errors are those of `async_engine`."""
+    """Returns an engine for threads. Takes the options of `async_engine`, and raises the same errors."""
 
     def connected() -> tuple[AsyncEngine, Callable[[], Awaitable[None]]]:
         own = link.for_asyncio()

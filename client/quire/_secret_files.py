@@ -14,7 +14,8 @@ TOKEN_CHARACTERS_MIN: Final = 16
 
 
 def require_private(path: str | Path, what: str) -> None:
-    """Refuses a file that every user of this machine can read. Its group may read it, so that containers can share it.
+    """Refuses a file that every user of this machine can read. The file's group may read it, so that containers can
+    share it.
 
     Raises:
         UsageError: other users can read or write the file, or it does not exist.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Final, TypeAlias
 
-Metadata: TypeAlias = "tuple[tuple[str, str], ...]"  # traceparent, and perhaps tracestate; empty without a trace
+Metadata: TypeAlias = "tuple[tuple[str, str], ...]"  # traceparent, and perhaps tracestate; empty if there is no trace
 
 NO_TRACE: Final[Metadata] = ()
 _PARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")

@@ -31,12 +31,12 @@ DOMAIN: Final = "quire.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
 FIELD_KEY: Final = "field"  # key in an ErrorInfo's metadata
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
-RETRY_AFTER_S_MAX: Final = 60.0  # limit for a server's requested delay
+RETRY_AFTER_S_MAX: Final = 60.0  # upper limit for a server's requested delay
 _NANOSECONDS: Final = 1_000_000_000
 
 
 class Reason(enum.StrEnum):
-    """The reason why a call failed. Names are those of `quire.v1.Reason` without their prefix."""
+    """The reason why a call failed. Members are named as in `quire.v1.Reason`, without its prefix."""
 
     MALFORMED = "MALFORMED"
     BAD_PARAMETER = "BAD_PARAMETER"
@@ -81,13 +81,13 @@ class QuireError(Exception):
     Attributes:
         code: canonical gRPC status code.
         reason: machine-readable cause. None if the error did not come from Quire but from gRPC or a proxy.
-        message: text for people. It is never parsed.
+        message: text for people. Programs must not parse the text.
         request_id: the failed call's request id, if it has one.
         retry_after_s: seconds after which the same call may succeed. None if waiting does not help, or the server does
             not say.
         field: the request's invalid field, by its name on the wire. None if it is not a single field, or the server
             does not say.
-        is_grpcs_own: whether gRPC made the error, and not a server of Quire.
+        is_grpcs_own: whether gRPC made the error, rather than a server of Quire.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
@@ -291,10 +291,10 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.TOKENIZER_FAILED: grpc.StatusCode.INTERNAL,
 }
 
-# Errors that waiting alone resolves. Callers add jitter, so that they do not all return at once.
+# Errors that waiting alone resolves. Callers add jitter, so that they do not retry at the same time.
 _RETRY_AFTER_S: Final[dict[Reason, float]] = {
     Reason.LIMIT: 1.0,  # Another caller must end first.
-    Reason.REPORT_ADMISSION: 0.25,  # about the time of a report of 100,000 blocks
+    Reason.REPORT_ADMISSION: 0.25,  # about the time that a report of 100,000 blocks takes
     Reason.QUEUE_FULL: 1.0,  # A request must end first.
     Reason.DRAINING: 0.25,  # Another server may have started already.
     Reason.ALLOCATOR_LOST: 0.5,  # the longest pause between the worker's own attempts
@@ -307,7 +307,7 @@ def code_of(reason: Reason) -> grpc.StatusCode:
 
 
 def retry_after_s_of(reason: Reason) -> float | None:
-    """Returns the seconds after which a call refused for this reason may succeed; None if waiting does not help."""
+    """Returns the seconds until a call refused for this reason may succeed; None if waiting does not help."""
     return _RETRY_AFTER_S.get(reason)
 
 
@@ -318,7 +318,7 @@ def jittered_s(retry_after_s: float | None) -> float:
 
 
 def to_details(error: QuireError) -> bytes:
-    """Returns the value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status`. It has one
+    """Returns the value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status`. The status has one
     ErrorInfo, with the invalid field, and one RetryInfo if waiting helps."""
     # grpc.StatusCode.X.value is (number, text); grpc-stubs types it as that pair.
     status = status_pb2.Status(code=error.code.value[0], message=error.message)

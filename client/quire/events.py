@@ -1,9 +1,9 @@
 """Events that a watcher of a pool gets, in order: changes of the pool's cached prefixes.
 
 Every watch begins with a snapshot unless it resumes an earlier one: `IndexCleared`, then `BlocksStored` for all blocks
-that can be hit, then `SnapshotEnd`. The snapshot may name a block twice. It may also name a block that is gone already:
-then its `BlocksRemoved` follows. A watcher that applies each event when it arrives is exact from `SnapshotEnd` on
-(`quire.mirror.PrefixMirror` does this). A new session of the pool causes another snapshot.
+that can be hit, then `SnapshotEnd`. The snapshot may name a block twice. The snapshot may also name a block that was
+already removed. Its `BlocksRemoved` then follows. A watcher that applies each event when it arrives is exact from
+`SnapshotEnd` on (`quire.mirror.PrefixMirror` does this). A new session of the pool causes another snapshot.
 
 All events have `pool`, `session_id`, `step` and `cursor`. `step` is the number of the step that made the change; it is
 0 in a snapshot and for unary sessions. To resume later, use `session_id` and `cursor` of the stream, not of an event.
@@ -28,7 +28,7 @@ class _Event:
 
 @dataclass(frozen=True, slots=True)
 class IndexCleared(_Event):
-    """No block can be hit any more: a new session, or the start of a snapshot."""
+    """Until further events no block can be hit: a new session, or the start of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class BlocksStored(_Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved(_Event):
-    """Digests can no longer be hit, because no block carries them. Attributes are those of `BlocksStored`."""
+    """Digests can no longer be hit, because no block carries them. Attributes are the same as for `BlocksStored`."""
 
     groups: tuple[int, ...]
     namespace: str

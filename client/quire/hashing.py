@@ -5,7 +5,7 @@
 
 where field(x) is the length of x as uint32 followed by x. All numbers are little-endian. One running hash gives all
 digests of a prompt, at a third of the cost of hashing each digest into the next. A block `k` with extra keys restarts
-the hash from a new root. That root contains `digest_(k-1)`, or the old root if `k` is the first block:
+the hash from a new root. The new root contains `digest_(k-1)`, or the old root if `k` is the first block:
 
     root'    = SHA256("quire/2/keys" | digest_(k-1) | field(extra key) ...)
     digest_i = SHA256(root' | uint32 block size | int32 tokens of the blocks k to i)
@@ -34,7 +34,7 @@ from quire._numbers import require_integer
 
 # Shared with the core: scripts/shared_values.py
 DIGEST_BYTES: Final = 32
-FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' hashes. On the wire they are padded with zeros.
+FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' digests. On the wire they are padded with zeros.
 CONTENT_ID_BYTES_MAX: Final = 128
 _TOKENS_MAX: Final = 2**31 - 1  # Offsets are int32.
 _BLOCK_SIZE_MAX: Final = 2**32 - 1
@@ -47,7 +47,7 @@ _SALT: Final = b"salt/1"
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image, a sound or the like. It fills the placeholder tokens `[first_token, first_token + token_count)`.
+    """An image, a sound or the like. The item fills the placeholder tokens `[first_token, first_token + token_count)`.
 
     Attributes:
         content_id: 1 to 128 bytes that identify the model's input, after resizing or resampling, such as its SHA-256.
@@ -82,8 +82,8 @@ def root_digest(*, fingerprint: bytes, layout: str, adapter: bytes = b"", namesp
         layout: identifies the layout of a page, including the block size (`GetStatus.cache_layout`).
         adapter: SHA-256 of the adapter's weights; empty without one. A name would not suffice: a changed adapter under
             the same name would hit the old one's blocks.
-        namespace: prefixes are shared only inside one namespace. It acts as a salt: a caller that does not know it
-            cannot compute these digests.
+        namespace: prefixes are shared only inside one namespace. The namespace acts as a salt: a caller that does not
+            know it cannot compute these digests.
 
     Returns:
         32 bytes.
@@ -134,9 +134,9 @@ class DigestChain:
         """Returns the digests of the next blocks.
 
         Args:
-            tokens: tokens of whole blocks. Each fits a signed 32-bit integer. An array of int32 (`array("i")`, numpy)
-                is fastest.
-            extra_keys: per block, further bytes that its content depends on, such as those of `multimodal_keys`.
+            tokens: tokens of whole blocks. Each token fits a signed 32-bit integer. An array of int32 (`array("i")`,
+                numpy) is fastest.
+            extra_keys: per block, further bytes that its content depends on, such as the keys of `multimodal_keys`.
 
         Returns:
             One digest of 32 bytes per block.
@@ -190,10 +190,10 @@ def block_digests(
 
     Args:
         root: 32 bytes from `root_digest`.
-        tokens: all tokens from the first one on. Each fits a signed 32-bit integer. An array of int32 (`array("i")`,
-            numpy) is fastest.
+        tokens: all tokens from the first one on. Each token fits a signed 32-bit integer. An array of int32
+            (`array("i")`, numpy) is fastest.
         block_size: tokens per block, at least 1.
-        extra_keys: per block, further bytes that its content depends on, such as those of `multimodal_keys`.
+        extra_keys: per block, further bytes that its content depends on, such as the keys of `multimodal_keys`.
 
     Returns:
         `len(tokens) // block_size` digests of 32 bytes. Use a `DigestChain` to continue later.
@@ -229,7 +229,7 @@ def multimodal_keys(items: Iterable[MultimodalItem], token_count: int, block_siz
     """Returns the extra keys of the full blocks of a prompt with images, sounds and the like.
 
     Every block that an item overlaps gets a key: the item's content, its length, and its start relative to the block.
-    The same image at another place therefore gives another digest. To continue a chain from block `n`, pass
+    The same image at another position therefore gives another digest. To continue a chain from block `n`, pass
     `multimodal_keys(...)[n:]`.
 
     Args:
@@ -280,7 +280,7 @@ def _field(data: bytes) -> bytes:
 def _int32_bytes(tokens: Sequence[int]) -> bytes:
     """Returns the tokens as little-endian int32. An array of this format is copied without conversion."""
     if not isinstance(tokens, list | tuple):
-        with contextlib.suppress(TypeError, NotImplementedError):  # not an array, or of a format unknown to Python
+        with contextlib.suppress(TypeError, NotImplementedError):  # not an array, or its format is unknown to Python
             view = memoryview(tokens)  # type: ignore[arg-type]
             if view.format in ("i", "l") and view.itemsize == 4 and sys.byteorder == "little":
                 return view.tobytes()
@@ -288,7 +288,7 @@ def _int32_bytes(tokens: Sequence[int]) -> bytes:
     if sys.byteorder == "little":
         with contextlib.suppress(OverflowError, TypeError):  # A token is negative, or not an integer.
             packed = array("I", tokens).tobytes()
-            if packed[3::4].isascii():  # Every token is below 2**31. This path takes half the time of structs.
+            if packed[3::4].isascii():  # Every token is below 2**31. This loop takes half the time of structs.
                 return packed
     parts = (tokens[first : first + _PACKED_TOKENS] for first in range(0, len(tokens), _PACKED_TOKENS))
     try:

@@ -11,7 +11,7 @@ Lifecycle:
                 SIGTERM, and SIGKILL if it takes longer than its drain and a margin. Interrupting the wait (a second
                 Ctrl-C) kills the server at once
 
-No server outlives this process, even if this one is killed (`quire._child`). Each has its own process group, so
+No server outlives this process, even if this one is killed (`quire._child`). Each server has its own process group, so
 Ctrl-C on a terminal reaches only this process, which then stops them in order.
 """
 
@@ -37,7 +37,7 @@ POLL_S: Final = 0.05
 DRAIN_S: Final = 30.0  # time for running calls to end after SIGTERM, same as the servers' default
 DRAIN_S_MAX: Final = 86_400.0  # same as the servers' limit
 LAST_S: Final = 2.0  # time for a server to exit after the drain
-RESTARTS_MAX: Final = 5  # restarts of an allocator within RESTARTS_S. More indicate a permanent fault.
+RESTARTS_MAX: Final = 5  # most restarts of an allocator within RESTARTS_S. More indicate a permanent fault.
 RESTARTS_S: Final = 60.0
 LOG_LINES: Final = 20
 
@@ -48,7 +48,7 @@ def _checked_drain(drain_timeout_s: float) -> float:
 
 
 def grace_s(drain_timeout_s: float) -> float:
-    """Returns the seconds after which a draining server is killed: twice the time that it should take."""
+    """Returns the seconds after which a draining server is killed: twice its drain timeout."""
     return 2 * (drain_timeout_s + LAST_S)
 
 
@@ -60,7 +60,7 @@ class ServerFailedError(InternalError):
 
 
 def _opened(log: Path) -> BinaryIO:
-    """Opens a log to write behind what it holds. A link is not followed: others can guess the name of the file.
+    """Opens a log for appending. A link is not followed: others can guess the name of the file.
 
     Raises:
         UsageError: it cannot be written.
@@ -100,7 +100,7 @@ class ServerProcess:
         self._grace_s = grace_s(drain_timeout_s)
         self._log = log
         self._ready_file = folder / f"{module}.json"
-        self._ready_file.unlink(missing_ok=True)  # An earlier server may have left its file.
+        self._ready_file.unlink(missing_ok=True)  # An earlier server may have left its ready file.
         self._ready: dict[str, Any] = {}
         # Without -P, `-m` puts the current folder first on the path. A select.py there would replace Python's own.
         command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]
@@ -109,7 +109,7 @@ class ServerProcess:
             output = files.enter_context(_opened(log)) if log is not None else sys.stderr.fileno()
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # the lifeline. Nothing is ever written to it.
+                stdin=subprocess.PIPE,  # the lifeline. Nothing is ever written to this pipe.
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **(environment or {})},
@@ -300,7 +300,7 @@ class LocalStack:
     def wait(self) -> None:
         """Blocks while all servers run. If the allocator ends, it is restarted at the same address.
 
-        A restart calls `on_progress`. The worker continues meanwhile, and reports its pages to the new allocator.
+        A restart calls `on_progress`. The worker continues in the meantime, and reports its pages to the new allocator.
 
         Raises:
             ServerFailedError: the worker or the gateway has ended, or the allocator ends repeatedly.

@@ -6,7 +6,8 @@
         ...
         mirror.matched_token_count(digests, namespace)
 
-Pure: no call, clock or lock. Its answers are those of `match_prefix` at the time of the last event. The mirror is as
+Pure: no call, clock or lock. The mirror answers as `match_prefix` would have answered at the time of the last event.
+    The mirror is as
 old as `age_s` of the event stream: the time since the allocator's last message, some seconds on a working connection.
 """
 
@@ -49,7 +50,7 @@ class PrefixMirror:
                 )
         self.session_id = b""
         self.is_exact = False
-        # Groups with equal specifications change together, so the first one represents them all.
+        # Groups with equal specifications change together, so the first group represents all of them.
         self._groups = {group: spec.groups.index(group) for group in spec.groups}
         self._first = [self._groups[group] for group in spec.groups]
         self._digest_tokens = spec.block_size

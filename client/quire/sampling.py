@@ -63,7 +63,7 @@ class SamplingParams:
         top_k: samples only from the k likeliest tokens. 0 means all tokens, and so does vLLM's -1.
         top_p: samples only from the likeliest tokens that together reach this probability, in (0, 1].
         seed: seed of the random choices. With None each request differs.
-        n: number of samples, 1 to 64. They share the prompt's blocks.
+        n: number of samples, 1 to 64. Samples share the prompt's blocks.
         stop_token_ids: further tokens that end a sample, at most 64.
         ignore_eos: do not end at the model's end-of-text token.
         min_p: samples only from tokens with at least this share of the likeliest one's probability, 0 to 1.
@@ -86,10 +86,10 @@ class SamplingParams:
         choice: the text is one of these. At most one of these four fields may be set.
         num_beams: beams of a beam search, up to 64. The `n` best texts are returned. 1 means no beam search.
         length_penalty: exponent of the length that divides the sum of a text's logprobs, -5 to 5.
-        early_stopping: ends a search that has as many finished texts as beams: with True at once, with False when the
-            best beam is no better at its length, with "never" when no beam can become better.
+        early_stopping: when a search with as many finished texts as beams ends: with True at once; with False as soon
+            as the best beam is no better at its length; with "never" when no beam can become better.
         skip_special_tokens: removes special tokens from the text. With False their names are in it.
-        include_stop_in_output: a text includes the stop text that ended it, and its tokens the stop token.
+        include_stop_in_output: texts include the final stop text, and tokens include the stop token.
         bad_words: up to 256 texts that no sample contains.
     """
 
@@ -136,7 +136,7 @@ class Usage:
     granted_block_count: int  # new blocks used, including copies and recomputation after a preemption
     unshared_block_count: int  # blocks that the samples would have needed without sharing
     preemption_count: int
-    sample_token_count_max: int = 0  # `max_tokens`, or the room that the prompt left. 0 if the worker does not say.
+    sample_token_count_max: int = 0  # `max_tokens`, or the room after the prompt; 0 if the worker does not say
     cache_write_token_count: int = 0  # prompt tokens that were written to the cache
 
 
@@ -179,8 +179,8 @@ class Chunk:
     text: str
     finish_reason: FinishReason | None
     usage: Usage | None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, if the caller asked for them
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # per prompt token, from the second on
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the caller asked for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one per prompt token, beginning with the second
     score: float | None = None  # score from a beam search, else None
     stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
@@ -192,7 +192,7 @@ class Sample:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, if the caller asked for them
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the caller asked for them
     score: float | None = None  # score from a beam search, else None
     stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
@@ -204,7 +204,7 @@ class Generation:
     samples: tuple[Sample, ...]
     usage: Usage
     request_id: str
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # per prompt token, from the second on
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one per prompt token, beginning with the second
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""A client's TLS: the authorities that it trusts, and the certificate that it sends to servers."""
+"""A client's TLS: the authorities that it trusts, and its own certificate for servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files for an encrypted connection. They are read only when the connection is made.
+    """PEM files for an encrypted connection. The files are read only when the connection is made.
 
     Attributes:
         ca: certificates of the trusted authorities.

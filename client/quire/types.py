@@ -44,7 +44,7 @@ class ServerInfo:
     Attributes:
         version: version of Quire.
         protocol_version: version of the session protocol.
-        features: names of the features that it knows; see `quire.protocol.features`.
+        features: names of the features that the server knows; see `quire.protocol.features`.
         limits: the server's limits.
         core: how an allocator's core runs, "compiled" or "python"; empty for a worker.
     """
@@ -66,7 +66,7 @@ class TextTokens:
 
     Attributes:
         texts: the bytes of each token.
-        is_settled: whether every token behind the text adds the bytes that it has by itself.
+        is_settled: whether every token after the text adds exactly its own bytes.
     """
 
     texts: tuple[bytes, ...]
@@ -96,9 +96,9 @@ class DeviceMemory:
     """A GPU's memory in a profiling pass. Pages may take `total * utilization - used - peak + current`."""
 
     total_bytes: int
-    used_bytes: int  # memory used by all processes
-    peak_bytes: int  # allocated by torch while the largest batch was computed
-    current_bytes: int  # allocated by torch afterwards
+    used_bytes: int  # memory that all processes use
+    peak_bytes: int  # memory that torch allocated while the largest batch was computed
+    current_bytes: int  # memory that torch allocated after that
     utilization: float
 
 
@@ -109,18 +109,18 @@ class PoolMemory:
     pool_bytes: int
     budget_bytes: int
     kv_cache_dtype: str
-    kv_head_count: int  # heads of the layers with the most bytes per token
+    kv_head_count: int  # heads of the layers that have the most bytes per token
     head_dim: int
     device: DeviceMemory | None  # None unless the budget was measured
     group_count: int  # groups of layers
-    state_group_count: int  # groups of recurrent states among these
+    state_group_count: int  # number of groups of recurrent states among these
     slot_bytes: int  # bytes of one layer's part of a page
-    state_bytes: int  # sum of a sequence's states
+    state_bytes: int  # bytes of all states of a sequence
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters in a checkpoint's generation_config.json; None for those that it lacks."""
+    """Sampling parameters in a checkpoint's generation_config.json; None for each missing one."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -163,7 +163,7 @@ class WorkerStatus:
     branch_count: int
     held_branch_count: int  # branches that hold blocks at present
     memory: PoolMemory
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # The worker itself never applies them.
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # Only proposals: the worker never applies them.
     model_aliases: tuple[str, ...] = ()  # additional names of the model
 
     def __repr__(self) -> str:
@@ -176,7 +176,7 @@ class AdapterInfo:
     """A LoRA adapter that a worker has loaded."""
 
     name: str
-    digest: bytes  # hash of its configuration and weights. It is part of the root of its requests' digests.
+    digest: bytes  # hash of its configuration and weights. The digest is part of the root of its requests' digests.
     rank: int
     layer_count: int
     byte_count: int
@@ -288,7 +288,7 @@ class PoolSpec:
         quotas: tuple[Quota, ...] = (),
         eviction_policy: str = "",
     ) -> PoolSpec:
-        """Returns the specification of a pool in which every layer has full attention."""
+        """Returns the specification of a pool with only full attention."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
         identity = (cache_layout, model_fingerprint)
         return cls(block_count, groups, *identity, watermark_block_count, quotas, eviction_policy)

@@ -18,7 +18,7 @@ class SessionKind(OpenEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupUsage:
-    """Blocks of one group: those in at least one table, and published ones in no table."""
+    """Blocks of one group: blocks in at least one table, and published blocks in no table."""
 
     group: int
     held_block_count: int
@@ -27,18 +27,18 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class PoolSummary:
-    """A pool's summary. Its empty, cached and held blocks add up to `spec.block_count`."""
+    """A pool's summary. The pool's empty, cached and held blocks add up to `spec.block_count`."""
 
     pool: str
     spec: PoolSpec
     session_kind: SessionKind
-    connected: bool  # False while the lease is running out
+    connected: bool  # False while the owner is silent and its lease runs out
     lease_remaining_ms: int
     empty_block_count: int
     cached_block_count: int
     held_block_count: int
     sequence_count: int
-    table_entry_count: int  # blocks without sharing. The excess over held_block_count is shared.
+    table_entry_count: int  # blocks without sharing. The excess over held_block_count is due to sharing.
     last_step: int
     groups: tuple[GroupUsage, ...]  # Groups with equal specifications have equal numbers.
     unwritten_slot_count: int  # token slots without committed tokens in held blocks of the first group
@@ -137,8 +137,8 @@ class PrefixMatch(NamedTuple):
 
 
 class CacheDropped(NamedTuple):
-    """The outcome of dropping a cache: blocks that are now empty, and blocks that sequences still hold. Both are of the
-    namespace, or of all namespaces."""
+    """The outcome of dropping a cache: blocks that are now empty, and blocks that sequences still hold. Both numbers
+    are for the namespace, or for all namespaces."""
 
     dropped_block_count: int
     held_block_count: int
@@ -182,21 +182,21 @@ class RequestInfo:
     adapter: str
     state: RequestState
     wait_reason: WaitReason | None
-    missing_block_count: int  # blocks per group, if the request waits for BLOCKS
-    behind_request_id: str  # id of the request before it. Empty if the caller may not see it.
-    age_s: float  # until now, or until its end
-    queue_s: float | None  # time until its first admission
+    missing_block_count: int  # missing blocks per group, if the request waits for BLOCKS
+    behind_request_id: str  # id of the previous request in the order. Empty if the caller may not see it.
+    age_s: float  # seconds until now, or until its end
+    queue_s: float | None  # seconds until its first admission
     first_token_s: float | None
-    time_left_s: float | None  # time until its caller's deadline
+    time_left_s: float | None  # seconds until its caller's deadline
     priority: int
     sample_count: int
-    finish_reasons: tuple[str, ...]  # reasons of the samples that ended without an error
+    finish_reasons: tuple[str, ...]  # end reasons of the samples that ended without an error
     prompt_token_count: int
     cached_token_count: int
     output_token_count: int
     preemption_count: int
-    sequence_ids: tuple[int, ...]  # ids at the allocator, at most 64
-    block_count: int  # blocks in its tables now
+    sequence_ids: tuple[int, ...]  # sequence ids at the allocator, at most 64
+    block_count: int  # number of blocks in its tables now
     block_count_max: int
     error: str
     stages: tuple[RequestStage, ...]  # Empty unless the caller asked for one request.

@@ -17,7 +17,7 @@ async def answer(branch: AsyncBranch, seed: int) -> str:
 
 
 async def best_of(client: AsyncClient, count: int = 16) -> str:
-    """Returns the one of `count` answers with the highest mean log probability per token."""
+    """Returns the best of `count` answers: the one with the highest mean log probability per token."""
     async with await client.prefill(PROMPT) as root:
         forks = await root.fork(count)
         answers = sorted({text for text in await asyncio.gather(*map(answer, forks, range(count))) if text})

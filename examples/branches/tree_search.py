@@ -1,7 +1,7 @@
 """Monte Carlo tree search on a toy task: the text with the most words that begin with a vowel.
 
-A node is a branch. Its children are forks, each eight tokens longer. A rollout tries a node on a fork that is dropped
-afterwards, so the tree holds each token once.
+A node is a branch. A node's children are forks, each eight tokens longer. A rollout tries a node on a fork that is
+dropped afterwards, so the tree holds each token once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXPLORATION = 0.5
 
 @dataclass
 class Node:
-    """A place in the tree: how often it was tried, and the sum of its rewards."""
+    """A node of the tree: how often it was tried, and the sum of its rewards."""
 
     branch: AsyncBranch
     text: str = ""

@@ -1,4 +1,4 @@
-"""Two agents on one long document. Each has a branch of it, and reads the other agent's lines."""
+"""Two agents on one long document. Each agent has a branch of the document, and reads the other agent's lines."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Talk(NamedTuple):
 
 
 async def discuss(client: AsyncClient) -> Talk:
-    """Lets both agents speak in turn; returns their discussion."""
+    """Lets both agents speak alternately; returns their discussion."""
     async with await client.prefill(DOCUMENT) as root:
         critic, author = await root.fork(2)
         document_token_count = root.token_count
     lines = []
-    async with critic, author:  # Both stay alive when the root ends.
+    async with critic, author:  # Both agents stay alive when the root ends.
         for number in range(ROUNDS):
             for role, speaker, listener in ((ROLES[0], critic, author), (ROLES[1], author, critic)):
                 await speaker.extend(role)

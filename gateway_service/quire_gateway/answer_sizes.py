@@ -10,9 +10,9 @@ from quire.sampling import Chunk, TokenLogprobs
 from quire_gateway.asks import Ask
 from quire_gateway.failures import ApiError, invalid
 
-# The most logprob values of an answer. Each token is one value, and so is each of the likeliest tokens at its place.
+# The most logprob values of an answer. Each token is one value, and so is each of its likeliest alternatives.
 LOGPROB_VALUES_MAX: Final = 1 << 19
-# Bytes of a logprob and its token: they take 116 in a chunk, 8 until all chunks are there, then 100 as JSON, twice.
+# Bytes of a logprob and its token: 116 in a chunk, 8 until all chunks have arrived, then 100 as JSON, twice.
 VALUE_BYTES: Final = 240
 TOKEN_BYTES: Final = 40
 CHARACTER_BYTES: Final = 4  # bytes for a character of a text and of its JSON
@@ -26,7 +26,7 @@ def bounded(ask: Ask, prompts: Sequence[Sequence[int]]) -> Ask:
 
     Args:
         ask: the request.
-        prompts: the tokens of each of its prompts.
+        prompts: the tokens of each prompt.
 
     Raises:
         ApiError: the answer may have more logprobs than that.
@@ -66,7 +66,7 @@ def _is_told_at_once(ask: Ask) -> bool:
 def _tellings(ask: Ask) -> int:
     """Returns how many times an answer sends the logprobs of a prompt.
 
-    Each choice can have them in its echo, and apart from its text.
+    Each choice can have them twice: in its echo, and in a field of their own.
     """
     count = bool(ask.options.get("echo")) + (ask.prompt_logprob_count is not None)
     return 1 if ask.is_streamed else count * ask.choice_count

@@ -1,4 +1,4 @@
-"""The HTTP endpoints. Each turns a body into an `Ask`, has a worker prepare it, and answers."""
+"""The HTTP endpoints. Each endpoint turns a body into an `Ask`, has a worker prepare it, and answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_app(
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> FastAPI:
     """Returns the endpoints as an ASGI application."""
-    # FastAPI's pages would load scripts from other servers; /openapi.json tells programs the same.
+    # FastAPI's pages would load scripts from other servers; programs find the same data in /openapi.json.
     app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_OFF)
     app.router.route_class = PlainRoute
     work = Work(fleet, telemetry, Reader(), request_timeout_s, keep_alive_s)

@@ -1,4 +1,4 @@
-"""Request bodies that are arriving, and the memory that they may take: a body counts until its request is answered.
+"""Request bodies that are arriving, and a limit of their memory. A body counts until its request is answered.
 
 A body that arrives slowly has a deadline, and is dropped if its caller's other bodies need the memory.
 """
@@ -63,7 +63,7 @@ class Bodies:
         Args:
             receive: the ASGI callable of the request.
             caller: the caller whose share the body takes.
-            is_there: whether the whole body came with its head, so that reading it does not wait.
+            is_there: whether the whole body arrived with its head, so that reading it does not wait.
 
         Raises:
             ApiError: on entry: the body is too large, arrives too slowly, or was dropped to make room for others.

@@ -1,4 +1,6 @@
-"""Translates a caller's body into what workers are asked. Pure. Wrong parameters are refused here, by their names."""
+"""Translates a caller's body into the request for the workers. Pure. Wrong parameters are refused here, by their
+names.
+"""
 
 from __future__ import annotations
 
@@ -85,9 +87,9 @@ class Ask(NamedTuple):
         is_streamed: whether the caller gets the answer piece by piece.
         with_usage: whether a stream ends with its token counts.
         top_logprob_count: number of likeliest tokens to return with each token; None without logprobs.
-        prompt_logprob_count: the same for the prompt's tokens, which are returned apart from those of the text.
+        prompt_logprob_count: the same for the prompt's tokens, which are returned separately.
         names: the caller's names of the workers' fields.
-        priority: on the workers' scale: larger is sooner. Callers give vLLM's scale: lower is sooner.
+        priority: on the workers' scale: larger is sooner. Callers use vLLM's scale: lower is sooner.
         with_usage_so_far: whether each piece has the token counts of its choice so far.
         with_token_ids: whether token ids are returned beside the text.
         tools: the functions that the model may call; None where the answer is text.
@@ -155,7 +157,7 @@ def of_completion(body: CompletionBody) -> Ask:
 
 
 def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int | None) -> Ask:
-    """Reads a body that continues a branch: a completion whose prompt the worker already has.
+    """Reads a body that continues a branch: a completion of a prompt that the worker already has.
 
     Raises:
         ApiError: a parameter is not supported; the error names it.
@@ -275,7 +277,7 @@ def _ask(
         top_logprob_count,
         body.prompt_logprobs,
         names,
-        -(body.priority or 0),  # This is the only place where vLLM's scale becomes Quire's.
+        -(body.priority or 0),  # Only this function converts vLLM's scale to Quire's.
         with_usage and bool(body.stream_options and body.stream_options.continuous_usage_stats),  # as in vLLM
         bool(body.return_token_ids),
         tells_reasoning=tells_reasoning,
@@ -302,7 +304,7 @@ def _check_together(body: Body) -> None:
 
 
 def _kept(count: int | None) -> int | None:
-    """Returns how many tokens at the end of a prompt are kept: 0 for as many as fit, None for all.
+    """Returns how many tokens to keep at the end of a prompt: 0 for as many as fit, None for all.
 
     Raises:
         ApiError: the caller gave 0.
@@ -350,7 +352,8 @@ def _put(options: dict[str, Any], name: str, option: str, value: Any, neutral: t
 def _settle_edges(options: dict[str, Any]) -> None:
     """Replaces values that OpenAI allows and workers do not by the nearest allowed ones.
 
-    These are a `temperature` that is almost 0, and a `top_p` of 0. In both cases the likeliest token stays certain.
+    Such values are a `temperature` that is almost 0, and a `top_p` of 0. In both cases the likeliest token stays
+    certain.
     """
     if 0 < options.get("temperature", 1) < TEMPERATURE_MIN:
         options["temperature"] = TEMPERATURE_MIN

@@ -110,7 +110,7 @@ def _read_logprobs(given: object) -> object:
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream: what it sends beside its text."""
+    """Options of a stream: its data in addition to the text."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -170,7 +170,7 @@ class Body(BaseModel):
     banned_token_ids: Tokens | None = None  # Quire's own
     use_beam_search: Flag | None = None  # `n` is then the number of beams
     length_penalty: Number | None = None
-    # tokens kept at the prompt's end; -1: as many as fit
+    # tokens to keep at the prompt's end; -1: as many as fit
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), _NUMBER] | None = None
 
     bad_words: Annotated[list[str], Field(max_length=BAD_WORDS_MAX, fail_fast=True)] | None = None

@@ -1,4 +1,4 @@
-"""HTTP/1.0 and 1.1 as clients and proxies speak it: uvicorn's httptools protocol, with what uvicorn lacks.
+"""HTTP/1.0 and 1.1 as clients and proxies use it: uvicorn's httptools protocol, with the limits that uvicorn lacks.
 
 A connection is in one of these states:
 
@@ -59,7 +59,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._declined: bytes | None = None  # a head, without the upgrade that it offers
         self._head_timer: asyncio.TimerHandle | None = None
         self._awaits_head = False  # whether a head has begun, or begins with the next bytes
-        self._probe = b""  # bytes that can be sent in the middle of an answer to find out if the caller is there
+        self._probe = b""  # bytes to send in the middle of an answer, to find out whether the caller is there
         self._is_broken = False  # whether the bytes after the requests so far are not HTTP
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -76,10 +76,11 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection of a caller that has only ended its sending side, and checks if it has left altogether.
+        """Keeps the connection of a caller that has closed only its sending half, and checks whether the caller has
+        closed both.
 
-        The operating system of a caller that has left refuses further bytes. As such bytes, HTTP/1.1 has interim
-        answers, and streams of events have comments.
+        The operating system of a caller that has left refuses further bytes. HTTP/1.1 has interim answers for this, and
+        event streams have comments.
         """
         cycle = self.cycle
         is_answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
@@ -129,7 +130,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Parses bytes. A request that offers an upgrade is parsed again without the offer.
 
-        The parser ends such a request with its head, so what follows would be read as the next request.
+        The parser ends such a request with its head, so the following bytes would be read as the next request.
 
         Raises:
             httptools.HttpParserError: the bytes are not HTTP.
@@ -151,7 +152,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
-        """Notes that a request has begun. If the received bytes do not complete it, its deadline starts."""
+        """Notes that a request has begun. If the received bytes do not complete the request, its deadline starts."""
         super().on_message_begin()
         self._awaits_head = True
 
@@ -299,7 +300,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._wait()  # This head belongs to a pipelined request; the one before it is being answered.
+            self._wait()  # This head belongs to a pipelined request; the previous one is being answered.
         elif self._unframed_bytes:
             self._refuse(
                 ApiError(408, f"the head of the request did not arrive completely within {HEAD_S:g} s"),

@@ -28,7 +28,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     told: Columns = field(default_factory=Columns)  # tokens whose logprobs were not sent yet
     places: Places = field(default_factory=Places)
-    # empty for a stream whose reasoning is not counted
+    # empty for a stream that does not count reasoning
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     token_count: int = 0
     reader: AnswerReader | None = None  # None: the whole answer is content

@@ -13,11 +13,11 @@ class Waiting(Protocol):
 
 
 class Connections:
-    """The connections that wait for a request, in the order in which they began to wait.
+    """The connections that wait for a request, the longest waiting first.
 
     Beyond the limit, the connection that has waited longest is ended: clients send their requests at once, and reopen
-    idle connections. A connection whose request is being read or answered does not count here: requests have limits of
-    their own.
+    idle connections. A connection with a request that is being read or answered does not count here: requests have
+    limits of their own.
 
     Args:
         waiting_max: the number of connections that may wait.

@@ -1,7 +1,7 @@
 """Prompts that continue earlier answers of a model. Pure.
 
-A model may write a text with other tokens than its tokenizer would. When the conversation is tokenized again, it has
-the same text but other tokens, so the cached pages of the earlier answer would not be hit.
+A model may write a text with other tokens than its tokenizer would. Tokenizing the conversation again gives the same
+text but other tokens, so the cached pages of the earlier answer would not be hit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Said(NamedTuple):
         model: name of the checkpoint that answered.
         tokens: the tokens of the prompt and the answer, without a token that ended it.
         prompt_token_count: the number of tokens that belong to the prompt.
-        as_split: the tokens of the same prompt as the tokenizer splits it. They differ from `tokens` if that prompt
-            itself continued an answer.
+        as_split: the tokenizer's tokens for the same prompt. These differ from `tokens` if that prompt itself continued
+            an answer.
     """
 
     model: str
@@ -36,7 +36,8 @@ class Said(NamedTuple):
     as_split: Sequence[int]
 
     def parting(self, prompt: Sequence[int]) -> Parting | None:
-        """Returns where a prompt of the same conversation leaves the tokens; None if it continues another one.
+        """Returns the index where a prompt of the same conversation deviates from the tokens; None if it continues
+        another conversation.
 
         A text that only looks like the conversation has other tokens. The last token of the earlier prompt may have
         merged with the first token of its answer.
@@ -66,9 +67,9 @@ def continued(
     Args:
         said: tokens of the continued request and of its answer.
         prompt: tokens of the conversation, as the tokenizer splits them.
-        parting: where the two differ.
-        theirs: the bytes of the tokens of `said` behind that place.
-        ours: the bytes of the prompt's tokens behind it.
+        parting: the index of the first difference.
+        theirs: the bytes of `said` after that index.
+        ours: the bytes of the prompt after it.
     """
     text, counts = _written(theirs)
     common = _common_length(text, b"".join(ours))
@@ -78,7 +79,7 @@ def continued(
 
 
 def _written(tokens: Sequence[bytes]) -> tuple[bytes, dict[int, int]]:
-    """Returns the text of tokens as an answer has it, and the count of tokens by the length at which each one ends.
+    """Returns the text of tokens as an answer writes it, and the count of tokens for each length at which a token ends.
 
     Bytes that are not UTF-8 become U+FFFD, as in the text that the caller got.
     """

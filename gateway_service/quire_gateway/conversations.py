@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from quire_gateway.bodies import ChatBody, Message, PromptBody
 from quire_gateway.failures import invalid, missing, unsupported
 
-# Fields of OpenAI's messages. No template reads them, and without them a message has another meaning.
+# Fields of OpenAI's messages. No template reads these fields, and without them a message has another meaning.
 _REFUSED: Final = ("function_call", "audio", "refusal")
 
 
@@ -93,7 +93,7 @@ def _message(number: int, message: Message) -> dict[str, Any]:
 
 
 def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
-    """Returns a content as one text. A missing content, as beside calls, becomes an empty text.
+    """Returns a content as one text. A missing content, as in messages with calls, becomes an empty text.
 
     Raises:
         ApiError: a part of it is not text.

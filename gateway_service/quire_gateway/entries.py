@@ -19,14 +19,14 @@ class Entry:
     """One request, from the check of its key until its end.
 
     Attributes:
-        request_id: the id that its caller gave, or a new one.
+        request_id: the caller's id, or a new one.
         key: the name of its key.
         namespace: the namespace of its key.
         route: the path that was called.
         came_s: when it came, in seconds of `time.monotonic`.
         model: name of the model that answers; empty before it is known.
         workers: addresses of the workers that were asked, one for each prompt and each retry.
-        retry_count: number of workers that were asked after another one had refused.
+        retry_count: number of further workers that were asked after a refusal.
         prompt_tokens, cached_tokens, output_tokens: sums over the prompts that have ended.
         first_token_s: seconds until the first piece; None before it.
         finish: the finish reason of each choice.

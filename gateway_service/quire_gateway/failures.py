@@ -38,7 +38,7 @@ _BY_REASON: Final = {
     Reason.BRANCH_UNKNOWN: (404, INVALID, BRANCH_NOT_FOUND),
 }
 _TOO_LONG: Final = "the answer was not complete within this gateway's time limit for a request: ask for less at a time"
-# For errors that no Quire server wrote. Their texts name workers and options that callers cannot reach or use.
+# For errors that no Quire server wrote. Their texts name workers and options that are out of the callers' reach.
 _UNEXPLAINED: Final = {
     grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached: try again",
     grpc.StatusCode.DEADLINE_EXCEEDED: _TOO_LONG,
@@ -49,7 +49,7 @@ _OTHERWISE: Final = (500, SERVER, "internal_error")
 PROMPT: Final = "prompt"  # this and the next two are fields of a worker's request
 ADAPTER: Final = "adapter"
 GRAMMAR: Final = "grammar"
-# An error in a grammar that the gateway made, with an excerpt of it. Its caller knows only the schemas in it.
+# An error in a grammar that the gateway made, with an excerpt of it. The caller knows only the schemas in the request.
 _IN_A_GRAMMAR: Final = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*?) \d+ \| .*")
 _ABOUT_THE_MODEL: Final = {Reason.ADAPTER_UNKNOWN}
 _ABOUT_THE_PROMPT: Final = {Reason.PROMPT_TOO_LONG, Reason.PROMPT_EMPTY, Reason.UNKNOWN_TOKEN}
@@ -113,7 +113,7 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
 
 
 def defect() -> ApiError:
-    """Returns the error of a request that fails because of a defect of the gateway."""
+    """Returns the error of a request that failed because of a bug in the gateway."""
     message = "the gateway failed because of a bug; its log has a line with the X-Request-Id of this answer"
     return ApiError(500, message, kind=SERVER, code="internal_error")
 

@@ -56,11 +56,11 @@ class Backend:
     """One worker.
 
     Attributes:
-        status: its latest status; None before the first.
+        status: its latest status; None before the first poll.
         is_ready: whether it answered the last poll.
         fingerprint: identifies its version and weights for callers; empty before the first status.
         adapters: digests of its loaded adapters, by name.
-        sampling_defaults: parameters that its checkpoint proposes, by name; None where it proposes none.
+        sampling_defaults: the checkpoint's proposed parameters, by name; None for each that it does not propose.
         in_flight: number of this gateway's requests that it is answering.
         chosen_count: number of requests ever sent to it.
         mirror: a copy of its pool's prefix index; None while the pool is not watched.
@@ -84,7 +84,7 @@ class Backend:
 
     @property
     def is_connected(self) -> bool:
-        """Tells whether the worker has a session with its allocator, so that it starts requests at once."""
+        """Returns whether the worker has a session with its allocator, so that it starts requests at once."""
         return self.is_ready and self.status is not None and self.status.allocator_connected
 
     @property
@@ -162,7 +162,7 @@ class Fleet:
     Attributes:
         allocators: clients of the allocators.
         spelled: the bytes of each model's tokens, filled on demand; at most the whole vocabulary.
-        settled: whether a model's tokens have the same bytes wherever they are in a text, as far as that was asked.
+        settled: whether a model's tokens have the same bytes at every place in a text, for the models asked so far.
         turn: a lock. After a large chunk, one answer at a time holds it before it reads its next chunk.
     """
 
@@ -177,7 +177,7 @@ class Fleet:
         self.backends = [Backend(client) for client in workers]
         self.allocators, self._written = allocators, written
         self._applies_defaults = applies_defaults
-        self._told_defaults: set[str] = set()  # models whose defaults were logged
+        self._told_defaults: set[str] = set()  # models with logged defaults
         self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
@@ -268,7 +268,7 @@ class Fleet:
         return {}
 
     async def notation(self, model: Model) -> Notation:
-        """Returns a model's formats of calls and reasoning. They are recognized once.
+        """Returns a model's formats of calls and reasoning. Each format is recognized once.
 
         Raises:
             ApiError: no worker of the model answers.
@@ -306,7 +306,7 @@ class Fleet:
         """
         self.model(None)
         if not any(backend.is_connected for backend in self.backends):
-            raise unavailable("no worker is ready: those that answer have no session with their allocator")
+            raise unavailable("no worker is ready: the workers that answer have no session with their allocator")
 
     def backend(
         self,

@@ -57,7 +57,7 @@ BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
 BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
 ANSWERS_BYTES: Final = 256 << 20  # All answers in flight may take the larger of two sizes: this,
 ANSWER_BYTES_EXPECTED: Final = 64 << 10  # and this many for each request that may be in flight
-SMALL_BYTES: Final = 16 << 10  # An answer up to this size is not charged: it leaves the memory of its request at once.
+SMALL_BYTES: Final = 16 << 10  # Smaller answers are not charged, because they free the memory of their request at once.
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
@@ -66,11 +66,11 @@ class Gate:
     """Admits a request to the endpoints, or refuses it.
 
     Args:
-        app: the endpoints. They find these in `scope["state"]`: `namespace`, `split_special_tokens`, `request_id`,
-            `memory` (the charge of their answer), and `body` if workers compute something for it.
+        app: the endpoints. `scope["state"]` has these for the handlers: `namespace`, `split_special_tokens`,
+            `request_id`, `memory` (the charge of their answer), and `body` if workers compute something for it.
         telemetry: the metrics to update.
         keys: the callers' keys; None admits every caller, with the nameless namespace.
-        operator_token: the token that `OPERATOR_PATHS` require. Without it, `keys` close them to every caller.
+        operator_token: the token that `OPERATOR_PATHS` require. Without it, `keys` close these paths to every caller.
         names: host names that requests may have; None admits any.
         body_bytes_max: the largest body of a request, in bytes.
         in_flight_max: the most requests in flight. With several namespaces, each has its share.
@@ -338,7 +338,7 @@ class _Answer:
         await self._send(message)
 
     def _is_charged(self, start: Message) -> bool:
-        """Charges an answer for the bytes beyond those that its request holds. Returns whether there is room."""
+        """Charges an answer for its bytes beyond the bytes of its request. Returns whether there is room."""
         memory = self.memory
         size = next((int(value) for name, value in start.get("headers", ()) if name == b"content-length"), 0)
         return memory is None or size <= max(SMALL_BYTES, memory.amount) or memory.add(size - memory.amount)

@@ -1,8 +1,8 @@
-"""The host names to which a gateway on loopback answers. Pure.
+"""The host names that a gateway on loopback answers to. Pure.
 
 A page on the internet can make its own name point to 127.0.0.1 (DNS rebinding). A browser then lets the page read the
-answers of a server without keys. The page's name is in the Host header of such requests. Addresses cannot be rebound,
-and names without a dot cannot either: nobody can register one on the internet.
+answers of a server without keys. The page's name is in the Host header of such requests. IP addresses cannot be
+rebound, and neither can names without a dot, because no one can register such a name on the internet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """API keys: the namespace, name, limits and expiry of each.
 
-Only the SHA-256 of a key is kept. So the time of a lookup does not depend on how much of a guess is right, and a memory
-dump of the process does not contain the key.
+The gateway stores only the SHA-256 of a key. So the time of a lookup does not depend on how much of a guess is right,
+and a memory dump of the process does not contain the key.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ApiKey:
         name: its name in logs and metrics; several keys may share one.
         requests_per_minute, tokens_per_minute, concurrent_max: its limits; None for no limit.
         expires_s: when it expires, in seconds since 1970; None for never.
-        split_special_tokens: whether special tokens that its conversations spell are split as ordinary text; None for
+        split_special_tokens: whether special tokens written in its conversations are split as ordinary text; None for
             the worker's default.
     """
 
@@ -204,7 +204,7 @@ class KeyFile:
         try:
             found = read_keys(self._path, {})
         except UsageError as error:
-            log.warning("the file of API keys is unusable; the previous keys stay in force", error=str(error))
+            log.warning("the file of API keys is unusable; the previous keys stay in use", error=str(error))
             return
         assert found is not None, "a path is required"
         self._on_change(found)

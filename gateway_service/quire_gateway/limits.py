@@ -1,8 +1,8 @@
 """Limits of API keys: requests and tokens per minute, and concurrent requests. Pure: the time is an argument.
 
 The requests of a minute are a bucket: it holds as many as the limit, and refills steadily. Tokens are counted when a
-request ends, because their number is unknown before. A request is admitted while any tokens are left. If it takes more
-than are left, later requests wait until the bucket has refilled.
+request ends, because their number is unknown before. A request is admitted while any tokens are left. If a request
+takes more tokens than remain, later requests wait until the bucket has refilled.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class KeyLimits:
             use.tokens.take(token_count)
 
     def keep(self, digests: frozenset[bytes]) -> None:
-        """Forgets all other keys, except those with running requests."""
+        """Forgets every key that is not in `digests` and has no running requests."""
         self._uses = {each: use for each, use in self._uses.items() if each in digests or use.in_flight}
 
 

@@ -16,15 +16,15 @@ LINGER_BYTES: Final = 64 << 20  # bytes that are dropped in that time
 class Lingering:
     """A transport that closes in two steps if bytes may be unread.
 
-    It first ends its sending side. Then it drops the bytes that still arrive until the other end closes, too, or a
-    limit of time or bytes is reached.
+    The transport first closes its sending half. Then it drops the bytes that still arrive, until the peer also closes,
+    or a limit of time or bytes is reached.
 
     Args:
         transport: the wrapped transport; all other methods are its own.
         loop: the event loop of the transport.
 
     Attributes:
-        is_unread: whether bytes may have arrived that nobody reads.
+        is_unread: whether bytes may have arrived that the gateway does not read.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:

@@ -51,18 +51,18 @@ class Telemetry:
     Attributes:
         answers: number of answers, by route and status.
         in_flight: requests that are being answered.
-        left_count: callers that left before their answer was whole.
+        left_count: callers that closed their connection before their answer was complete.
         first_token: seconds to the first piece of a text.
         whole: seconds to the end of an answer.
         taken: the tokens of all answers.
         entries: the requests that are being answered, oldest first.
         by_key: number of requests and of tokens of each kind, by model and name of the key.
         errors_by_key: number of requests that ended with an error, by name of the key and code of the error.
-        retry_count: number of times that another worker was asked after one had refused.
-        continued: number of responses that continue another one. `TAIL` counts those that computed at most a block more
-            than their own new tokens, `MORE` all others.
-        stored_count: number of responses that are kept.
-        stored_bytes: bytes of the responses that are kept.
+        retry_count: number of times that another worker was asked after a refusal.
+        continued: number of responses that continue another one. `TAIL` counts responses that computed at most a block
+            more than their own new tokens, `MORE` all others.
+        stored_count: number of stored responses.
+        stored_bytes: bytes of the stored responses.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,9 @@ class Telemetry:
         self.retry_count = 0
 
     def note(self, entry: Entry) -> None:
-        """Counts a request that has ended. It has no model if it was refused before its model was known."""
+        """Counts a request that has ended. The entry has no model if the request was refused before its model was
+        known.
+        """
         if entry.model:
             counts = self.by_key[entry.model, entry.key]
             for place, count in enumerate((1, entry.prompt_tokens, entry.cached_tokens, entry.output_tokens)):

@@ -71,8 +71,8 @@ def make_parser() -> Parser:
         "--allocator",
         action="append",
         metavar="ADDRESS",
-        help="address of an allocator of these workers, asked which prefixes are cached where if several workers "
-        "serve a model; may be repeated (default: $QUIRE_ALLOCATOR, separated by commas, or 127.0.0.1:7070)",
+        help="address of an allocator of these workers; the gateway asks it where prefixes are cached, if several "
+        "workers serve a model; may be repeated (default: $QUIRE_ALLOCATOR, separated by commas, or 127.0.0.1:7070)",
     )
     parser.add_argument(
         "--api-keys",
@@ -101,7 +101,7 @@ def make_parser() -> Parser:
         "--generation-config",
         choices=("auto", "none"),
         default="auto",
-        help="defaults of sampling parameters: those of the checkpoint's generation_config.json, or OpenAI's "
+        help="defaults of sampling parameters: from the checkpoint's generation_config.json, or OpenAI's "
         "(default: %(default)s)",
     )
     _add_notations(parser)
@@ -191,15 +191,15 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--max-in-flight",
         type=int,
         default=IN_FLIGHT_MAX,
-        help="requests that run at the same time; further ones get 429. If API keys have several namespaces, one "
-        "gets at most as many as are left free (default: %(default)s)",
+        help="requests that run at the same time; further ones get 429. If API keys have several namespaces, "
+        "each may use at most as many as it leaves free (default: %(default)s)",
     )
     limits.add_argument(
         "--max-responses-bytes",
         type=int,
         default=RESPONSES_BYTES_MAX,
-        help="bytes of all kept responses; 0 keeps none. If API keys have several namespaces, one gets at most as "
-        "much as is left free (default: %(default)s)",
+        help="bytes of all kept responses; 0 keeps none. If API keys have several namespaces, each may use at "
+        "most as much as it leaves free (default: %(default)s)",
     )
     limits.add_argument(
         "--responses-lifetime",

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import orjson
 from quire.sampling import TokenLogprobs
 
-SLICE_TOKENS: Final = 32  # tokens whose logprobs are formatted at a time; about a millisecond
-LOGPROB_MIN: Final = -9999.0  # stands for -inf, which JSON lacks; OpenAI's value
+SLICE_TOKENS: Final = 32  # tokens per piece of formatting; about a millisecond
+LOGPROB_MIN: Final = -9999.0  # replaces -inf, which JSON lacks; OpenAI uses the same value
 
 Spelled: TypeAlias = Sequence[Mapping[int, bytes]]  # for each token of a text: the bytes of it, and of others there
 
@@ -69,7 +69,7 @@ class Columns:
         self._ends.extend(before + end for end in tokens._ends)
 
     def token_ids(self) -> set[int]:
-        """Returns the ids of all tokens, also those of the likeliest ones."""
+        """Returns the ids of all tokens, including the likeliest ones."""
         return set(self._ids)
 
     def between(self, first: int, end: int) -> list[Told]:
@@ -90,8 +90,8 @@ class Columns:
 class Places:
     """Finds where in a text each of its tokens begins, while both come in pieces.
 
-    A token that is part of a character has the place of that character. A special token that the text leaves out, such
-    as the one before a prompt, takes no space. A leading space that the text leaves out takes none either.
+    A token that is part of a character has the place of that character. A special token that is not in the text, such
+    as the one before a prompt, has no length. A leading space that the text leaves out takes none either.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ def of_completion(tokens: Sequence[Told], spelled: Spelled, offsets: Sequence[in
 
     Args:
         tokens: the tokens in their order.
-        spelled: for each token the bytes of itself and of the others at its place.
+        spelled: the bytes of each token and of its alternatives.
         offsets: the number of characters before each token.
     """
     pairs = list(zip(tokens, spelled, strict=True))
@@ -197,8 +197,8 @@ def joined_logprobs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def of_prompt(tokens: Sequence[Told], spelled: Spelled) -> list[orjson.Fragment | None]:
     """Returns `prompt_logprobs` in vLLM's form.
 
-    Each token except the first has itself and the likeliest tokens at its place, by their ids. Its rank is unknown if
-    it is not among the likeliest.
+    Each token except the first has an entry with itself and its likeliest alternatives, by token id. The token's rank
+    is unknown if it is not among the likeliest.
     """
     found: list[orjson.Fragment | None] = []
     for token, texts in zip(tokens, spelled, strict=True):

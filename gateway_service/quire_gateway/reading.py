@@ -1,4 +1,4 @@
-"""Parses request bodies into what their callers ask. Small bodies are parsed at once, large ones on a thread.
+"""Parses request bodies into the callers' requests. Small bodies are parsed at once, large ones on a thread.
 
 A JSON text can take sixty times its size as objects, so values are counted before they are parsed.
 """
@@ -19,7 +19,7 @@ from quire_gateway.schemas import rounded
 
 AT_ONCE_BYTES: Final = 16 << 10  # larger bodies are parsed on a thread
 LISTS_MAX: Final = 1 << 16  # arrays and objects in one body
-# texts and names in one body: 8 for each message; they take milliseconds in which nothing else runs
+# texts and names in one body, 8 per message; parsing so many takes milliseconds and blocks everything else
 TEXTS_MAX: Final = 1 << 16
 STRUCTURES_CHARACTERS_MAX: Final = 1 << 20  # of tools and JSON schemas; a worker takes no more text in a prompt
 VALUES_MAX: Final = 1 << 19  # each token id of a prompt is one value
@@ -71,7 +71,8 @@ class Reader:
 
 
 def check_type(content_type: str) -> None:
-    """Refuses a body whose content type is not JSON. Pages cannot send that type to another origin without a preflight.
+    """Refuses a body with a content type other than JSON. Pages cannot send that type to another origin without a
+    preflight.
 
     Raises:
         ApiError: the type is another one.
@@ -85,7 +86,7 @@ def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Refuses a body that is compressed, or has a transfer coding other than chunked.
 
     Raises:
-        ApiError: the body has such a coding.
+        ApiError: the body is compressed, or has another transfer coding.
     """
     for name, value in headers:
         coding = value.strip().lower()
@@ -133,7 +134,7 @@ def check_values(body: bytes) -> None:
     """
     if _are_few(body):
         return
-    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # The remaining quotes are those around texts.
+    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # The remaining quotes surround texts.
     if outside.count(b'"') > 2 * TEXTS_MAX:
         raise _too_many("strings", TEXTS_MAX)
     outside = b"".join(outside.split(b'"')[::2])

@@ -1,6 +1,6 @@
 """Sends a request to workers: tokenizes its prompts, chooses a worker for each, and yields the pieces of their answers.
 
-If a worker refuses because it is full, stopping or away, the next worker is asked, unless text was already handed on.
+If a worker refuses because it is full, stopping or unreachable, the next worker is asked, unless text was already sent.
 If all refuse, the caller gets the error of the last one.
 """
 
@@ -59,14 +59,14 @@ class Call(NamedTuple):
         ask: the caller's request, translated for the workers.
         model: the model that answers.
         tokens: the tokens of each prompt.
-        namespace: the namespace in which its prefixes are shared.
+        namespace: the namespace of its shared prefixes.
         request_id: the id in the logs of gateway and workers.
         timeout_s: the deadline of the whole request.
         entry: its entry in the list of requests.
-        as_split: the prompts as the tokenizer splits them. A prompt that continues an answer has other `tokens`.
-        plan: how its answers are read; None where they are plain text.
-        held: the branch that is continued. Its one prompt here is empty, because the worker has the tokens.
-        cache: what the worker is told about the cache.
+        as_split: the tokenizer's tokens of the prompts. A prompt that continues an answer has other `tokens`.
+        plan: how its answers are parsed; None for plain text.
+        held: the branch that is continued. Its single prompt is empty here, because the worker has the tokens. cache:
+            the options of the cache for the worker.
     """
 
     ask: Ask
@@ -130,7 +130,7 @@ async def prepare(
 
 
 async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) -> CachePolicy:
-    """Returns what the worker is told about the cache. A breakpoint is where the marked messages end in the prompt.
+    """Returns the cache options for the worker. A breakpoint is where the marked messages end in the prompt.
 
     Where the template does not render the marked messages alone, the whole prompt is meant.
     """
@@ -215,7 +215,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Str
                 for number in range(len(call.tokens)):
                     group.create_task(read(number))
         except* ApiError as errors:
-            _clear(queue)  # These pieces are no longer charged, so they are dropped.
+            _clear(queue)  # These pieces are no longer charged, so the queue is cleared.
             raise errors.exceptions[0] from None
         finally:
             queue.put_nowait(None)
@@ -231,7 +231,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Str
         reading.cancel()
         await asyncio.wait((reading,))
         _clear(queue)
-        del reading  # Its error refers to this frame, so keeping it would make a reference cycle.
+        del reading  # The task's error refers to this frame: a reference cycle.
 
 
 def _clear(queue: asyncio.Queue[StreamPiece | None]) -> None:
@@ -262,7 +262,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     """
     ask, tokens = call.ask, call.tokens[number]
     options = cast("SamplingOptions", dict(ask.options))
-    options.pop("echo", None)  # A worker would return the text of its tokens; the gateway knows what the caller sent.
+    options.pop("echo", None)  # A worker would return the text of its tokens, but the gateway knows the caller's text.
     room = call.model.sequence_tokens_max - len(tokens)
     longest = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
     options["max_tokens"] = 1 if ask.is_prompt_alone else longest

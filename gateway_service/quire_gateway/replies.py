@@ -61,7 +61,7 @@ class Taken(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Optional data beside a text, or beside a piece of it. Each field is None if it was not requested.
+    """Optional data of a text, or of a piece of it. Each field is None if it was not requested.
 
     Attributes:
         logprobs: logprobs of the tokens of the text or piece.
@@ -87,7 +87,7 @@ class Answer(NamedTuple):
     Attributes:
         text: its content.
         finish_reason: why it ended, in OpenAI's words.
-        beside: optional data beside it.
+        beside: optional data with the text.
         prompt_logprobs: logprobs of the prompt; None if they were not requested.
         reasoning: text of the reasoning; None if it is not separated from the content.
         calls: the functions that the answer calls.
@@ -116,7 +116,7 @@ class Form(Protocol):
         """Returns the event of a piece of one choice."""
 
     def logprobs(self, tokens: Sequence[Told], spelled: Spelled, offsets: Sequence[int]) -> Mapping[str, Any]:
-        """Returns `logprobs` of tokens; `offsets` has the place of each in the text, in characters."""
+        """Returns `logprobs` of tokens; `offsets` has the offset of each token in the text, in characters."""
 
     def ending(self, taken: Taken) -> bytes:
         """Returns the last events of a stream. `taken` is complete if usage was requested."""
@@ -264,7 +264,7 @@ class ChatForm(_Form, Form):
             }
             for index, answer in enumerate(answers)
         )
-        # A chat has one prompt, so data about the prompt is beside the choices, not in them.
+        # A chat has one prompt, so the prompt's data is next to the choices, not in them.
         of_prompt = {"prompt_logprobs": answers[0].prompt_logprobs, **_prompt_ids(answers[0].beside)}
         return self._whole(choices, taken, {name: value for name, value in of_prompt.items() if value is not None})
 
@@ -341,7 +341,8 @@ def models(served: Iterable[tuple[str, tuple[str, int, int, str, str]]]) -> byte
 
 
 def model(called: str, about: tuple[str, int, int, str, str]) -> dict[str, Any]:
-    """Returns one model in OpenAI's form. Its root is the name in answers; the parent of an adapter is its checkpoint.
+    """Returns one model in OpenAI's form. `root` is the model's name in answers. The `parent` of an adapter is its
+    checkpoint.
 
     Args:
         called: a name that requests may use.

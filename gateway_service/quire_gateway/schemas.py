@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final, NamedTuple
 
-_BY_NAME: Final = ("properties", "$defs", "definitions")  # keywords whose values are schemas by name
+_BY_NAME: Final = ("properties", "$defs", "definitions")  # keywords; the value of each is a dictionary of schemas
 _BRANCHES: Final = ("anyOf", "oneOf", "allOf")
 _JOINING: Final = (*_BRANCHES, "$ref", "$dynamicRef")
 _OF_OBJECTS: Final = ("properties", "required", "minProperties", "patternProperties", "unevaluatedProperties")
@@ -87,11 +87,11 @@ def _nothing(_number: str) -> None:
 
 
 def closed(schema: Any) -> Any:
-    """Returns a schema whose objects have only the properties that they list.
+    """Returns a schema with objects that allow no properties beyond the listed ones.
 
     A small model that may write further properties can do so without end, and vLLM's server allows none, either. A
     value that fits the result fits the schema. A schema that joins the properties of several objects is returned
-    unchanged, because each of these must allow the others' properties. So is a text that is not JSON.
+    unchanged, because each of these must allow the others' properties. A text that is not JSON is returned unchanged.
     """
     read = schema
     if isinstance(schema, str):
@@ -109,7 +109,7 @@ def closed(schema: Any) -> Any:
 def attempted(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a schema in which patterns with lookaround or back references allow everything, and very long ones.
 
-    No worker can enforce such a pattern.
+    No worker can enforce a pattern with lookaround or back references.
     """
     beyond = {id(part) for part in _parts(schema) if _is_beyond(str(part.get(_PATTERN, "")))}
     held: Mapping[str, Any] = _copied(schema, lambda part: {_PATTERN: ""} if id(part) in beyond else {})
@@ -159,9 +159,11 @@ def _is_open(part: Mapping[str, Any]) -> bool:
 
 
 def _copied(schema: Any, changes: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
-    """Returns a copy of a schema with changes to its parts. It does not recurse, because a schema can be very deep."""
+    """Returns a copy of a schema with changes to its parts. The function does not recurse, because a schema can be very
+    deep.
+    """
     holder = [schema]
-    # containers of the copy, each with a key or index whose value is not copied yet
+    # containers of the copy, each with a key or index that still lacks its copied value
     waiting: list[tuple[Any, Any]] = [(holder, 0)]
     while waiting:
         container, place = waiting.pop()

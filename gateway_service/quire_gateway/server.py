@@ -59,7 +59,7 @@ log = structlog.get_logger()
 
 BACKLOG: Final = 2_048
 HANDSHAKE_S: Final = 10.0  # for TLS
-KEEP_ALIVE_S: Final = 75  # seconds that an idle connection is kept; longer than clients and proxies keep theirs
+KEEP_ALIVE_S: Final = 75  # seconds that an idle connection stays open; longer than at clients and proxies
 WAITING_MAX: Final = 4_096  # idle connections
 FILES_BESIDE: Final = 128  # open files other than callers' connections
 # Browsers send names in lower case, and leave out the default port.

@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class CallerGoneError(Exception):
-    """The caller has gone, so nobody reads the answer."""
+    """The caller has closed the connection, so the answer is dropped."""
 
 
 class Served(Response):
@@ -218,10 +218,10 @@ class Served(Response):
     def _beside(
         self, number: int, token_ids: Sequence[int], logprobs: Mapping[str, Any] | None, output_count: int | None = None
     ) -> Beside:
-        """Returns the data that is sent beside a text, or beside a piece of it.
+        """Returns the optional data of a text, or of a piece of it.
 
         Args:
-            number: the number of its prompt.
+            number: the number of the text's prompt.
             token_ids: the tokens of the text or piece.
             logprobs: the logprobs of these tokens.
             output_count: tokens of the choice so far; None if the answer is sent as a whole.

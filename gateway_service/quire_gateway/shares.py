@@ -1,4 +1,4 @@
-"""Divides an amount among callers so that each of them leaves some for others. Pure."""
+"""Divides an amount among callers. Each caller leaves a part for the others. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Charge:
     """The amount that one request takes of its caller's share, until it ends.
 
     Args:
-        shares: the shares that it takes from.
+        shares: the shares to take from.
         caller: the caller of the request.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Bytes of tokens in a text, which some tokenizers write in another way than single tokens.
 
-Llama 2's tokenizer leaves out the space before a text's first word, and a decoder of word ends writes a space only when
-the next word comes. Behind some text the bytes of most tokenizers' tokens are *settled*: a cache has them.
+Llama 2's tokenizer leaves out the space before a text's first word, and some decoders write the space after a word only
+when the next word arrives. Behind some text the bytes of most tokenizers' tokens are *settled*: a cache has them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Speller:
     Args:
         fleet: the workers.
         model: the model whose tokenizer is used.
-        before: tokens of the text before those that are spelled.
+        before: the preceding tokens of the text.
         keeps_special: whether the text has the names of special tokens.
 
     The methods raise ApiError if no worker answers.

@@ -19,7 +19,7 @@ _STREAM_HEADERS: Final = [
 
 
 class StreamHead:
-    """The head of a stream. It is sent with the first piece, or after 0.2 s if no worker has refused the request.
+    """The head of a stream. The head is sent with the first piece, or after 0.2 s if no worker has refused the request.
 
     Clients and proxies wait only a limited time for a head, and the first piece may come only after a long prefill.
     Later pieces may be far apart, too: reasoning that the caller does not want produces none.

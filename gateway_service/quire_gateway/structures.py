@@ -66,7 +66,7 @@ def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
 
 
 def _check_kind(kind: str, name: str, given: object) -> None:
-    """Refuses a structure whose type does not fit the workers' option.
+    """Refuses a structure of a type that the workers' option does not take.
 
     Raises:
         ApiError: the type does not fit.
@@ -105,7 +105,7 @@ def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> 
 
 
 def _of_an_object(schema: Any) -> Any:
-    """Returns the schema beside `json_object`, which some clients of llama.cpp's server send.
+    """Returns the schema of a `json_object`. Some clients of llama.cpp's server send one.
 
     Raises:
         ApiError: it is not a JSON schema.

@@ -46,7 +46,7 @@ async def spelled_in_text(
     Args:
         fleet: the workers.
         model: the model whose tokenizer is used.
-        tokens: each token, and how many tokens of the text are before it.
+        tokens: each token, with the number of tokens before it in the text.
         text: the tokens of the text.
         keeps_special: whether the text has the names of special tokens.
 

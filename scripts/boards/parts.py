@@ -20,8 +20,8 @@ COLUMNS: Final = 24
 TILE_HEIGHT: Final = 4
 PLOT_HEIGHT: Final = 8
 VALUE_PIXELS: Final = 30  # At this size, words that replace a value fit into a tile of four columns.
-LEGEND_PIXELS: Final = 360  # The legend stands beside the plot: eight rows fit there, and only three below it.
-IDLE: Final = -1.0  # value of a tile whose service reports but has nothing to measure
+LEGEND_PIXELS: Final = 360  # The legend is on the right: eight rows fit there, and only three below the plot.
+IDLE: Final = -1.0  # value of a tile if the service reports but has nothing to measure
 RED, ORANGE, GREEN, GRAY, BLUE = "red", "orange", "green", "#8e8e8e", "blue"
 
 Query = tuple[str, str]  # PromQL, and the legend's name for its series
@@ -50,13 +50,13 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Tile(Panel):
-    """A current number. It is red and shows `absent` when no service reports it.
+    """A current number. The tile is red and shows `absent` when no service reports it.
 
     Attributes:
         steps: (value, color) pairs: the color applies from the value on. Below the first value, the tile is red.
         absent: the text without any series.
         words: texts that replace values, with their colors.
-        shows_names: whether each of several values has its legend beside it.
+        shows_names: whether each of several values shows its legend.
     """
 
     steps: Sequence[tuple[float, str]] = ((0.0, GREEN),)
@@ -76,7 +76,7 @@ class Plot(Panel):
     """Series over time, with a table of last and largest values as the legend.
 
     Attributes:
-        is_stacked: whether series are parts of one whole.
+        is_stacked: whether series are stacked as parts of one whole.
         largest: upper end of the axis, or None.
         limits: values at which a colored line is drawn as a warning.
         is_logarithmic: whether the axis is logarithmic, for plots with one series far above the others.
@@ -135,7 +135,7 @@ def quantiles(metric: str, by: str, legend: str, chosen: str, levels: Sequence[f
 
 
 def ratio(part: str, whole: str) -> str:
-    """Returns a query for a quotient. It has no value, instead of NaN, where `whole` is 0."""
+    """Returns a query for a quotient. The quotient has no value, instead of NaN, where `whole` is 0."""
     return f"{part} / ({whole} > 0)"
 
 

@@ -1,4 +1,4 @@
-"""Helm, and what it renders."""
+"""Helm, and the objects that it renders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An authority that issues what a cert-manager Certificate asks for: names, addresses, URIs and usages."""
+"""An authority that signs certificates as a cert-manager Certificate requests them: names, addresses, URIs and
+usages.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from quire.session import Copy, Result
 
 @dataclass
 class PretendedEngine:
-    """Plays random turns with an engine of any flavor, whose calls can be awaited.
+    """Plays random turns with an engine of any flavor that has awaitable calls.
 
     Attributes:
         pages: contents of each page, by block number.

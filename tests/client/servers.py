@@ -35,7 +35,8 @@ USAGE = worker_pb.Usage(
 class ScriptedServer:
     """Answers every method of both services and of health from `answers`; counts and keeps the requests.
 
-    An answer is a function of request and context. It returns a message, or for a stream an iterator of messages.
+    An answer is a function of request and context. The function returns a message, or for a stream an iterator of
+    messages.
     """
 
     def __init__(self, *, threads: int = 8) -> None:

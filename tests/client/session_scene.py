@@ -1,4 +1,4 @@
-"""A session, and an allocator in this process whose streams break on request."""
+"""A session, and an allocator in this process with streams that break on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPEC = PoolSpec.full_attention(block_count=16, block_size=4)
 
 
 class BrokenError(Exception):
-    """The error with which the test's server breaks a stream."""
+    """The error that breaks a stream in the test's server."""
 
 
 class LossyStream(SessionStream):

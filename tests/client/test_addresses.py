@@ -1,4 +1,4 @@
-"""Every listener and every client accepts the same forms of addresses, and reads them alike."""
+"""Every listener and every client accepts the same forms of addresses, and reads them in the same way."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ANSWERS = ("Four.", "I said four.")
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    """Runs a scripted worker that renders conversations as JSON and gives its answers in turn."""
+    """Runs a scripted worker that renders conversations as JSON and gives its answers one after another."""
     answers = iter(ANSWERS)
 
     def tokenize(request: Any, _context: grpc.ServicerContext) -> worker_pb.TokenizeResponse:

@@ -44,7 +44,7 @@ RUNNING = [
 
 @pytest.fixture(scope="module")
 def allocator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Runs an allocator with a pool in which the namespace acme holds three blocks."""
+    """Runs an allocator with a pool where the namespace acme holds three blocks."""
     with (
         allocator_process(tmp_path_factory.mktemp("allocator"), "--lease", "600") as process,
         Allocator(process.address) as client,

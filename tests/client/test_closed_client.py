@@ -1,4 +1,4 @@
-"""Tests the errors of calls and streams whose client was closed before or during them."""
+"""Tests the errors of calls and streams of clients that were closed before or during the calls."""
 
 from __future__ import annotations
 

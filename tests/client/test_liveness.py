@@ -1,4 +1,4 @@
-"""Only time in which this process was running counts as silence of the other side."""
+"""Only time when this process was running counts as silence of the peer."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ POOLS = {
 
 @dataclass
 class Scene:
-    """An allocator whose connections can be cut without losing its state."""
+    """An allocator with connections that can be cut without losing its state."""
 
     spec: PoolSpec
     service: AllocatorService

@@ -85,7 +85,7 @@ def state_figures(path: Path) -> tuple[str, ...]:
 
 
 def rows_of(document: str, header: str = "model") -> set[tuple[str, ...]]:
-    """Returns the body rows of all tables whose first column has this header."""
+    """Returns the body rows of all tables that have this header in their first column."""
     rows: set[tuple[str, ...]] = set()
     is_wanted = was_row = False
     for line in document.splitlines():

@@ -26,7 +26,9 @@ ADAPTER = bytes(range(32))
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    """Runs a scripted worker. Its tokens are the bytes of a text, or of the contents of a conversation's messages."""
+    """Runs a scripted worker. The worker's tokens are the bytes of a text, or of the contents of a conversation's
+    messages.
+    """
 
     def tokenize(request: Any, _context: grpc.ServicerContext) -> worker_pb.TokenizeResponse:
         told = json.loads(request.conversation.messages_json or "[]")

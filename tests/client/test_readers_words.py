@@ -54,7 +54,7 @@ def test_no_text_of_the_library_names_an_option(path: Path) -> None:
 
 
 SERVICES = Path(__file__).parents[2]
-# Calls whose texts only an operator reads: errors at start, and help of the command line.
+# Calls with texts that only an operator reads: errors at start, and help of the command line.
 OF_A_START = {
     "add_argument",
     "UsageError",

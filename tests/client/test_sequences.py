@@ -1,4 +1,4 @@
-"""Engines on `quire.engine` read back from their pages what they wrote, over streams and over unary calls."""
+"""Engines on `quire.engine` read back the content that they wrote to their pages, over streams and over unary calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the owner's side of the Session stream on a real allocator whose connections break in many ways."""
+"""Tests the owner's part of the Session stream on a real allocator with connections that break in many ways."""
 
 from __future__ import annotations
 

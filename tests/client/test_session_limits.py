@@ -1,4 +1,4 @@
-"""Tests an owner whose allocator refuses messages that are too large, or refuses the owner."""
+"""Tests an owner with an allocator that refuses messages that are too large, or refuses the owner."""
 
 from __future__ import annotations
 

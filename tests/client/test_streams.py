@@ -1,4 +1,4 @@
-"""Both flavors of chunk streams behave alike when the server is lost, refuses, or is silent."""
+"""Both flavors of chunk streams do the same when the server is lost, refuses, or is silent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def texts(flavour: str, address: str, **options: Any) -> list[str]:
 
 
 def failing_first(*codes: grpc.StatusCode) -> Any:
-    """Returns an answer that fails with each of these codes in turn, and then gives two samples."""
+    """Returns an answer that fails with each of these codes, one after another, and then gives two samples."""
     left = iter(codes)
 
     def answer(request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:

@@ -1,7 +1,7 @@
 """Runs a deployment under load that a real Prometheus scrapes, with every event that the dashboards show.
 
-It has two tenants, forks, evictions, preemptions, an allocator that was killed, a pool of attention and recurrent
-states, and a dead gateway.
+The deployment has two tenants, forks, evictions, preemptions, an allocator that was killed, a pool of attention and
+recurrent states, and a dead gateway.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Scene:
         return openai.OpenAI(base_url=f"http://{self.gateway.address}/v1", api_key=key, max_retries=0, timeout=120)
 
     def load(self) -> None:
-        """Sends requests of both tenants at once. They need more than the pool holds, so it evicts and preempts."""
+        """Sends requests of both tenants at once. These requests need more than the pool holds, so it evicts and
+        preempts.
+        """
         dice = random.Random(next(self.rounds))
 
         def prompt(shared: str) -> str:

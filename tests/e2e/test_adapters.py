@@ -1,4 +1,6 @@
-"""Loads adapters as users do, by worker options, `quire adapter` and the client, and kills the allocator meanwhile."""
+"""Loads adapters as users do, by worker options, `quire adapter` and the client, and kills the allocator during the
+requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the branch examples on the demo model: how many blocks they hold, and that they leave none behind."""
+"""Runs the branch examples on the demo model, counts the blocks that they hold, and checks that no branches remain."""
 
 from __future__ import annotations
 

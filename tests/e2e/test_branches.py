@@ -1,4 +1,4 @@
-"""Tests branches through real processes: who may use them, how long they live, and what they leave behind."""
+"""Tests branches through real processes: permissions, lifetimes, and that they leave no blocks behind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tests the whole deployment from outside, as Docker Compose starts it.
 
 Lifecycle: the first test builds the images and starts a project with a name of its own on free ports, all by one
-command. The tests share the project. At the end it is removed with its volumes, and nothing may remain.
+command. The tests share the project. At the end the deployment is removed with its volumes, and nothing may remain.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def test_what_was_generated_shows_up_in_prometheus(deployment: Deployment) -> No
 def test_grafana_has_every_dashboard_and_prometheus_takes_each_of_their_queries(deployment: Deployment) -> None:
     health = deployment.get_json("grafana", "/api/health")
     assert health["database"] == "ok"
-    # Without a registry a stand-in image replaces Grafana. Its version is no number.
+    # Without a registry a stand-in image replaces Grafana. The image's version is not a number.
     if re.match(r"\d", health["version"]):
         assert deployment.get_json("grafana", "/api/datasources/uid/prometheus/health")["status"] == "OK"
     uids = {board["uid"] for board in deployment.get_json("grafana", "/api/search?type=dash-db")}

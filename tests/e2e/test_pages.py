@@ -35,7 +35,7 @@ HOSTS: Final = (
 )
 START_S: Final = 100.0
 
-# page -> placeholders of its commands, and what this test has in their place
+# for each page: placeholders of its commands, and this test's values for them
 WORDS: Final[dict[str, dict[str, str]]] = {
     "docs/models.md": {"NAME=FOLDER ...": "first=adapter --model models/demo --adapter-folder .", "FOLDER": "adapter"},
     "docs/gateway.md": {"b:7071": "127.0.0.1:7072"},
@@ -43,7 +43,7 @@ WORDS: Final[dict[str, dict[str, str]]] = {
     "docs/security.md": {"allocator.internal": "localhost", "worker-1.internal": "localhost"},
     "docs/speculation.md": {"MODEL": "models/demo", "SMALLER": "models/demo"},
 }
-# page -> what its code has defined before, and what has to hold after
+# for each page: names defined before its code, and conditions after it
 AROUND: Final[dict[str, tuple[str, str]]] = {
     "docs/beams.md": (
         "from quire import Client\nclient = Client()",
@@ -189,7 +189,7 @@ class Reader:
         self.ports["7072"], self.ports["7071"] = self.ports["7071"], first
 
     def ask_for_long(self, request_id: str) -> None:
-        """Begins a request that runs until somebody cancels it or the page is over, and waits until it runs."""
+        """Begins a request that runs until it is canceled or the page ends, and waits until it runs."""
         address = f"127.0.0.1:{self.ports['7071']}"
         code = "import sys, quire\nwith quire.Client(sys.argv[1]) as client:\n    client.generate("
         # One text would be at the end of the model's context within seconds.

@@ -146,7 +146,7 @@ def test_a_text_under_way_is_finished_when_its_worker_is_told_to_stop_within_the
 
 
 def test_what_a_folder_lacks_is_said_in_one_line_before_its_weights_are_read(tmp_path: Path) -> None:
-    # The folder has no weights. It has no tokenizer either, but that is optional.
+    # The folder has no weights. The worker has no tokenizer either, but a tokenizer is optional.
     shutil.copy(DEMO / "config.json", tmp_path)
     with (
         pytest.raises(ServerFailedError) as raised,

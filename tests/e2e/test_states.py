@@ -18,7 +18,7 @@ LETTERS = "abcdefghij klmnopq"
 
 
 def text(length: int, seed: int) -> str:
-    """Returns random letters, so that no two texts begin alike."""
+    """Returns random letters, so that any two texts differ from the start."""
     dice = random.Random(seed)
     return "".join(dice.choice(LETTERS) for _ in range(length))
 

@@ -104,9 +104,10 @@ def test_a_streamed_chat_is_one_trace_with_every_stage(scene: Scene) -> None:
         assert answer.read().endswith(b"data: [DONE]\n\n")
     gateway, worker = spans_of(scene.collector, "traced-streamed")
     assert worker.span.parent_span_id == gateway.span.span_id
-    of_trace = [seen for seen in scene.collector.spans if seen.trace_id == gateway.trace_id]
-    stages = sorted(seen.name for seen in of_trace if seen.is_inside(worker) and seen is not worker)
-    assert stages == ["allocator step", "decode", "prefill", "queue"]
+    parts = [seen for seen in scene.collector.spans if seen.is_inside(worker)]
+    assert sorted(seen.name for seen in parts) == ["decode", "prefill", "queue"]
+    (queue,) = [seen for seen in parts if seen.name == "queue"]
+    assert len([seen for seen in scene.collector.named("allocator step") if seen.is_inside(queue)]) == 1
 
 
 def test_spans_have_the_names_of_the_genai_conventions_and_the_numbers_of_the_answer(scene: Scene) -> None:
@@ -184,7 +185,7 @@ def test_nothing_of_a_text_is_in_any_span(scene: Scene) -> None:
 @pytest.mark.parametrize("kind", ["refuses", "never answers"])
 def test_a_dead_collector_delays_no_answer_and_no_stop(kind: str, tmp_path: Path) -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # It does not listen, so connections are refused.
+        unused.bind(("127.0.0.1", 0))  # The collector does not listen, so connections are refused.
         stalled = threading.Event()
         with collecting(stalled) as collector, pytest.MonkeyPatch.context() as patch:
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")

@@ -32,7 +32,7 @@ LEASE_S = 3
 
 
 class Proxy:
-    """Forwards TCP connections to `target`. It can cut them, or hold back their data."""
+    """Forwards TCP connections to `target`. The proxy can cut connections, or hold back their data."""
 
     def __init__(self) -> None:
         self.target = ""
@@ -144,7 +144,7 @@ class _Open(NamedTuple):
 
 
 class _Connection:
-    """Both ends of a forwarded connection, and a gate each way."""
+    """Both ends of a forwarded connection, and a gate in each direction."""
 
     def __init__(self, *writers: asyncio.StreamWriter) -> None:
         self.requests, self.replies = asyncio.Event(), asyncio.Event()
@@ -231,7 +231,7 @@ class Name:
         self._starting = asyncio.create_task(self._next.start())
 
     async def turn(self) -> None:
-        """Switches the name to the other allocator, with the state that it has. Both keep running."""
+        """Switches the name to the other allocator, in its present state. Both keep running."""
         await self.ready()
         self.place, self._next = self._next, self.place
         self.proxy.target = self.place.address
@@ -314,7 +314,7 @@ def rows_of(seen: pb.GetPoolBlocksResponse) -> list[SequenceRow]:
 
 @asynccontextmanager
 async def named(folder: Path, *, environment: Mapping[str, str] | None = None) -> AsyncIterator[Name]:
-    """Yields a name with two allocators whose leases are short."""
+    """Yields a name with two allocators that have short leases."""
     name = Name(folder, "--lease", f"{LEASE_S}", environment=environment)
     await name.start()
     try:

@@ -1,4 +1,6 @@
-"""Both sides notice within seconds when a connection dies silently, for example because a NAT forgot it."""
+"""The owner and the allocator notice within seconds when a connection dies silently, for example because a NAT forgot
+it.
+"""
 
 from __future__ import annotations
 

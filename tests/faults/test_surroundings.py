@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(400)
 
 @contextlib.contextmanager
 def unread() -> Iterator[int]:
-    """Yields a pipe that is already full and that nobody reads, so that a server's first line has to wait."""
+    """Yields a full pipe without a reader, so that a server's first line has to wait."""
     reader, writer = os.pipe()
     try:
         os.set_blocking(writer, False)

@@ -83,8 +83,8 @@ class Scene:
         return {s.labels["kind"]: s.value for s in samples if s.name == "quire_worker_failures_total"}
 
     async def failure_of(self, tokens: str | list[int], kind: str) -> Reason:
-        """Returns the reason with which a request fails. Checks that the worker counts the failure, and logs it with
-        the request's id."""
+        """Returns the reason of a request's failure. Checks that the worker counts the failure, and logs it with the
+        request's id."""
         before = await self.failures()
         with pytest.raises(QuireError) as caught:
             await self.client.generate(tokens, max_tokens=40, ignore_eos=True, request_id=f"doomed-{kind}")
@@ -153,7 +153,7 @@ async def test_a_process_that_may_have_little_more_memory_computes_in_parts(tmp_
     place = Place(tmp_path / "allocator")
     await place.start()
     # With this threshold malloc takes large pieces from the system and returns them at once. A single arena reserves no
-    # address space. So no memory remains from loading the model that would escape the limit.
+    # address space. So loading the model leaves no memory that would escape the limit.
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     process = worker_process(tmp_path / "worker", place.address, "--max-batch-tokens", "4096", environment=environment)
     tokens = [1 + i * 7 % 2000 for i in range(3500)]

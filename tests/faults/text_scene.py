@@ -34,7 +34,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 def worker_process(
     folder: Path, allocator: str, *arguments: str, model: Path = DEMO, environment: Mapping[str, str] | None = None
 ) -> ServerProcess:
-    """Starts a worker. It is ready once it owns its pool."""
+    """Starts a worker. The worker is ready once it owns its pool."""
     folder.mkdir()
     where = ["--allocator", allocator, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
     return ServerProcess(

@@ -196,7 +196,7 @@ def run(count: int, seed: int) -> int:
     seen, failed, first, started_s = Counter[str](), list[int](), seed, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = FuzzedFiles(Path(folder))
-        # With this limit a reader that asks for all memory gets an error, and the machine survives.
+        # With this limit, a reader that requests all memory gets an error, and the machine survives.
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2 * GROWTH_BYTES,) * 2)
         while seed - first < count and len(failed) < FAILURES_MAX:

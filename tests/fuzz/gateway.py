@@ -2,7 +2,7 @@
 sockets.
 
 A connection fails if the gateway reports a defect of its own, does not end within 2 s, answers a request that was never
-sent, answers in another order, or sends bytes that are no answer. Half of the connections go to a gateway with a
+sent, answers in another order, or sends bytes that are not an answer. Half of the connections go to a gateway with a
 scripted worker. The other gateway has no workers, so it answers a valid request with 503.
 """
 

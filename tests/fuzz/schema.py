@@ -2,8 +2,8 @@
 a real gateway and worker.
 
 Needs schemathesis, which is not among the dependencies. A case fails if its answer is 500, ends more than 2 s after the
-gateway's own deadline, or has a status, content type or form that is not described. The described form of a refusal is
-OpenAI's. A failure is shrunk and printed with its curl command. The seed repeats the run.
+gateway's own deadline, or has an undescribed status, content type or form. The described form of a refusal is OpenAI's.
+A failure is shrunk and printed with its curl command. The seed repeats the run.
 """
 
 from __future__ import annotations

@@ -50,14 +50,13 @@ def in_a_thread(make: Callable[[], AbstractAsyncContextManager[RunningT]]) -> It
 
 
 def ask(channel: grpc.Channel, path: str, data: bytes) -> QuireError | None:
-    """Makes a unary call; returns the error with which it was refused, or None."""
+    """Makes a unary call; returns the error of its refusal, or None."""
     method = channel.unary_unary(path, request_serializer=None, response_deserializer=None)
     return _judged(lambda: method(data, timeout=TIMEOUT_S))
 
 
 def listen(channel: grpc.Channel, path: str, data: bytes) -> QuireError | None:
-    """Makes a call that streams its answers, and reads the first one; returns the error with which it was refused, or
-    None."""
+    """Makes a call with a stream of answers, and reads the first one; returns the error of its refusal, or None."""
     call = channel.unary_stream(path, request_serializer=None, response_deserializer=None)(data, timeout=TIMEOUT_S)
     error = _judged(lambda: next(call, None))
     call.cancel()
@@ -65,14 +64,14 @@ def listen(channel: grpc.Channel, path: str, data: bytes) -> QuireError | None:
 
 
 def converse(channel: grpc.Channel, path: str, messages: Sequence[bytes]) -> QuireError | None:
-    """Sends a stream of messages; returns the error with which the stream ended, or None."""
+    """Sends a stream of messages; returns the error that ended the stream, or None."""
     method = channel.stream_stream(path, request_serializer=None, response_deserializer=None)
     return _judged(lambda: list(method(iter(messages), timeout=TIMEOUT_S)))
 
 
 def _judged(call: Callable[[], Any]) -> QuireError | None:
-    """Returns a call's error, if any. Checks that its reason is in the table under its code, and that it is no
-    defect."""
+    """Returns a call's error, if any. Checks that the error's reason is in the table under its code, and does not
+    report a bug."""
     try:
         call()
     except grpc.RpcError as raised:

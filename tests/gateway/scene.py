@@ -24,7 +24,7 @@ STATUS = pb.GetStatusResponse(
 
 @contextmanager
 def gateway(folder: Path, *arguments: str, **environment: str) -> Iterator[ServerProcess]:
-    """Runs a gateway on a free port. Its log is in the folder."""
+    """Runs a gateway on a free port. The gateway's log is in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["--listen", "127.0.0.1:0", *arguments]
     process = ServerProcess("quire_gateway", command, folder=folder, log=folder / "log", environment=environment)

@@ -1,4 +1,4 @@
-"""A worker whose model says what the conversation tells it to say. Everything else is a real worker's.
+"""A worker with a model that answers as the conversation tells it. Everything else is a real worker's.
 
 The user's last message ends with a JSON array: the text of the model's first turn after it, of the second, and so on. A
 tiny model would never write a tool call by itself. Template, tokens and gateway are real.

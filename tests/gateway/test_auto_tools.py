@@ -29,7 +29,7 @@ class Scene(NamedTuple):
     tokens: dict[str, int]
 
     def biased(self, text: str) -> dict[str, Any]:
-        """Returns the fields that make the model write a token wherever it is allowed."""
+        """Returns the fields that make the model write a token at every place where it is allowed."""
         return {"logit_bias": {str(self.tokens[text]): 100}}
 
 

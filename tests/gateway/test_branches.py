@@ -1,5 +1,6 @@
-"""Tests branches over HTTP, on a gateway in front of a worker and an allocator: what they compute, who sees them, and
-when they end. Also tests responses of other keys."""
+"""Tests branches over HTTP, on a gateway in front of a worker and an allocator: their results, visibility and
+lifetimes. Also tests responses of other keys.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""OpenAI's and Anthropic's words about the cache: what they mean, and that a real stack keeps what is asked for."""
+"""OpenAI's and Anthropic's parameters for the cache: their meaning, and that a real stack keeps the requested
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def worker(stack: LocalStack) -> Iterator[Client]:
 
 
 def details(stack: LocalStack, system: str, question: str, **mark: Any) -> dict[str, int]:
-    """Returns what an answer's usage says about the cache."""
+    """Returns the cache counts in an answer's usage."""
     gateway = stack.gateway
     assert isinstance(gateway, ServerProcess)
     parts = [{"type": "text", "text": system, **mark}]

@@ -31,7 +31,7 @@ SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "string"}}, "add
 FUNCTIONS: Final = [Function(name, SCHEMA, False) for name in ("f", "f2")]
 FREE: Final = KeptGrammar()
 CONTENT: Final = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-# Texts for which a model family has special tokens.
+# Texts that are special tokens in a model family.
 NAMES: Final = [
     *sorted(
         {text for form in CALL_FORMATS.values() for text in literals_of(form) if text[0] in "<[" and len(text) > 1}
@@ -64,8 +64,8 @@ def kind_of(added: str) -> Kind:
 
 
 def refused_at(kind: Kind, form: Format, text: str, held: KeptGrammar = FREE, functions: Any = FUNCTIONS) -> str | None:
-    """Returns the rest of a text from the first token that the grammar forbids; None if it allows all, and an end after
-    it."""
+    """Returns the rest of a text, beginning with the first token that the grammar forbids; None if it allows the whole
+    text, and an end after it."""
     grammar = llguidance.LLMatcher.grammar_from_lark(grammar_of(form, functions, kind.tokens, held))
     matcher = llguidance.LLMatcher(kind.described, grammar)
     assert not matcher.is_error(), matcher.get_error()

@@ -1,7 +1,7 @@
 """Runs packages for writing agents, through their own interfaces. Each cell of the table in docs/gateway.md is a test.
 
 `make test-packages` installs the packages in an environment of their own; openai is installed here, too. A package's
-features are the functions of `packages/with_PACKAGE.py`. One process runs them in turn.
+features are the functions of `packages/with_PACKAGE.py`. One process runs the clients one after another.
 """
 
 from __future__ import annotations

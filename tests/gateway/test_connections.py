@@ -1,4 +1,4 @@
-"""Tests connections alone, in this process: which ones the server closes, and what a waiting caller receives."""
+"""Tests connections alone, in this process: when the server closes them, and what a waiting caller receives."""
 
 from __future__ import annotations
 

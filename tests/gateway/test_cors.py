@@ -1,4 +1,4 @@
-"""Tests CORS: which pages a browser lets call the gateway, with which methods and headers."""
+"""Tests CORS: which web pages may call the gateway from a browser, with which methods and headers."""
 
 from __future__ import annotations
 

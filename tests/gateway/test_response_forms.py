@@ -1,4 +1,4 @@
-"""Tests responses without a process: what a body asks for, what is refused, the order of events, and what is kept."""
+"""Tests responses without a process: parsing of bodies, refusals, the order of events, and storage."""
 
 from __future__ import annotations
 

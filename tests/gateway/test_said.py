@@ -56,7 +56,7 @@ def test_half_a_character_is_not_what_was_said_where_the_prompt_has_another_text
 
 
 def test_a_text_that_spells_special_tokens_is_not_what_was_said() -> None:
-    """The conversation has several turns. The prompt has one turn whose text spells those turns."""
+    """The conversation has several turns. The prompt has one turn with a text that spells those turns."""
     said = of((TURN, A, TURN, B, TURN, A), 5)
     prompt = (TURN, A, TURN_AS_TEXT, B, TURN_AS_TEXT, A, TURN, B)
     assert said.parting(prompt) is None

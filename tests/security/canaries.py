@@ -1,4 +1,4 @@
-"""Finds secrets where they do not belong, in every form in which they could get there."""
+"""Finds secrets in places where they do not belong, in every form that may reach these places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gRPC caller without gRPC. It sends calls in parts, and takes as much of their answers as it wants."""
+"""A gRPC caller without gRPC. The client sends calls in parts, and reads any part of their answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """No token, prompt, text, key or whole digest appears where it does not belong: in logs, errors or metrics.
 
-Both servers run at log level debug. The test uses them, and makes them refuse everything that they can refuse. Then it
-searches all their output and answers for the secrets that they got.
+Both servers run at log level debug. The test uses them, and makes them refuse everything that they can refuse. Then the
+test searches all their output and answers for the secrets.
 """
 
 from __future__ import annotations

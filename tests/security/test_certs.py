@@ -1,4 +1,4 @@
-"""Tests `quire certs`: the certificates that it makes, and what it refuses."""
+"""Tests `quire certs`: the certificates that it makes, and its refusals."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class Scene:
             reading.join()
 
     def held_s(self, server: ServerProcess | None, call: Callable[[], object]) -> float:
-        """Returns the longest time for which a call blocked a server's event loop, in the best of several attempts."""
+        """Returns the longest time that a call blocked a server's event loop, in the best of several attempts."""
         assert server is not None
         found = []
         while len(found) < ATTEMPTS and (not found or found[-1] >= HELD_S_MAX):

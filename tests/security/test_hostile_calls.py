@@ -1,4 +1,4 @@
-"""One caller holds every call at every point of its exchange, and leaves its answers unread. Another caller is served.
+"""One caller holds every call at every point of its exchange, and does not read its answers. Another caller is served.
 
 The calls come from the services' descriptors. `REQUESTS` has a request for each; a call without one fails a test.
 """
@@ -37,7 +37,7 @@ from tests.security.test_hostile_doors import (
 ATTACKER = "attacker"
 NUMBERS = itertools.count()
 LARGE_POOL_BLOCKS = 1 << 20  # One answer of GetPoolBlocks has a byte for each.
-UNREAD = 200  # calls of each kind whose answers are not read
+UNREAD = 200  # number of calls of each kind with unread answers
 HALF_SENT = 500  # calls with a half-sent message of the largest size
 STREAMS = 64  # attached streams
 LONG = worker_pb.SamplingParams(max_tokens=400, ignore_eos=True)
@@ -135,14 +135,14 @@ REQUESTS: dict[str, Callable[[Scene], Any]] = {
 
 
 def attach(**fields: Any) -> pb.SessionRequest:
-    """Attaches to one of a few pools, whose owner may attach again and again."""
+    """Attaches to one of a few pools. Their owners may attach again and again."""
     number = next(NUMBERS)
     name, epoch = f"attacker-{number % STREAMS}", 1 + number
     request = pb.Attach(version=3, pool=name, incarnation=b"1" * 16, epoch=epoch, window=1, spec=spec(), **fields)
     return pb.SessionRequest(attach=request)
 
 
-# Messages of an owner's stream before the one that is held. The session's id is only in its answer, so a step here has
+# Messages of an owner's stream before the held message. The session's id is only in its answer, so a step here has
 # none; the allocator refuses it.
 STAGES: dict[str, Callable[[], list[pb.SessionRequest]]] = {
     "before the attach": list,
@@ -218,7 +218,9 @@ async def test_messages_that_are_cut_anywhere_keep_nobody_from_an_answer(scene: 
 
 
 def alike() -> Iterator[tuple[str, list[str]]]:
-    """Yields the calls whose servers read messages in the same way: unary ones together, each stream of its own."""
+    """Yields the calls with servers that read messages in the same way: unary calls together, each stream of its
+    own.
+    """
     for server, methods in METHODS.items():
         yield server, [method for method in methods if method not in CONVERSATIONS]
         yield from ((server, [method]) for method in methods if method in CONVERSATIONS)

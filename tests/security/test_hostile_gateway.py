@@ -45,7 +45,7 @@ from tests.security.gateway_callers import (
 
 FIRST_TOKEN_S_MAX = 2.0
 BODY_BYTES = 8 << 20
-REFUSALS = {400, 404, 413, 429, 501}  # 404: no such branch; 501: what a script has no answer for
+REFUSALS = {400, 404, 413, 429, 501}  # 404: the branch does not exist; 501: the script has no answer
 ITEMS = (1, -1.5, "a", "", None, True, [], {}, [[]], {"a": 1})
 
 
@@ -111,7 +111,7 @@ def described(served: ServerProcess) -> dict[str, Any]:
 
 
 def routes() -> list[tuple[str, str]]:
-    """Returns every method and path that the gateway serves, also those missing from its description."""
+    """Returns every method and path that the gateway serves, including those missing from its description."""
     telemetry = Telemetry()
     store = Store(telemetry, bytes_max=0, lifetime_s=1, are_several=False)
     app = make_app(

@@ -102,7 +102,7 @@ def as_hostile(served: ServerProcess, path: str, body: object) -> Any:
 
 
 def waits(served: ServerProcess) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a path and a body for each way in which a caller can wait for a worker."""
+    """Yields a path and a body for each way to wait for a worker."""
     described = as_hostile(served, "/openapi.json", None)
     schemas = described["components"]["schemas"]
     for path, kind in kinds(described).items():

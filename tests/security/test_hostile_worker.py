@@ -84,7 +84,7 @@ ATTACKS: dict[str, Attack] = {
         )
     ),
 }  # fmt: skip
-# Attacks in which one caller sends many calls at once.
+# Attacks by one caller that sends many calls at once.
 AT_ONCE: dict[str, Attack] = {
     "texts that are too long": lambda _, stub, number: wait_for(
         [stub.Tokenize.future(pb.TokenizeRequest(text="x" * 1_900_000)) for _ in range(150)]

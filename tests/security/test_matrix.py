@@ -256,7 +256,7 @@ def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
 
 
 def of_branches(method: str) -> Callable[[Scene, str], Any]:
-    """Returns a call that names branches. It must not touch branches that the caller may not use."""
+    """Returns a call that names branches. The call must not touch branches that the caller may not use."""
 
     def call(scene: Scene, who: str) -> Any:
         stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))

@@ -1,4 +1,4 @@
-"""Tests permissions inside a session: where namespaces enter a stream, and what a reader sees."""
+"""Tests permissions inside a session: namespaces that enter a stream, and a reader's view."""
 
 from __future__ import annotations
 

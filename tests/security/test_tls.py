@@ -36,7 +36,7 @@ def token_file(tmp_path: Path) -> str:
 
 
 def server(*arguments: str) -> Server:
-    """Makes a server from command-line options, as a process does. It does not listen yet."""
+    """Makes a server from command-line options, as a process does. The server does not listen yet."""
     parser = argparse.ArgumentParser()
     add_arguments(parser, listen="127.0.0.1:0", metrics="127.0.0.1:0")
     return Server(parser.parse_args(arguments), service_name=SERVICE)

@@ -1,4 +1,4 @@
-"""Planted bugs on the allocator's side: in fencing, leases, steps, answers and the rebuild."""
+"""Planted bugs of the allocator: in fencing, leases, steps, answers and the rebuild."""
 
 from __future__ import annotations
 

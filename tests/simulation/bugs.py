@@ -1,4 +1,4 @@
-"""The catalog of planted bugs. Each breaks one rule of the protocol, or one line of the rebuild or of the ledger.
+"""The catalog of planted bugs. Each bug breaks one rule of the protocol, or one line of the rebuild or of the ledger.
 
 `test_simulation.py` checks that the simulation finds every one of them.
 """

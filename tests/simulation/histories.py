@@ -147,14 +147,14 @@ class History:
         return namespace, digests, rng.randrange(len(digests) + 1)
 
     def make_new(self) -> StepBuilder:
-        """Returns a step that adds a sequence, whatever is known."""
+        """Returns a step that adds a sequence, in any state of knowledge."""
         step = StepBuilder()
         self._allocate(step)
         return step
 
     def _commit(self, step: StepBuilder, *, ahead: bool) -> None:
-        """Commits the tokens in the pages. With answers outstanding it cuts off nothing that they may have granted. It
-        also commits no state, because the state continues with their grants."""
+        """Commits the tokens in the pages. With answers outstanding, the step cuts off no room that they may have
+        granted. The step also commits no state, because the state continues with their grants."""
         if ahead and self.has_states:
             return
         rng = self.rng

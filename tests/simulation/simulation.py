@@ -201,7 +201,7 @@ class Simulation:
         return True
 
     def _stream_lost(self) -> bool:
-        """Breaks the stream. Both sides notice at once, and messages in flight are lost."""
+        """Breaks the stream. The owner and the allocator notice at once, and messages in flight are lost."""
         link = self.worker.link
         if link is None:
             return False
@@ -310,7 +310,9 @@ class Simulation:
         return True
 
     def _server_stands_still(self) -> None:
-        """Pauses the server for longer than a lease. It notices the pause, and ends no lease because of it."""
+        """Pauses the server for longer than a lease. The allocator notices the pause, and ends no lease because
+        of it.
+        """
         self.clock.now += 30.0
         for allocator in self.allocators:
             allocator.directory.extend_leases(30.0)

@@ -69,7 +69,7 @@ def count_tokens(harness: Harness) -> list[int]:
 
 
 async def mix_calls(harness: Harness, folder: Path, dice: random.Random, *, rounds: int) -> None:
-    """Makes random calls, three at a time beside a request, and compares each with transformers."""
+    """Makes random calls, three at a time together with a request, and compares each with transformers."""
     branches = Branches(harness.engine)
     alive = [await root_of(branches, prompt(dice.randrange(1, 70), seed=i)) for i in range(3)]
 

@@ -4,7 +4,7 @@
     break_decoder(folder, character)   decoding the token of this single character panics
     break_encoder(folder)              encoding UNENCODABLE panics
 
-The panics are real panics of the compiled tokenizers library. They do not derive from `Exception`.
+The panics are real panics of the compiled tokenizers library. The errors do not derive from `Exception`.
 """
 
 from __future__ import annotations

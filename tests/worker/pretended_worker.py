@@ -41,7 +41,7 @@ def next_token(tokens: list[int], index: int) -> int:
 
 
 def expected_output(prompt: list[int], index: int, max_tokens: int, longest: int) -> tuple[list[int], FinishReason]:
-    """Returns the text and the finish reason that a sample must have, whatever happens to it in between."""
+    """Returns the text and the finish reason that a sample must have, regardless of preemptions and failures."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens and len(tokens) < longest:
         token = next_token(tokens, index)
@@ -286,7 +286,7 @@ class PretendedWorker:
             self.states[block] = known[: item.end]
 
     def _read(self, item: Work, tables: list[array[int]], known: list[int]) -> None:
-        """Checks what the tokens of `item` read in each group, back to the start of the group's window."""
+        """Checks the tokens that `item` reads in each group, back to the start of the group's window."""
         size = self.scheduler.roster.block_size
         for table, group in zip(tables, self.scheduler.roster.groups, strict=True):
             first = group.first_read(item.start)

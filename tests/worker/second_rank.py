@@ -25,7 +25,7 @@ RANK_TIMEOUT_S = 60.0
 
 
 def join(rank: int, rendezvous: Path) -> Crew:
-    """Joins the crew of two, and returns it when both ranks are there."""
+    """Joins the crew of two, and returns it when both ranks have joined."""
     identity = RankIdentity(rank, 2, rank, 2, rendezvous)
     return Crew(identity, device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
 

@@ -41,7 +41,7 @@ async def texts_of(harness: Harness, *, max_tokens: int = 40) -> list[Output]:
 
 
 def check_same(drafted: Sequence[Output], plain: Sequence[Output]) -> None:
-    """Checks that texts, finish reasons and logprobs with drafts equal those without."""
+    """Checks that texts, finish reasons and logprobs are equal with and without drafts."""
     for without, with_drafts in zip(plain, drafted, strict=True):
         assert with_drafts.tokens == without.tokens
         assert with_drafts.texts == without.texts

@@ -62,7 +62,7 @@ def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Company:
-    """Requests that are computed while another one fails, and the text that they must get."""
+    """Requests that are computed while another one fails, and their expected texts."""
 
     def __init__(self, harness: Harness, folder: Path, count: int = 3, *, length: int = 30) -> None:
         self.folder = folder

@@ -55,7 +55,7 @@ class Pair:
 
     @asynccontextmanager
     async def running(self, folder: Path, *, blocks_per_group: int = 256, **job: Any) -> AsyncIterator[Harness]:
-        """Runs an engine whose model both ranks compute."""
+        """Runs an engine with a model that both ranks compute."""
         model = self.load(folder, blocks_per_group=blocks_per_group, **job)
         lost: list[str] = []
         leader = Leader(self.crew, silence_s=0.5, on_lost=lost.append)

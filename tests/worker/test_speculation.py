@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def followed_naively(tokens: Sequence[int], ngram_min: int, ngram_max: int, count: int) -> list[int]:
-    """Drafts by vLLM's rule: what followed the first occurrence of the longest n-gram that the text ends with."""
+    """Drafts by vLLM's rule: the tokens after the first occurrence of the longest n-gram that ends the text."""
     for size in range(min(ngram_max, len(tokens) - 1), ngram_min - 1, -1):
         for start in range(len(tokens) - size):
             if list(tokens[start : start + size]) == list(tokens[-size:]):

@@ -160,7 +160,7 @@ async def test_a_pass_that_fails_midway_leaves_states_as_they_were(folders: dict
 def difference(folder: Path, dtype: str = "float32") -> float:
     """Returns the distance of logits from transformers' in float32.
 
-    A prompt is computed in chunks, beside another sequence, in pages that held NaN.
+    A prompt is computed in chunks, together with another sequence, in pages that contained NaN.
     """
     model, tokens = load_model(folder, dtype=dtype), prompt(70, seed=7)
     with torch.inference_mode():

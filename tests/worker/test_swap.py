@@ -130,7 +130,7 @@ def test_pages_of_all_buffers_come_back_byte_by_byte(folder: Path) -> None:
 async def texts_of(
     folder: Path, model: PagedModel, *, blocks: int, swap_slots: int, tokens: int
 ) -> tuple[list[tuple[int, ...]], int]:
-    """Returns the texts of eight requests, and how many samples were swapped meanwhile."""
+    """Returns the texts of eight requests, and the number of samples swapped during them."""
     async with running(folder, model=model, blocks=blocks, swap_slots=swap_slots) as harness:
         outputs = await asyncio.gather(
             *(harness.generate(prompt(40, seed=i), max_tokens=tokens, ignore_eos=True) for i in range(8))

@@ -1,4 +1,4 @@
-"""A turn on a CPU reads logits only once, and does other work beside passes that give no tokens yet."""
+"""A turn on a CPU reads logits only once, and does other work during passes that give no tokens yet."""
 
 from __future__ import annotations
 

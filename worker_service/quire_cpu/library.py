@@ -1,4 +1,4 @@
-"""The shared library of CPU kernels, loaded once per process. These places are tried in order:
+"""The shared library of CPU kernels, loaded once per process. The following places are tried in order:
 
     beside this file    images have the library there: their build ran `build.py`
     in the cache        an earlier process compiled it: `$QUIRE_CACHE`, or `quire` in `$XDG_CACHE_HOME` or `~/.cache`

@@ -67,7 +67,7 @@ def rotate_(
         cosine: `[tokens, rotary_dim]` of heads' dtype; the second half repeats the first. Dims of a head beyond
             `rotary_dim` are not rotated.
         sine: as `cosine`.
-        query_heads: how many of `heads` are queries; they come first.
+        query_heads: number of query heads in `heads`; they come first.
         norms: applied to the heads before rotation.
     """
     tokens, head_count, head_dim = heads.shape
@@ -98,7 +98,7 @@ class GreedyChoice:
     """Chooses the likeliest token of each row of logits, and tells which rows are valid.
 
     Reuses its buffers from call to call, so two calls must not run at the same time. Most calls are short and keep the
-    GIL, because a thread that releases it waits until another thread gives it back.
+    GIL, because a thread that releases it must wait to get it back.
     """
 
     def __init__(self, library: Library, bound: float) -> None:
@@ -225,7 +225,7 @@ class PackedLinear:
     def ungated(self) -> PackedLinear:
         """Returns a layer that shares a gated layer's weights, and returns gates and values without multiplying them.
 
-        Its results are `[..., panels, 2, PANEL / 2]`: index 0 has the gates, index 1 the values.
+        The results are `[..., panels, 2, PANEL / 2]`: index 0 has the gates, index 1 the values.
         """
         other = copy(self)
         other.gate, other.outputs = None, self.weight.shape[0] * PANEL

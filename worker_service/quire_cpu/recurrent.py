@@ -30,7 +30,7 @@ def convolve(
         weight: `[channels, kernel]`, the oldest input first.
         bias: `[channels]`.
         states: `[sequences, kernel, channels]` of x's dtype, contiguous: the last inputs of each sequence before the
-            batch. Updated in place to the last inputs after it.
+            batch. Updated in place to the last inputs after the batch.
         starts: int64 `[sequences + 1]`: index of each sequence's first token, then the number of tokens.
         activation: "silu", or None.
 
@@ -79,10 +79,11 @@ def scan(
         x: `[tokens, heads, head_dim]`, dense in the last two dimensions; the tokens of one sequence are adjacent.
         steps: `[tokens, heads]`.
         decay: `[heads]`, negative.
-        b: `[tokens, groups, state]`, x's dtype, dense in the last two dimensions; heads of a group share it.
+        b: `[tokens, groups, state]`, x's dtype, dense in the last two dimensions; the heads of a group share `b`.
         c: as `b`.
         skip: `[heads]`.
-        states: float32 `[sequences, heads, head_dim, state]`, contiguous; updated in place to those after the batch.
+        states: float32 `[sequences, heads, head_dim, state]`, contiguous; updated in place to the states after the
+            batch.
         starts: int64 `[sequences + 1]`: index of each sequence's first token, then the number of tokens.
 
     Returns:

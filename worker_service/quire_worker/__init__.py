@@ -1,4 +1,4 @@
-"""The worker: a model whose KV cache lies in pages, and the loop that serves text from it.
+"""The worker: a model with its KV cache in pages, and the loop that serves text from it.
 
 `.importlinter` says which folder may import which. A request passes through them in this order:
 

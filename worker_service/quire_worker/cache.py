@@ -20,11 +20,12 @@ A layer sees its part of the buffer as one 5-D tensor of pages, or as a tuple of
                     +-- 0: keys, 1: values; latent attention has only keys, and their first elements are the values
 
 In memory tokens come before heads (NHD) or heads before tokens (HND); a view has the order above either way. A page is
-contiguous. Two neighboring pages start `PageSpec.page_stride` elements apart. That is more than a page's own elements
-if the slot also holds other layers of the group, or padding. A token's slot is page * block_size + place in the page.
+contiguous. Two neighboring pages start `PageSpec.page_stride` elements apart. This stride is more than a page's own
+elements if the slot also holds other layers of the group, or padding. A token's slot is page * block_size + place in
+the page.
 
 This module does not know which pages are in use. A free page, and the part of a page past a sequence's last token, hold
-whatever was last written there, even NaN. Attention must never read them.
+leftovers of earlier writes, even NaN. Attention must never read them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from quire_worker.page_format import UNSCALED, Scales, is_quantised
 from quire_worker.state_pages import LayerState, StateTensor, state_groups
 
 KEY_AND_VALUE = 2
-NAN_BYTE = 0xFF  # a float of any format whose bytes are all 0xFF is NaN
+NAN_BYTE = 0xFF  # in every float format, bytes of 0xFF are NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class PageSpec:
         block_size: tokens per page.
         dtype: the stored dtype.
         stride: elements of `dtype` from one page to the next; None if pages follow each other without a gap.
-        latent_dim: latent attention: number of leading key elements that are also the value; None: values are stored.
+        latent_dim: for latent attention, the number of leading key elements that are also the value; None if values are
+            stored.
         computed_in: dtype of queries, and of keys and values before they are stored; None means `dtype`.
         is_hnd: whether heads come before tokens in memory.
 
@@ -129,7 +131,7 @@ class PageSpec:
 
 
 def rows_of(pages: torch.Tensor, width: int) -> torch.Tensor:
-    """Views a layer's pages as rows of `width` elements from its first key on, `[rows, width]`, the same memory.
+    """Views a layer's pages as rows `[rows, width]` in the same memory, beginning with the layer's first key.
 
     Args:
         pages: `[blocks, 2, block_size, kv_heads, head_dim]`, each contiguous.
@@ -149,12 +151,12 @@ class CacheSpec:
         layers: layers of this tensor-parallel rank, including layers that read another layer's keys and values.
         block_size: tokens per block, the same in every group of attention.
         dtype: dtype in which the model computes keys and values.
-        token_count_max: longest sequence; the layout is planned for it.
+        token_count_max: longest sequence that the layout is planned for.
         latent_dim: see `PageSpec`; the same for all layers.
         stored_as: fp8 dtype of the pages; None means `dtype`.
         is_hnd: see `PageSpec`; the same for all layers.
         scales: scales of the layers with fp8 pages, by index in the model. Layers with scales of 1 are left out.
-        rank_count: ranks of the crew. Each rank has pages like these, for its own heads.
+        rank_count: ranks of the crew. Each rank has pages of the same form, for its own heads.
         states: state tensors of the recurrent layers, by index in the model, in the order of their bytes.
 
     Raises:
@@ -180,7 +182,7 @@ class CacheSpec:
     def full_attention(
         cls, layer_count: int, kv_head_count: int, head_dim: int, block_size: int, dtype: torch.dtype
     ) -> CacheSpec:
-        """Returns the spec of layers that are all alike and keep every token."""
+        """Returns the spec of equal layers that keep every token."""
         layers = tuple(
             LayerSpec(layer, GroupKind.FULL_ATTENTION, kv_head_count, head_dim, element_bytes=dtype.itemsize)
             for layer in range(layer_count)
@@ -189,7 +191,7 @@ class CacheSpec:
 
     @property
     def plan(self) -> Layout:
-        """Returns the plan by which layers share pages. It is computed once for each spec."""
+        """Returns the plan that assigns layers to pages. The plan is computed once for each spec."""
         return _plan(self.layers, self.block_size, self.token_count_max)
 
     @property
@@ -239,11 +241,12 @@ class CacheSpec:
 
     @property
     def attention(self) -> tuple[LayerSpec, ...]:
-        """Returns the attention layers: they store keys and values, or read those of another layer."""
+        """Returns the attention layers: they store keys and values, or read another layer's."""
         return tuple(layer for layer in self.layers if layer.kind is not GroupKind.STATE)
 
     def layer_pages(self) -> Iterator[LayerPages]:
-        """Yields where the keys and values of each layer lie. A layer that reads another layer gets that layer's place.
+        """Yields where the keys and values of each layer lie. A layer that reads another layer's keys and values gets
+        that layer's place.
 
         Raises:
             ValueError: see the class.
@@ -307,8 +310,8 @@ class LayerCache(NamedTuple):
         kind: index in `KVCache.kinds`; layers with the same group and page shape share it, and one plan serves them.
         pages: `[blocks, 2, block_size, kv_heads, head_dim]` of the cache's dtype, each page contiguous; latent
             attention has 1 in place of 2.
-        window: tokens of the sliding window that a query sees, itself included; None without a window.
-        is_written: True if the layer writes its own keys and values; False if it reads those of another layer.
+        window: tokens that a query sees in the sliding window, including itself; None without a window.
+        is_written: True if the layer writes its own keys and values; False if it reads another layer's.
         scales: scales of the fp8 pages.
     """
 

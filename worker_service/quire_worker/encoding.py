@@ -18,7 +18,7 @@ DROP_DIGESTS_MAX: Final = 8_192  # of a step. Blocks of further drops stay cache
 
 
 class Asked:
-    """A plan whose step is sent to the allocator when this is made.
+    """A plan. Its step is sent to the allocator when this object is made.
 
     Attributes:
         sent_s: when it was sent, by the engine's clock.

@@ -1,10 +1,10 @@
 """The engine: one loop that turns requests into tokens, on blocks that the allocator grants.
 
-All state lives on the event loop; only the model runs elsewhere, on one thread. Cancellation is therefore safe at any
-moment: a request that ended during a pass or a step is skipped, and its blocks are freed with the next step.
+All state lives on the event loop; only the model runs elsewhere, on one thread. So cancellation is safe at any moment:
+a request that ended during a pass or a step is skipped, and its blocks are freed with the next step.
 
 Two passes are under way where possible. One is computed. The next one waits in the queue of the model's thread: it
-needs only the tokens that the first one samples. The rest of a turn happens meanwhile on the event loop:
+needs only the tokens that the first one samples. During the pass, the event loop does the rest of a turn:
 
     model's thread   |  pass 1         |  pass 2                                      |  pass 3
     event loop         plan 2              tokens of 1, ask, plan 3, messages of 1        tokens of 2, ask, plan 4, ...
@@ -52,8 +52,8 @@ from quire_worker.telemetry import WorkerTelemetry
 log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
-QUIET_S = 0.1  # a step that only commits and frees waits this many seconds for more to send with it
-PATIENCE_S = 0.02  # samples that have room continue without the answer after this; an answer usually takes 1 ms
+QUIET_S = 0.1  # a step with only commits and frees waits this many seconds for other operations
+PATIENCE_S = 0.02  # after this, samples with room continue without the answer, which usually takes 1 ms
 
 
 class Engine:
@@ -92,9 +92,9 @@ class Engine:
         )  # fmt: skip
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._plans_beside = model.device.type != "cpu"  # plan and ask during a pass for first tokens, too
+        self._plans_beside = model.device.type != "cpu"  # whether to plan and ask during passes for first tokens, too
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
-        self._passes = deque[Pass]()  # the pass on the device, and the one launched after it
+        self._passes = deque[Pass]()  # the pass on the device, and the next one if it was launched
         self.outbox = Outbox(stream_interval_s, self._not_delivered)
         self._intake = TokenIntake(
             scheduler, self.outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
@@ -124,7 +124,7 @@ class Engine:
             self.fail_all(self.reception.draining())
             self._turned.set()
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
-            if self._asked is not None:  # read the answer's exception, or asyncio warns that it was never retrieved
+            if self._asked is not None:  # reads the answer's exception, because asyncio warns about unread exceptions
                 self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def step(self) -> None:
@@ -190,7 +190,7 @@ class Engine:
         return request
 
     def open(self, request: Request) -> None:
-        """Begins to work on a request whose samples are in the roster."""
+        """Starts a request after its samples are in the roster."""
         self.open_requests.add(request)
         self.wake.set()
 
@@ -202,7 +202,7 @@ class Engine:
             await self._turned.wait()
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, done or not. Its blocks are freed with the next step, within 0.1 s."""
+        """Ends a request, done or not. The request's blocks are freed with the next step, within 0.1 s."""
         if not (request.is_done or request.trace.error):
             request.trace.error = "CANCELLED" if self.clock() < request.deadline_s else Reason.DEADLINE
         self.scheduler.roster.cancel(request)
@@ -283,8 +283,8 @@ class Engine:
     async def _plan(self) -> tuple[Plan, StepOutcome] | None:
         """Returns the turn's plan and the allocator's answer (empty if it was not asked). None: the turn must restart.
 
-        One step is under way at a time. Only samples that need its answer wait for it. While the allocator is slow or
-        gone, samples that have room continue.
+        One step is under way at a time. Only samples that need the step's answer wait for it. While the allocator is
+        slow or gone, samples that have room continue.
         """
         if self._asked is not None and self._asked.answer.done() and not await self._take_in():
             return None
@@ -309,7 +309,7 @@ class Engine:
 
     def _ask_ahead(self, work: list[Work]) -> None:
         """Asks for the blocks of the next turns, unless the last step has no answer yet. Commits and frees wait for
-        such a step, or for `QUIET_S`: fewer steps cost the worker of a small model less, and no sample needs them."""
+        such a step, or for `QUIET_S`. No sample needs them sooner, and fewer steps cost a small model less."""
         if self._asked is None:
             plan = self.scheduler.plan_ahead(work, may_wait=self.clock() - self._sent_s < QUIET_S)
             if plan.has_to_be_sent:
@@ -320,7 +320,7 @@ class Engine:
         self._sent_s = self._asked.sent_s
 
     async def _is_answered(self, ready: Plan) -> bool:
-        """Waits for the answer: up to `PATIENCE_S` if samples can continue without it, else as long as it takes."""
+        """Waits for the answer: up to `PATIENCE_S` if samples can continue without it, else without a limit."""
         assert self._asked is not None
         started = self.clock()
         left_s = max(0.0, self._asked.sent_s + PATIENCE_S - started) if ready.wanted else None
@@ -343,7 +343,7 @@ class Engine:
     async def _answer(self) -> StepOutcome | None:
         """Returns the allocator's answer; None if the plan cannot be carried out and the turn has to restart.
 
-        If a step is refused, the requests that it would have admitted fail.
+        If a step is refused, the requests that the step would have admitted fail.
 
         Raises:
             QuireError: a step that admits no request was refused, or the allocator broke the protocol.

@@ -29,7 +29,7 @@ class ControlGroup(NamedTuple):
 _MEMINFO: Final = Path("/proc/meminfo")
 _SELF: Final = Path("/proc/self")
 # For each cgroup version: the controller's name in /proc/self/cgroup, the files of limits, and the file of the usage.
-# The kernel slows a group above "memory.high" to a crawl, so that counts as a limit.
+# The kernel slows a group above "memory.high" to a crawl, so this file counts as a limit, too.
 _VERSIONS: Final = {
     "cgroup2": ("", ("memory.max", "memory.high"), "memory.current"),
     "cgroup": ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"),
@@ -66,7 +66,8 @@ def _folders(proc: Path, kind: str, controller: str) -> Iterator[Path]:
         if type_ != kind or (controller and controller not in options.split(",")):
             continue
         top = Path(_unescaped(mount))
-        # The mount may begin at a group below the root. If the process's group is outside it, its limits are unseen.
+        # The mount may begin at a group below the root. If the process's group is outside the mount, its limits cannot
+        # be read.
         inner = [os.path.relpath(path, _unescaped(root)) for path in paths]
         folder = top / next((path for path in inner if not path.startswith("..")), ".")
         yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
@@ -101,7 +102,9 @@ def available_bytes() -> int:
 
 
 def _limits(group: ControlGroup) -> list[int]:
-    """Returns a group's limits. In version 1 its statistics include the limits of groups above it, mounted or not."""
+    """Returns a group's limits. In version 1, a group's statistics include the limits of the groups above it, mounted
+    or not.
+    """
     found = [number for file in group.limits if (number := _number(file)) is not None]
     return [*found, *_fields(group.statistics, "hierarchical_memory_limit", 1)]
 

@@ -55,7 +55,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         pool: name of the engine's pool.
         model_name: the model's name in requests and answers.
         model_aliases: further names that requests may use.
-        memory: figures that the pool was sized from.
+        memory: the sizes behind the pool's size.
         authorize: returns the caller's permissions.
         request_log: gets a line for each request that ends.
         tracing: gets a span of each request.
@@ -310,7 +310,7 @@ class WorkerService(AdapterCalls, RequestCalls):
         running.wish = wish
         try:
             yield running
-        finally:  # runs also after cancellation, deadline and a lost connection
+        finally:  # also runs after cancellation, deadline and a lost connection
             self._engine.cancel(running)
 
     async def _responses(self, running: Request) -> AsyncIterator[pb.GenerateResponse]:

@@ -1,8 +1,8 @@
 """Recurrent states in pages: the location of a layer's state, and how its bytes are read and written.
 
 A state is all that a recurrent layer remembers of a sequence of any length: a few tensors of fixed shapes, each of its
-own dtype. They lie end to end, the widest elements first, and the layout planner cuts their bytes where pages end
-(docs/layout.md). Each of these pages is its own group, so a sequence has one block of every such group: its running
+own dtype. The tensors lie end to end, the widest elements first, and the layout planner cuts their bytes where pages
+end (docs/layout.md). Each of these pages is its own group, so a sequence has one block of every such group: its running
 blocks.
 
     state of one layer         recurrent  [heads, head_dim, state]  float32  |  conv  [channels, kernel]  bfloat16
@@ -10,7 +10,7 @@ blocks.
     pages of three groups      block of group 4     |  block of group 5        |  block of group 6
 
 Reading gathers the states of several sequences into new tensors, and writing scatters them back. A caller must not read
-a sequence that has not begun: its blocks hold whatever was last written there.
+a sequence that has not begun: its blocks hold leftovers of earlier writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from quire.planning import Layout
 from quire.planning.layout import PageSlice
 
-_WORDS = (torch.int64, torch.int32, torch.int16)  # units in which bytes are moved, the widest first
+_WORDS = (torch.int64, torch.int32, torch.int16)  # sizes of the units that move bytes, the widest first
 
 
 class StateKey(NamedTuple):
@@ -123,7 +123,7 @@ def in_order(tensors: Mapping[StateKey, StateTensor]) -> tuple[StateTensor, ...]
 
 
 def state_groups(layout: Layout) -> range:
-    """Returns the numbers of a pool's groups of states. They come after all other groups."""
+    """Returns the numbers of a pool's groups of states. Groups of states come after all other groups."""
     count = layout.checkpoint_block_count
     return range(layout.group_count - count, layout.group_count)
 

@@ -18,23 +18,23 @@ SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-BATCH_BOUNDS = tuple(float(1 << power) for power in range(11))  # 1 to 1024 samples
+BATCH_BOUNDS = tuple(float(1 << power) for power in range(11))  # buckets of 1 to 1024 samples
 
 
 class WorkerTelemetry:
     """Counts and durations since start."""
 
     def __init__(self) -> None:
-        self.outcomes: Counter[str] = Counter()  # by outcome: finished, cancelled, rejected, failed
+        self.outcomes: Counter[str] = Counter()  # number of requests by outcome: finished, cancelled, rejected, failed
         self.failures: Counter[FailureKind] = Counter()
         self.retry_count = 0  # passes, copies and samplings that were retried in parts
         self.prompt_token_count = 0
         self.cached_token_count = 0
         self.output_token_count = 0
-        self.drafted_token_count = 0  # draft tokens computed behind a sample's last token
-        self.accepted_token_count = 0  # drafted tokens that equal the sampled ones
+        self.drafted_token_count = 0  # draft tokens computed after a sample's last token
+        self.accepted_token_count = 0  # drafted tokens that are equal to the sampled ones
+        self.held_block_count = 0  # as of the last answered step
         self.kv_events: Counter[str] = Counter()  # see `kv_events.publisher`
-        self.held_block_count = 0  # after the last step that was answered
         self.held_block_count_max = 0
         self.table_entry_count_max = 0
         self.allocator_wait_s = 0.0
@@ -48,8 +48,8 @@ class WorkerTelemetry:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Returns roughly the seconds until a full queue has room: half of the admitted requests' average waiting time,
-        because half of a queue's places are free again by then. None before the first admission."""
+        """Returns roughly the seconds until a full queue has room: half of the admitted requests' average waiting time.
+        By then half of a queue's places are free again. None before the first admission."""
         histogram = self.queue_seconds
         count = histogram.buckets()[-1][1]
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None

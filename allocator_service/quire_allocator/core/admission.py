@@ -1,4 +1,4 @@
-"""Admission: decides which sequences get blocks, and with which result the others are refused.
+"""Admission: decides which sequences get blocks, and why the others are refused.
 
 A new sequence is refused for the first of these reasons:
 
@@ -9,9 +9,9 @@ A new sequence is refused for the first of these reasons:
     NO_SPACE        its whole prompt, not only the first chunk, does not fit beside the blocks *promised* to growing
                     prompts and the free *watermark* of running ones. An idle pool waives these two
 
-A live sequence needs room for its request alone: TOO_LONG if no pass is small enough, else PASS_TOO_LONG with the
-excess of blocks; then QUOTA, as above; then NO_SPACE with the missing blocks and the victim whose preemption costs
-least.
+A live sequence needs room for its request alone: TOO_LONG if even its smallest pass does not fit, else PASS_TOO_LONG
+with the excess of blocks; then QUOTA, as above; then NO_SPACE with the missing blocks and the victim whose preemption
+costs least.
 
 Windowed groups hold a pass and the window before it, so the need of a prompt depends on its passes. Example:
 512 tokens, blocks of 16 and a window of 64 take 32 blocks of full attention. The window takes 6 blocks in passes of 16
@@ -31,8 +31,8 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
-TAKEOVERS_EXAMINED_MAX: Final = 1024  # oldest ones: the reply to a step names each takeover
-VICTIMS_EXAMINED_MAX: Final = 1024  # newest ones: a search through all sequences would delay every step
+TAKEOVERS_EXAMINED_MAX: Final = 1024  # looks only at the oldest sequences: the reply to a step names each takeover
+VICTIMS_EXAMINED_MAX: Final = 1024  # looks only at the newest sequences: searching all of them would delay every step
 
 
 class Applicant(NamedTuple):
@@ -66,9 +66,9 @@ class Admission:
         self._blocks = blocks
         self._managers = managers
         self._sequences = sequences
-        self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since
+        self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since it was computed
         self.limits_cache = any(quota.cached_blocks_max is not None for quota in spec.quotas)
-        self._has_taken_over = not spec.append_only  # takeovers were tried, or there are none
+        self._has_taken_over = not spec.append_only  # whether takeovers were tried, or there are none to try
 
     @property
     def reserved_block_count(self) -> int:
@@ -76,8 +76,8 @@ class Admission:
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
     def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
-        """Returns why a new sequence is refused, or None if it is admitted. It needs `needed` blocks beside the cached
-        blocks of its hits."""
+        """Returns why a new sequence is refused, or None if it is admitted. Its hits' cached blocks are not in
+        `needed`."""
         refused = self._refuse_new(applicant, needed, revived)
         if refused is not None and self._take_over(refused.result):
             return self._refuse_new(applicant, needed, revived)
@@ -164,8 +164,7 @@ class Admission:
         sequence.promised = 0
 
     def give_up_checkpoints(self, sequence: SequenceState, missing: int) -> bool:
-        """Lets a sequence overwrite checkpoints that it alone holds, if that saves the `missing` blocks for their
-        copies. Returns whether it does."""
+        """Lets a sequence overwrite its own checkpoints if copies would need the `missing` blocks; returns whether."""
         in_place = [(m, part) for m, part in zip(self._managers, sequence.parts) if m.in_place]
         if missing > sum([m.let_go(part, sequence.token_count) for m, part in in_place]):
             return False
@@ -174,9 +173,9 @@ class Admission:
         return True
 
     def cheapest_victim(self, priority: int, *, except_id: int = 0) -> Victim | None:
-        """Returns the live sequence of at most this priority whose preemption loses least: lowest priority first, then
-        fewest tokens to recompute, then newest. Tokens in blocks that others hold are not recomputed. Examines the
-        newest thousand sequences."""
+        """Returns the sequence to preempt, among those of at most this priority: lowest priority first, then fewest
+        tokens to recompute, then newest. Tokens in blocks that others hold are not recomputed. Examines the newest
+        thousand sequences."""
         if self._cheapest is None:
             self._cheapest = self._two_cheapest()
         for of, lost, negative_id in self._cheapest:
@@ -210,7 +209,7 @@ class Admission:
                 self._blocks.evict_from(space, over)
 
     def _too_long(self, token_count: int, pass_token_count: int, over: int, pending: int = 0) -> GrowResult:
-        """Returns PASS_TOO_LONG, with an excess of `over` blocks, if the tokens fit in such passes; else TOO_LONG."""
+        """Returns PASS_TOO_LONG, with an excess of `over` blocks, if smaller passes of them fit; else TOO_LONG."""
         if self._peak(token_count, pass_token_count) > self._spec.block_count:
             return GrowResult(Result.TOO_LONG, 0, pending)
         return GrowResult(Result.PASS_TOO_LONG, 0, pending, shortfall=over)
@@ -219,7 +218,7 @@ class Admission:
         return sum([manager.peak(token_count, pass_token_count) for manager in self._managers])
 
     def _pass_token_count(self, chunk: int) -> int:
-        """Returns the tokens of the largest pass of a prompt whose first pass has `chunk` tokens."""
+        """Returns the tokens of the largest pass of a prompt that begins with a pass of `chunk` tokens."""
         return max(chunk, self._spec.chunk_token_count_max)
 
     def _let_go(self, sequence: SequenceState) -> int:

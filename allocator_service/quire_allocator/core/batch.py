@@ -44,8 +44,8 @@ class Batch:
 
 
 class DueRows:
-    """Sequences of a batch that take a row (one block for every group). They get all rows in one call: taking rows one
-    by one costs as much as everything else in a grow.
+    """Sequences of a batch that take a row (one block for every group). All sequences get their rows in one call:
+    taking rows one by one costs as much as everything else in a grow.
 
     Attributes:
         sequences: in the order of their rows.

@@ -17,8 +17,8 @@ class BlockStates:
 
     Attributes:
         first_id: the lowest block id.
-        holders: uint32 [ids], the tables that contain each block; indexed by block id from 0 on.
-        published: bool [ids], whether each block is published; indexed alike.
+        holders: uint32 [ids], the number of tables that contain each block, by block id from 0 on.
+        published: bool [ids], whether each block is published; also by block id.
     """
 
     def __init__(self, block_count: int, first_id: int = 0) -> None:

@@ -21,7 +21,7 @@ from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES
 from quire_allocator.core.eviction.queue import Candidates, EvictionQueue
 from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
-EMPTIED_TOLD_MAX: Final = 16_384  # the most blocks that the reply to one step names as empty
+EMPTIED_TOLD_MAX: Final = 16_384  # most empty blocks that the reply to one step names
 KEPT_SHARE: Final = 0.25  # share of a pool that the callers of one namespace may ask to keep
 _COUNT_AFTER_MS: Final = 1_000  # the kept blocks of a namespace are counted at most this often
 
@@ -36,7 +36,8 @@ class Blocks:
         self._top = 0
         self.cached_count = 0
         self.evicted_count = self.dropped_count = 0
-        # Evictions by a quota, and for another namespace; the latter also by (victim, taker) until metrics take them.
+        # Evictions by a quota, and evictions for another namespace. The latter are also counted by (victim, taker)
+        # until metrics take them.
         self.quota_evicted_count = self.foreign_evicted_count = 0
         self.foreign_evictions: dict[tuple[str, str], int] = {}
         self.kept_block_count_max = int(KEPT_SHARE * block_count)  # of each namespace
@@ -56,8 +57,8 @@ class Blocks:
         return self._top
 
     def emptied(self, used_before: int) -> array[int]:
-        """Returns the blocks that became empty, and perhaps some that were empty before. `used_before` is the most
-        blocks that were in use meanwhile: deeper in the stack, nothing was taken."""
+        """Returns the blocks that became empty, and perhaps some that were empty before. `used_before` is the highest
+        number of blocks in use in that time: nothing was taken from deeper in the stack."""
         return self._stack[self._top : min(used_before, self._top + EMPTIED_TOLD_MAX)]
 
     @property
@@ -108,7 +109,7 @@ class Blocks:
             self.push(entry)
 
     def reranked(self, entry: Scoped) -> None:
-        """Puts a candidate at another place in the queue, because the policy values it anew."""
+        """Moves a candidate in the queue after the policy has changed its value."""
         self.policy.revalued(entry)
         self.push(entry)
 
@@ -204,7 +205,7 @@ class Blocks:
                 key = victim.name, taker.name
                 self.foreign_evicted_count += evicted
                 self.foreign_evictions[key] = self.foreign_evictions.get(key, 0) + evicted
-            count -= cached - self.cached_count  # includes blocks that were useful only with these
+            count -= cached - self.cached_count  # includes blocks that were useful only together with these
 
     def check_counts(self) -> None:
         """Raises AssertionError unless every block counts as exactly one of empty, cached and held. The cost does not

@@ -1,4 +1,4 @@
-"""Empties cached blocks that must not be hit any more, after new weights, a departed tenant or a failed load."""
+"""Empties cached blocks that must no longer be hit, after new weights, a departed tenant or a failed load."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final, NamedTuple
 
-# Imported at run time, because `Event` names it: otherwise this compiled module could not be the first to load.
+# Imported at run time, because `Event` names it. Otherwise this compiled module could not be imported first.
 from quire_allocator.core.scopes import Evictor, Scope
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -42,8 +42,8 @@ class Event(NamedTuple):
     Attributes:
         parent_digest: the digest of the block before the first one; empty at the root, and for REMOVED.
         first_position: the number of blocks before the first one.
-        source: bytes that contain the digests at [start, end), and at most as many other bytes. Evicting a long stretch
-            therefore copies nothing.
+        source: bytes that contain the digests at [start, end), and at most as many other bytes. So evicting a long
+            stretch copies nothing.
     """
 
     step: int
@@ -69,7 +69,7 @@ def digest_count_before(untold: set[bytes], digests: bytes) -> int:
     return len(digests) // DIGEST_BYTES
 
 
-# The fields of an Event as a plain tuple: a named tuple costs as much to make as an append.
+# The fields of an Event as a plain tuple, because making a named tuple costs as much as an append.
 _Record = tuple[int, Change, Scope, bytes, int, bytes | bytearray, int, int]
 
 
@@ -95,7 +95,7 @@ class EventLog:
     def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:
         """Records that the digests `source[start:end]` can be hit no more.
 
-        The caller never changes `source` afterwards. It is copied only if the digests are less than half of it.
+        The caller never changes `source` afterwards. The source is copied only if the digests are less than half of it.
         """
         if len(source) > 2 * (end - start):
             source, start, end = source[start:end], 0, end - start
@@ -122,7 +122,7 @@ class EventLog:
         self.last_cursor += len(told)
         self._recorded, self._recorded_bytes = left, self._recorded_bytes - told_bytes
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
-            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would build a list in each step of a full log
+            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would build a list at each step of a full log
             self._kept_bytes -= end - start
         return True
 
@@ -155,8 +155,7 @@ class EventLog:
         return found
 
     def untold(self, namespace: str) -> set[bytes]:
-        """Returns digests stored by steps whose answers may have been lost. They must not be reported to readers
-        yet."""
+        """Returns digests stored by steps that may lack an answer. They must not be reported to readers yet."""
         return {
             bytes(source[offset : offset + DIGEST_BYTES])
             for _, change, scope, _, _, source, start, end in self._recorded

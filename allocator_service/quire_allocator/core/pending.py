@@ -6,8 +6,8 @@ Lifecycle of an announcement:
     2. advanced    a commit has published the first of them; what is left is pending
     3. gone        all of it is published, or the sequence was dropped
 
-An announcement is filed at the place where it was announced, and at each place to which it advanced. If a prompt's
-published prefix ends there and its next digest is the announced one, the prompt learns how far both agree.
+An announcement is filed under its first place, and under each place that it advanced to. If a prompt's published prefix
+ends there and its next digest is the announced one, the prompt learns how far both agree.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Announcement:
         self.digests = digests
         self.next_digest = next_digest
         self.digest_count = digest_count
-        self.places: list[int] = []  # digest counts at which it was announced, or to which it advanced
+        self.places: list[int] = []  # the announcement's first digest count, and those that it advanced to
 
     def key(self, place: int) -> bytes:
-        """Returns the digest at `place`, under which others find this announcement."""
+        """Returns the digest at `place`. Other prompts find this announcement under it."""
         return self.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
 
 

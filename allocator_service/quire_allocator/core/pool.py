@@ -78,19 +78,19 @@ class Pool:
 
     def allocate(
         self,
-        sequence_id: int,  # higher than every earlier one
+        sequence_id: int,  # must be higher than every earlier id
         token_count: int,  # tokens to hold; the sequence holds more if more of a longer prompt is matched
         digests: bytes = b"",  # digests of the full blocks of `digest_tokens` tokens that may be shared, concatenated
         namespace: str = "",  # prefixes are shared only inside a namespace
         *,
-        prompt_token_count: int = 0,  # given if `token_count` is only the first chunk of a prompt
+        prompt_token_count: int = 0,  # set if `token_count` is only the first chunk of a prompt
         priority: int = 0,  # sequences of a higher priority are never named to be preempted for this one
         defer_token_count: int = 0,  # refuses with PENDING if others compute at least this many tokens of its prefix
         is_return: bool = False,  # a preempted request returns: its tokens count as returned, not as queried
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
-        It shares the longest published prefix that leaves a token to compute; that prefix counts as committed. A prompt
+        It shares the longest published prefix that leaves a token to compute. This prefix counts as committed. A prompt
         in chunks is admitted only if all of it would fit, and the blocks for its rest are kept free from later
         admissions. Answers OK, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or NO_SPACE.
         """
@@ -107,13 +107,13 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # With enough free blocks beyond the reserve nothing can refuse, not even TOO_LONG: admission is skipped.
+        # With enough free blocks beyond the reserve nothing can refuse, not even TOO_LONG. Admission is then skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(space, hits, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
                 # The pool is idle, but the hit does not fit: a state needs one more block for its copy, and no other
-                # sequence will free one. The prompt is therefore computed without the hit.
+                # sequence will free one. So the prompt is computed without the hit.
                 return self.allocate(
                     sequence_id,
                     chunk,
@@ -174,12 +174,12 @@ class Pool:
     ) -> tuple[Grants, list[tuple[int, GrowResult]]]:
         """Makes room in live sequences, in order, for `token_counts` tokens. Lower counts change nothing.
 
-        If the block that holds the next token is shared, or published by a sequence that filled it further, it is
-        replaced by a private copy. A decoding engine names the same sequences step after step, so they are
-        looked up only when the ids change.
+        A private copy replaces the block of the next token if that block is shared, or if another sequence filled it
+        further and published it. A decoding engine names the same sequences step after step, so they are looked up only
+        when the ids change.
 
         Returns:
-            The grants; number and result of each grow that needs more than the room at hand or its next block: OK,
+            The grants; also the number and result of each grow that needs more than its present room and one block: OK,
             NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)
@@ -222,7 +222,7 @@ class Pool:
         self.copy_count += len(copies)
         if sequence.promised:
             self.admission.promise(sequence)
-        if copies:  # the originals of the copies may be cached now
+        if copies:  # the originals of the copies may now be cached
             self.admission.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.coordinator.added(granted) if needed else (), copies)
 
@@ -231,17 +231,17 @@ class Pool:
     ) -> CommitResult:
         """Counts tokens up to `token_count` as computed and publishes the blocks that became full.
 
-        A digest that another block carries already keeps that block: the sequence's entry is swapped to it and its own
-        is released, so that no child is ever published under a private parent; in an append-only pool it stays. Answers
-        OK, NOT_FOUND, or TOO_LONG for tokens that were never granted.
+        If another block already has the digest, the sequence's entry is swapped to that block and its own block is
+        released. No child is thus ever published under a private parent. In an append-only pool the entry stays.
+        Answers OK, NOT_FOUND, or TOO_LONG for tokens that were never granted.
 
         Args:
             sequence_id: a live sequence.
             token_count: at least the committed length.
-            digests: those of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated.
-                If the last ones are missing, their blocks are not published, nor later ones of full attention.
-            keep_token_count: if not 0, gives back blocks beyond this many tokens and beyond `token_count`: those of
-                draft tokens that were not accepted.
+            digests: one digest per `digest_tokens` tokens that end in (committed, token_count], concatenated. If the
+                last digests are missing, their blocks and later blocks of full attention are not published.
+            keep_token_count: if not 0, gives back blocks beyond this many tokens and beyond `token_count`, such as
+                blocks of rejected draft tokens.
         """
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
@@ -271,10 +271,10 @@ class Pool:
         UNCOMMITTED.
 
         Blocks granted beyond the committed tokens stay the parent's alone. In the half-filled block the parent may
-        write after the child's last token, where the child never reads. A recurrent state has no such place: if a
-        group keeps one, a parent with granted but uncommitted tokens answers UNCOMMITTED. A sequence that
-        committed blocks without their digests cannot be forked either. In an append-only pool, neither can one whose
-        last block is half full: its copy would replace an entry of a table.
+        write after the child's last token, where the child never reads. A recurrent state cannot be shared in the
+        middle: if a group keeps one, a parent with granted but uncommitted tokens answers UNCOMMITTED. A sequence that
+        committed blocks without their digests cannot be forked either. In an append-only pool, a parent with a
+        half-filled last block cannot be forked either: the copy would replace an entry of a table.
 
         Args:
             parent_id: a live sequence.
@@ -291,7 +291,7 @@ class Pool:
             return Result.UNCOMMITTED
         self.admission.note_change()
         child = self.coordinator.fork(parent)
-        # If the parent now shares a block that either side has yet to write:
+        # If parent and child now share a block that one of them has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1

@@ -28,14 +28,14 @@ class Scope:
 
 
 class Namespace:
-    """One namespace of a pool: prefixes are shared inside it only. It exists while it has sequences or blocks.
+    """One namespace of a pool: prefixes are shared inside it only. A namespace exists while it has sequences or blocks.
 
     Attributes:
         scopes: one per manager of the pool.
         quota: its limits; None without any.
         queue: its own candidates for eviction, if its cache is limited; else None.
-        kept: the entries that its callers ask to keep, and some that are gone or whose time is over.
-        kept_block_count: at least the blocks of those; `kept_counted_ms` is when they were last counted.
+        kept: the entries that its callers asked to keep; some may be gone or expired.
+        kept_block_count: an upper bound of their blocks; `kept_counted_ms` is when they were last counted.
     """
 
     __slots__ = ("kept", "kept_block_count", "kept_counted_ms", "name", "queue", "quota", "scopes", "sequence_count")
@@ -85,7 +85,7 @@ class Evictor(ABC):
 
     @abstractmethod
     def evict(self, entry: Scoped, wanted: int) -> int:
-        """Evicts at least `wanted` blocks of a candidate, or all that it has; returns how many."""
+        """Evicts at least `wanted` blocks of a candidate, or all its blocks if it has fewer; returns the number."""
 
     def replaced(self, entry: Scoped) -> None:  # noqa: B027 - most managers keep what was replaced
         """Notes that another entry replaced this one: hits end with that one instead."""

@@ -23,7 +23,7 @@ class SequenceState:
         quiet_until: commits below this count have nothing to publish and nothing to give back.
         prompt_token_count: tokens of a prompt that is computed in chunks of `chunk_token_count`; 0 if it is not.
         promised: blocks that the rest of that prompt will take; admission leaves them free.
-        announcement: the part of its prompt that it announced and has still to compute, or None.
+        announcement: the announced part of its prompt that is still to be computed, or None.
         is_named: whether each full committed block came with its digest and is published.
         parts: its state in each manager.
         turn: the places at which later hits should be able to end.
@@ -37,7 +37,7 @@ class SequenceState:
     def __init__(
         self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Part, ...], turn: Turn
     ) -> None:
-        """Makes a sequence whose first `token_count` tokens are committed."""
+        """Makes a sequence that has its first `token_count` tokens committed."""
         self.namespace = namespace
         self.token_count = token_count
         self.committed_token_count = token_count

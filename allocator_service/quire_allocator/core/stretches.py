@@ -1,8 +1,8 @@
 """A stretch: consecutive published blocks of one prefix as one object, however many they are.
 
 A run of full attention is a stretch that is a node of a tree (`runs.py`). Blocks that fall out of the tables of a
-windowed group together, and are cached, are a stretch of their own (`fallen.py`). Both are cut in two where a prompt
-takes only a part of them, and lose blocks at their deep end when they are evicted.
+windowed group together, and are cached, are a stretch of their own (`fallen.py`). A prompt that takes only a part of
+one cuts it in two. Eviction takes blocks from the deep end.
 
 Blocks are counted per *position*: `width` blocks, one for each group of the specification.
 """
@@ -27,7 +27,7 @@ class Stretch(Scoped):
 
     def __init__(self, scope: Scope, first_position: int, digests: bytes | bytearray, blocks: array[int]) -> None:
         super().__init__(scope)
-        self._digests = digests  # a bytearray once it was extended; longer than `size` once it was trimmed
+        self._digests = digests  # a bytearray once extended; longer than `size` once trimmed
         self.size = len(digests)
         self.blocks = blocks
         self._first_position = first_position
@@ -36,8 +36,8 @@ class Stretch(Scoped):
     def digests(self) -> bytes | bytearray:
         """Returns its digests, concatenated.
 
-        `trim` leaves them too long, and this property cuts them off: most trimmed stretches are gone before the next
-        access, and copying the digests of a long one costs as much as evicting it.
+        `trim` leaves the bytes too long, and this property cuts them off. Most trimmed stretches are dropped before the
+        next access, and copying the digests of a long stretch costs as much as evicting it.
         """
         digests = self._digests
         if len(digests) != self.size:
@@ -64,7 +64,7 @@ class Stretch(Scoped):
         self.size = size
         if size:
             del self.blocks[kept:]
-        else:  # a walk that has noted this stretch sees that it is gone
+        else:  # a walk that has noted this stretch sees that it was removed
             self._digests, self.blocks = b"", array("I")
         return source, blocks
 
@@ -111,8 +111,8 @@ class Stretch(Scoped):
 
 
 def agreeing(own: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
-    """Counts the bytes of whole digests in which a stretch agrees with `digests[start:end]`; at least one."""
-    if len(own) > end - start:  # the usual case: the prompt that made the stretch, without its last block
+    """Counts the bytes of the leading digests that a stretch shares with `digests[start:end]`; at least one digest."""
+    if len(own) > end - start:  # the usual case: the same prompt made the stretch, without its last block
         wanted = digests if not start and end == len(digests) else digests[start:end]
         if own.startswith(wanted):
             return end - start
@@ -120,7 +120,7 @@ def agreeing(own: bytes | bytearray, digests: bytes, start: int, end: int) -> in
 
 
 def common_positions(own: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
-    """Counts the positions in which a stretch agrees with `digests[start:end]`; at least one does."""
+    """Counts the leading positions that a stretch shares with `digests[start:end]`; at least one."""
     low, high = 1, min(len(own), end - start) // DIGEST_BYTES
     while low < high:  # a binary search; the first `low` positions are known to agree
         middle = (low + high + 1) // 2
@@ -133,17 +133,17 @@ def common_positions(own: bytes | bytearray, digests: bytes, start: int, end: in
 
 
 def every(digests: bytes, stride: int, first: int | None = None) -> bytes:
-    """Returns every stride-th digest, from the one at index `first` on; without it, those at which blocks end."""
+    """Returns every stride-th digest, beginning with index `first`; without `first`, the last digest of each block."""
     step = stride * DIGEST_BYTES
     begin = (stride - 1 if first is None else first) * DIGEST_BYTES
     return b"".join([digests[i : i + DIGEST_BYTES] for i in range(begin, len(digests), step)])
 
 
 def filled(digests: bytes, stride: int, committed: int, block_size: int) -> bytes:
-    """Returns the digests of a commit after `committed` tokens at which blocks of `stride` digests end.
+    """Returns the digests that end a block of `stride` digests, among those of a commit after `committed` tokens.
 
-    Blocks of 16 tokens and digests of 4: from 24 committed tokens on, the digests begin with number 6, and the first
-    block to publish ends with digest 7: the one at index 1.
+    Example: with blocks of 16 tokens and digests of 4, 24 tokens are committed. The new digests begin with number 6,
+        and the first block to publish ends with digest 7, at index 1.
     """
     if stride == 1:
         return digests

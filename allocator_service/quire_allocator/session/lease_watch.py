@@ -13,12 +13,12 @@ from quire_allocator.core.ownership.directory import Directory
 class LeaseWatch:
     """Ends leases in checks, which its caller makes every `period_s` seconds.
 
-    - A check that comes late shows that this process stood still and read nothing: every lease grows by the delay.
+    - A late check shows that this process stalled and read nothing, so every lease is extended by the delay.
     - A check ends only leases that were over at the check before, since every message that arrived until then has been
       read meanwhile.
 
-    A silent owner therefore keeps its pool for its lease and up to two periods more: with a lease of 10 s and a period
-    of 0.5 s, for 10 to 11 s.
+    So a silent owner keeps its pool for its lease and up to two periods more: with a lease of 10 s and a period of 0.5
+    s, for 10 to 11 s.
     """
 
     def __init__(self, directory: Directory, expire: Callable[[float], object], period_s: float, now: float) -> None:

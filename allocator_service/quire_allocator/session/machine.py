@@ -60,8 +60,8 @@ class SessionMachine:
         owner: the ownership of the pool, once attached.
         attaching: the pool that its owner has asked for, and the owner's incarnation; None before.
         ending: why the stream was ended from outside; None if it was not.
-        applied: the step that the last message applied to the pool; None if the message was no step, or a repeated
-            one.
+        applied: the step that the last message applied to the pool; None if that message was no step, or repeated an
+            earlier one.
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class SessionMachine:
             self._on_end()
 
     def close(self) -> None:
-        """Notes that the stream is gone. Unless its owner has detached, the pool stays until its lease ends."""
+        """Notes that the stream is gone. Unless its owner has detached, the allocator keeps the pool until the lease
+        ends.
+        """
         self._sessions.streams.discard(self)
         self._sessions.staging.discard(self)
         if self.owner is not None:
@@ -142,7 +144,7 @@ class SessionMachine:
             authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
-        if attach.last_step and not resumes:  # an owner without any step has most likely nothing to report
+        if attach.last_step and not resumes:  # an owner without any step most likely has nothing to report
             self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,
@@ -177,13 +179,15 @@ class SessionMachine:
     # -- report --------------------------------------------------------------------------------------------------------
 
     def check_report(self, now: float) -> None:
-        """Ends a stream that has one of the few places for reports and sends no chunk; heartbeats are no chunks."""
+        """Ends a stream that occupies one of the few places for reports and sends no chunk. Heartbeats do not count as
+        chunks.
+        """
         if self.phase is Phase.REPORTING and self._report_heard + limits.REPORT_PAUSE_S <= now:
             self.end("IDLE", f"no part of the report arrived for {limits.REPORT_PAUSE_S:g} s")
 
     def _reserve_report(self, now: float) -> None:
-        """Takes a place among the few reports that are staged at a time. An owner without a place is refused at its
-        attach, before it has put its report together."""
+        """Takes a place among the few reports that are staged at a time. If no place is free, the attach is refused,
+        before the owner has put its report together."""
         self._report_heard = now
         staging = self._sessions.staging
         if self not in staging:
@@ -235,7 +239,7 @@ class SessionMachine:
             )
 
         self._sessions.apply(owner, operate, now)
-        for drop in owner.untold_drops:  # the owner made the report before it could know of them
+        for drop in owner.untold_drops:  # the owner made the report before it could know of these drops
             self._sessions.apply_drop(owner, drop, now)
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)
@@ -285,7 +289,7 @@ class SessionMachine:
 
 
 def _expect(request: packed.SessionRequest, kind: str, expected: str) -> None:
-    """Refuses a message of another kind as MALFORMED, and names what is expected."""
+    """Refuses a message of another kind as MALFORMED, and names the expected kind."""
     sent = request.WhichOneof("message")
     if sent != kind:
         raise Refusal("MALFORMED", f"the message is {sent or 'empty'}; expected {expected}")

@@ -21,7 +21,7 @@ class Stream(Protocol):
     """The interface of a stream to its registry; `SessionMachine` is one.
 
     Attributes:
-        caller: the stream's caller. It gets a place for a report only while it has fewer places than are free.
+        caller: the stream's caller. A caller gets a place for a report only while it has fewer places than are free.
     """
 
     caller: Hashable
@@ -44,7 +44,7 @@ class Observer(Protocol):
         called before."""
 
     def disagreed(self, owner: Ownership) -> None:
-        """The owner gave up a session that is still there: it reports its pool anew."""
+        """The owner gave up a session that still exists, and reports its pool again."""
 
     def resumed(self, owner: Ownership) -> None:
         """A session continues with a new stream."""
@@ -53,7 +53,7 @@ class Observer(Protocol):
         """A pool is gone: detached, closed, or its lease ended."""
 
     def expired(self, owner: Ownership) -> None:
-        """A pool is about to be dropped because its owner was silent for the length of its lease; `dropped` follows."""
+        """A pool is about to be dropped, because its owner was silent for a whole lease; `dropped` follows."""
 
     def published(self, owner: Ownership) -> None:
         """Events were published, which watchers of the pool may read now."""
@@ -94,7 +94,7 @@ class SessionRegistry:
         self.kept_bytes = KeptBytes(directory)
         self.streams: set[Stream] = set()
         self.staging: set[Stream] = set()
-        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # by pool, the time of each quarantine
+        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # time of each quarantine, by pool
 
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
@@ -108,7 +108,7 @@ class SessionRegistry:
         An exception that is no refusal is a defect of the allocator: it stops this pool, and other pools continue.
 
         Raises:
-            Refusal: POOL_QUARANTINED, and those of `operate`, which may raise one only before it changes anything.
+            Refusal: POOL_QUARANTINED, and the refusals of `operate`, which raises only before it changes anything.
         """
         try:
             answer = operate()
@@ -170,7 +170,7 @@ class SessionRegistry:
 
     def refused_pool_count(self, now: float) -> int:
         """Counts the pools that broke so often that they cannot be attached for now."""
-        names = list(self._quarantines)  # a copy: metrics are read in another thread
+        names = list(self._quarantines)  # a copy, because another thread reads the metrics
         return sum(len(self._recent_quarantines(name, now)) >= limits.QUARANTINES_MAX for name in names)
 
     def _recent_quarantines(self, name: str, now: float) -> list[float]:
@@ -183,8 +183,8 @@ class SessionRegistry:
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int) -> None:
-        """Shows watchers the changes of steps up to number `acknowledged`. For a unary session, shows those of every
-        step: its pool is lost with the allocator, so no later report can lack them."""
+        """Shows watchers the changes of steps up to number `acknowledged`. For a unary session, shows the changes of
+        every step: such a pool is lost with the allocator, so no later report can miss them."""
         if owner.pool.log.publish(owner.steps.next_step if owner.unary else acknowledged):
             self.observer.published(owner)
 

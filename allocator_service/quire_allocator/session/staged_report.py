@@ -6,8 +6,8 @@ Lifecycle:
     2. staged    chunks 0, 1, 2, ... have come; their published blocks have been read into a pool in the making
     3. finished  `finish` checked the end and made the pool, or refused the report
 
-Bounds are checked chunk by chunk, so that a report that is too long is refused while it arrives and not at its end. As
-much work as possible is done chunk by chunk, too: other pools are served between two chunks, and none is served while
+Each chunk is checked for bounds, so that a report that is too long is refused as it arrives and not at its end. As much
+work as possible is done chunk by chunk, too: other pools are served between two chunks, and none is served while
 `finish` runs.
 """
 
@@ -31,8 +31,8 @@ from quire_allocator.wire.translate import require
 
 
 def report_bytes_max(spec: PoolSpec) -> int:
-    """Returns the most bytes that the report of such a pool may take: those of all its blocks, of as many sequences as
-    a pool may have, and of table entries that share blocks."""
+    """Returns the maximum bytes of a report of such a pool: for all its blocks, the maximum number of sequences, and
+    table entries of shared blocks."""
     sequence_bytes = limits.REPORT_SEQUENCE_BYTES_MAX + limits.REPORT_TABLE_BYTES_MAX * _tables_max(spec)
     return (
         limits.REPORT_BLOCK_BYTES_MAX * spec.block_count
@@ -65,7 +65,7 @@ class StagedReport:
 
     @property
     def block_count(self) -> int:
-        """Counts the blocks that were reported so far; once finished, including the sequences' own blocks."""
+        """Counts the blocks reported so far; once finished, also the sequences' own blocks."""
         return self._rebuild.use.block_count if self._rebuild is not None else 0
 
     def add(self, chunk: pb.ReportChunk) -> None:

@@ -18,7 +18,7 @@ from quire_allocator.wire.step_columns import StepColumns
 
 
 class Answered(NamedTuple):
-    """The answer to a step, and the step if it was applied to the pool now; None if it was repeated."""
+    """The answer to a step, and the step if this call applied it to the pool; None if it was a repetition."""
 
     reply: packed.SessionReply
     applied: StepColumns | None

@@ -1,6 +1,6 @@
 """The Session stream over gRPC: reads messages, lets the state machine answer them, and writes the answers.
 
-All rules are in `session/machine.py`. This module has only the wire's part: the deadline for the first message, the end
+All rules are in `session/machine.py`. This module has only the transport: the deadline for the first message, the end
 of a stream that waits for its owner, and the status of a refusal.
 """
 
@@ -40,8 +40,8 @@ HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat())
 
 @contextlib.contextmanager
 def _collection_paused() -> Iterator[None]:
-    """Stops garbage collection while a pool is made of its report: all its objects stay, and looking for garbage among
-    them doubles the time that it takes."""
+    """Stops garbage collection while a pool is made from its report. All its objects stay, and scanning them for
+    garbage doubles the time."""
     gc.disable()
     try:
         yield
@@ -112,14 +112,14 @@ class SessionStream:
             replies = machine.receive(request, now)
         seconds = time.perf_counter() - started
         applied, owner, counted = machine.applied, machine.owner, None
-        if applied is not None and owner is not None:  # looked up now: the pool may be gone after the write
+        if applied is not None and owner is not None:  # looked up now, because the pool may be dropped after the write
             counted = self._service.counters.of(owner.name), owner.pool
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:
             for reply in replies:
                 await self._write(reply)
-        finally:  # counted after the write, because the owner waits for that, and even if the write fails
+        finally:  # counted after the write, because the owner waits for the write; also if it fails
             if applied is not None and counted is not None:
                 numbers, pool = counted
                 numbers.observe_step(pool, applied, replies[0].step_reply, seconds)
@@ -140,8 +140,8 @@ class SessionStream:
     async def _read(self) -> packed.SessionRequest | None:
         """Returns the next message, or None at the end of the stream.
 
-        This is the only place where the end of the machine may interrupt: an answer that is being written cannot be
-        taken back, and gRPC takes no status until it is out.
+        The end of the machine may interrupt only here: an answer that is being written cannot be taken back, and gRPC
+        accepts no status until it is out.
         """
         machine = self._machine
         if machine.ending is not None:
@@ -190,7 +190,9 @@ class SessionStream:
             unread.leave(self._caller, size)
 
     async def _beat(self) -> None:
-        """Sends a heartbeat every second until the report is in force: the owner hears nothing else meanwhile."""
+        """Sends a heartbeat every second until the report is in force. The owner gets no other message during that
+        time.
+        """
         while not self._reported.is_set():
             try:
                 async with asyncio.timeout(HEARTBEAT_S):

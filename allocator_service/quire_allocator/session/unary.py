@@ -79,8 +79,8 @@ class UnarySessions:
         """Applies a step to the session that it names. A repeat of the last step gets the kept reply.
 
         Raises:
-            Refusal: those of `find` and of `answer_step`; NAMESPACE_FORBIDDEN, also if a live sequence of another
-                caller is in a namespace that this caller may not use.
+            Refusal: the refusals of `find` and `answer_step`; also NAMESPACE_FORBIDDEN if another caller's live
+                sequence is in a namespace that this caller may not use.
         """
         owner = self.find(step.session_id, permissions)
         authorization.require_sequences(permissions, owner.pool)  # any caller that may own the pool can make this call

@@ -1,9 +1,9 @@
 """Checks a caller's permissions for each request of the protocol. Pure: no function here changes anything.
 
 Namespaces come into a session in three places: with the live sequences of a session that another stream or caller
-continues, with a report, and with a grow that makes a sequence. Each of these is checked here. All live sequences of an
-open session are therefore in permitted namespaces, and operations on them need no check. A fork is in its parent's
-namespace, and a grow never makes a sequence with the id of one of its step's forks.
+continues, with a report, and with a grow that makes a sequence. This module checks all three. So all live sequences of
+an open session are in permitted namespaces, and operations on them need no check. A fork is in its parent's namespace,
+and a grow never makes a sequence with the id of one of its step's forks.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def require_report(permissions: Permissions, chunk: pb.ReportChunk) -> None:
 def forbidden_rows(permissions: Permissions, pool: Pool, columns: StepColumns) -> frozenset[int]:
     """Returns the rows of a checked step's grows that must not make a sequence and are answered FORBIDDEN.
 
-    The other operations of the step are done: a worker has one certificate for all its callers, and the sequence of one
-    of them must not stop those of the others.
+    The step's other operations are applied: a worker has one certificate for all its callers, and one caller's sequence
+    must not stop the others'.
     """
     if not columns.has_new or permissions.namespaces.are_all:
         return frozenset()

@@ -16,7 +16,7 @@ from quire_allocator.core.retention.stops import STOPS_MAX
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire.step_columns import StepColumns
 
-NUMBER_BYTES = 4  # a block id, or an entry of a packed array
+NUMBER_BYTES = 4  # bytes of a block id, or of an entry of a packed array
 COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination again among the blocks
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
@@ -28,7 +28,7 @@ SCOPE_BYTES = 160  # a namespace, and protobuf's overhead for it and its digests
 
 
 def check(answer_bytes: int) -> None:
-    """Refuses an operation whose answer might not fit a message.
+    """Refuses an operation with an answer that may not fit into one message.
 
     Raises:
         Refusal: TOO_LARGE.
@@ -41,13 +41,13 @@ def check(answer_bytes: int) -> None:
 
 
 def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = False) -> int:
-    """Bounds the reply to a step whose columns agree in length. Unless `exact` is set, returns a cheaper, coarser bound
-    if even that one fits."""
+    """Bounds the size of a step's reply. The step's columns agree in length. Unless `exact` is set, returns a cheaper,
+    coarser bound if even that one fits."""
     groups = pool.coordinator.group_count
     grows = len(columns.grow_sequences)
     fixed = columns.operation_count  # 1 byte for each result
     if columns.digest_count:
-        fixed += columns.digest_count * groups * SWAP_BYTES  # each may lead to a swap in each group
+        fixed += columns.digest_count * groups * SWAP_BYTES  # each digest may lead to a swap in each group
     if pool.spec.append_only and grows:
         fixed += min(len(pool.sequences), TAKEOVERS_EXAMINED_MAX) * groups * TAKEOVER_BYTES
     if pool.admission.limits_cache:
@@ -60,7 +60,7 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
     if pool.coordinator.settles:
         new_count = sum([sequence > pool.last_sequence_id for sequence in columns.grow_sequences])
         fixed += new_count * STOPS_MAX * NUMBER_BYTES
-    # Most steps are so small that they would fit even if every sequence were new.
+    # Most steps are so small that they fit even if every sequence is new.
     coarse = fixed + groups * NUMBER_BYTES * (columns.tokens // pool.coordinator.digest_tokens + grows)
     if coarse <= limits.ANSWER_BYTES_MAX and not exact:
         return coarse
@@ -74,7 +74,7 @@ def _entries_added(pool: Pool, columns: StepColumns) -> int:
     prompts = columns.prompt_token_counts or repeat(0)
     rows = zip(columns.grow_sequences, columns.grow_token_counts, prompts)
     for sequence_id, chunk, prompt in rows:
-        token_count = max(chunk, prompt)  # more of a long prompt may be matched than its first chunk
+        token_count = max(chunk, prompt)  # more of a long prompt may match than its first chunk
         before = held.get(sequence_id)
         before = _held_token_count(pool, sequence_id) if before is None else before
         total += _entries(pool, token_count, before)
@@ -100,7 +100,7 @@ def _held_token_count(pool: Pool, sequence_id: int) -> int:
 
 
 def _entries(pool: Pool, token_count: int, held: int) -> int:
-    """Counts the table entries of `token_count` tokens beyond those of `held` tokens, null ones included; 0 if the
+    """Counts the additional table entries of `token_count` tokens after `held` tokens, including null entries; 0 if the
     result will be TOO_LONG."""
     if not _fits(pool, token_count):
         return 0

@@ -127,7 +127,7 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
     """Applies the grows in order, with new sequences among the live ones. Consecutive live ones are grown together."""
     grants, others = Grants(), list[tuple[int, GrowResult]]()
     sequences, token_counts = columns.grow_sequences, columns.grow_token_counts
-    unborn = {child for child in columns.children if child > pool.last_sequence_id}  # children whose forks were refused
+    unborn = {child for child in columns.children if child > pool.last_sequence_id}  # children of refused forks
     first = 0
     for number, sequence in enumerate(sequences):
         if sequence <= pool.last_sequence_id:
@@ -186,7 +186,7 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
         reply.unmatched.pending_token_counts = pack_column(pending)
     if any(grown.stops for _, grown in others):
         stop_counts, token_counts = [0] * count, list[int]()
-        for number, grown in others:  # in the order of the grows
+        for number, grown in others:  # in the order of the grow operations
             stop_counts[number] = len(grown.stops)
             token_counts += grown.stops
         reply.stops.counts = pack_uint32(stop_counts)

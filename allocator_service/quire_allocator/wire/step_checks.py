@@ -23,7 +23,7 @@ def check_step(pool: Pool, step: packed.Step) -> StepColumns:
         Refusal: MALFORMED, TOO_LARGE or LIMIT.
     """
     columns = StepColumns(step)
-    if columns.size_max > limits.STEP_BYTES_MAX:  # an upper bound; the exact size takes encoding the step once more
+    if columns.size_max > limits.STEP_BYTES_MAX:  # an upper bound; the exact size requires encoding the step again
         _check_count(step.ByteSize(), limits.STEP_BYTES_MAX, "bytes")
     if columns.operation_count > limits.OPERATIONS_PER_STEP_MAX:
         _check_count(columns.operation_count, limits.OPERATIONS_PER_STEP_MAX, "operations")
@@ -113,7 +113,7 @@ def _check_grows(columns: StepColumns) -> None:
 
 
 def _check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
-    """Refuses a commit that does not carry one digest for each digest block that it fills, or that goes back.
+    """Refuses a commit that goes back, or has no digest for a digest block that it fills.
 
     Raises:
         Refusal: MALFORMED.

@@ -13,10 +13,10 @@ from quire_allocator.core.drop import CacheDrop
 from quire_allocator.core.refusal import Refusal
 
 _NONE: Final = array("Q")
-_ID_BYTES: Final = 8  # an entry of a column of sequence ids
-_NUMBER_BYTES: Final = 4  # an entry of any other column
-_FRAME_BYTES: Final = 256  # most bytes of everything in a step but its columns
-_NAME_FRAME_BYTES: Final = 8  # a namespace without its characters, each of which takes up to 4 bytes
+_ID_BYTES: Final = 8  # bytes of an entry in a column of sequence ids
+_NUMBER_BYTES: Final = 4  # bytes of an entry in any other column
+_FRAME_BYTES: Final = 256  # most bytes of everything in a step except its columns
+_NAME_FRAME_BYTES: Final = 8  # size of a namespace without its characters; each character takes up to 4 bytes
 
 
 class StepColumns:
@@ -38,7 +38,7 @@ class StepColumns:
         tokens: tokens that all grows ask for, those of whole prompts included.
         has_new: whether a grow may create a sequence.
         forbidden: rows of the grows that must not create a sequence; the session's machine sets it.
-        has_refused: whether some result is not OK; `apply_step` sets it.
+        has_refused: whether a result is not OK; `apply_step` sets it.
     """
 
     __slots__ = (

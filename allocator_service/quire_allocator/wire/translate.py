@@ -35,7 +35,7 @@ from quire_allocator.core.spec import (
     Quota,
 )
 
-QUOTED_CHARACTERS_MAX: Final = 64  # characters of a caller's name that a message quotes
+QUOTED_CHARACTERS_MAX: Final = 64  # most characters of a caller's name that a message quotes
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
 KINDS: Final = {cast("pb.GroupKind.ValueType", kind.value): kind for kind in GroupKind}
@@ -69,7 +69,7 @@ def _in_range(field: str, value: int, least: int, most: int, where: str = "") ->
 
 
 def _quoted(name: str) -> str:
-    """Returns a name quoted for a message. For a string that can be no name, gives only its length: it may be
+    """Returns a name quoted for a message. For a string that cannot be a name, gives only its length, because it may be
     private text."""
     is_one = name.isprintable() and " " not in name and len(name) <= QUOTED_CHARACTERS_MAX
     return repr(name) if is_one else f"a text of {len(name):,} characters"

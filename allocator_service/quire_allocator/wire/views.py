@@ -64,7 +64,7 @@ def _page_token(told: str) -> str:
 
 
 def _told_in(page_token: str) -> str:
-    """Returns the text from which a token was made.
+    """Returns the text of a token before it was encoded.
 
     Raises:
         ValueError: it is no token.

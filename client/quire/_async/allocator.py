@@ -120,8 +120,8 @@ class AsyncAllocator(AsyncConnected):
             timeout_s: how long to watch. By default until the stream is closed.
             on_wait: called with the error whenever the watch is interrupted and resumes.
 
-        A watch that meets UNAVAILABLE after it has begun resumes after the last event. It retries without a limit, with
-        pauses of 50 ms to 5 s.
+        A watch that meets UNAVAILABLE after it has begun resumes after the last event. The watch retries without a
+        limit, with pauses of 50 ms to 5 s.
 
         Raises:
             NotFoundError: while iterating: the pool is unknown or gone. After a restart of the allocator, a pool is
@@ -160,7 +160,8 @@ class AsyncAllocator(AsyncConnected):
     def session(
         self, pool: str, spec: types.PoolSpec, *, transport: Literal["stream", "calls"] = "stream", **options: Any
     ) -> AsyncSession | AsyncCallSession:
-        """Returns a session. It owns a pool from its `open`, or the beginning of `async with`, until its `close`.
+        """Returns a session. The session owns a pool from its `open`, or the beginning of `async with`, until its
+        `close`.
 
         Over "stream", steps are numbered messages on a separate connection, and the pool outlives the allocator: see
         docs/session.md. Over "calls", each step is a unary call on this client's connection.
@@ -172,8 +173,8 @@ class AsyncAllocator(AsyncConnected):
             **options: over "stream": `window` (steps that may be unanswered at a time, 1 to 8), `on_wait` (called with
                 the error before each retry of attaching) and, for asyncio only, `ahead_tokens` (room that a decoding
                 sequence should have beyond its next token). Over "calls": `keep_alive` (renews the lease in the
-                background; without it only steps renew it) and `request_id` (opening again with the same id returns the
-                same session).
+                background; without it only steps renew it) and `request_id` (a second `open` with the same id returns
+                the same session).
 
         Raises:
             ValueError, TypeError: the transport is unknown, or does not have this option.
@@ -189,7 +190,8 @@ class AsyncAllocator(AsyncConnected):
         ahead_tokens: int | None = None,
         on_wait: Callable[[QuireError], None] | None = None,
     ) -> AsyncEngine:
-        """Returns an engine. It owns a pool from its `open`, or the beginning of `async with`, until its `close`.
+        """Returns an engine. The session owns a pool from its `open`, or the beginning of `async with`, until its
+        `close`.
 
         A turn is one step. Over "stream", the pool outlives the allocator. Over "calls", each step is a unary call, and
         the pool is lost with the allocator. See docs/engine.md.

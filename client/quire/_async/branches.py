@@ -26,7 +26,9 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 
 
 class AsyncBranchKeeper:
-    """Renews the branches of one client in the background. It renews branches of equal time to live together."""
+    """Renews the branches of one client in the background. The thread renews branches with the same time to live
+    together.
+    """
 
     def __init__(self, link: AsyncLink, stub: pb_grpc.WorkerServiceAsyncStub) -> None:
         self.link = link
@@ -83,7 +85,7 @@ class AsyncBranch:
         self._opened.add(self)
 
     async def fork(self, count: int = 1, *, timeout_s: float | None = None) -> tuple[AsyncBranch, ...]:
-        """Returns `count` new branches with the same tokens. They share this branch's blocks."""
+        """Returns `count` new branches with the same tokens. The forks share this branch's blocks."""
         request = branch_messages.fork_request(self.id, count)
         reply = await self._link.call(self._stub.ForkBranch, request, timeout_s)
         return tuple(AsyncBranch(self._keeper, each, self._ttl_ms, self.token_count) for each in reply.branch_ids)
@@ -106,7 +108,7 @@ class AsyncBranch:
     ) -> sampling.Generation:
         """Continues the branch and waits for the whole answer, which becomes part of the branch.
 
-        Options are those of `AsyncClient.generate`, except `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`.
+        Takes the options of `AsyncClient.generate`, except `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`.
         """
         async with self.stream(
             params, priority=priority, request_id=request_id, timeout_s=timeout_s,

@@ -93,9 +93,9 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
     ) -> AsyncChunkStream:
         """Continues a prompt like `generate`, but yields each chunk as it arrives. Samples of one request interleave.
 
-        Chunks are at least `interval_s` seconds apart, except the first chunk and those that end a sample. Fewer chunks
-        cost less. The worker's `--stream-interval-ms` applies if it is longer. A request with a `cache_salt` shares
-        prefixes only with requests of the same namespace and salt.
+        Chunks are at least `interval_s` seconds apart, except the first chunk and the last one of each sample. Fewer
+        chunks cost less. The worker's `--stream-interval-ms` applies if it is longer. A request with a `cache_salt`
+        shares prefixes only with requests of the same namespace and salt.
         """
         request = generating.generate_request(
             prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority,
@@ -189,7 +189,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
             timeout_s: timeout of each of two or three calls.
 
         Raises:
-            ValueError: no such adapter is loaded.
+            ValueError: the adapter is not loaded.
         """
         _, token_ids, root, block_size = await self._hashed(prompt, namespace, adapter, timeout_s)
         return tuple(block_digests(root, token_ids, block_size))
@@ -203,7 +203,8 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         adapter: str = "",
         timeout_s: float | None = None,
     ) -> int:
-        """Returns how many leading tokens of a prompt are in this worker's cache now. It computes and holds nothing.
+        """Returns how many leading tokens of a prompt are in this worker's cache now. The call computes nothing and
+        holds nothing.
 
         Args:
             prompt: text, token ids, or a conversation.
@@ -213,7 +214,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
             timeout_s: timeout of each call.
 
         Raises:
-            ValueError: no such adapter is loaded.
+            ValueError: the adapter is not loaded.
         """
         pool, token_ids, root, block_size = await self._hashed(prompt, namespace, adapter, timeout_s)
         digests = prompt_digests(root, token_ids, block_size)
@@ -265,8 +266,8 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
             continue_final_message: whether the tokens end with the last message's content, so that the answer continues
                 that message. Excludes a generation prompt.
             chat_template: replaces the checkpoint's template, if the worker trusts its callers with one.
-            add_special_tokens: whether to add the checkpoint's special tokens around a text. None adds them to a text,
-                but not to a conversation.
+            add_special_tokens: whether to add the checkpoint's special tokens around a text. None adds special tokens
+                to a text, but not to a conversation.
             split_special_tokens: whether a special token's name inside a conversation is split like ordinary text
                 instead of becoming that token. None uses the worker's setting.
             timeout_s: timeout of this call.
@@ -333,7 +334,9 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         return tuple(map(messages.request_info, reply.requests))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> int:
-        """Cancels all requests with an id and returns their number. Their callers get RequestCancelledError."""
+        """Cancels all requests with an id and returns their number. The callers of these requests get
+        RequestCancelledError.
+        """
         request = worker_pb.CancelRequestRequest(request_id=request_id)
         reply = await self._link.call(self._stub.CancelRequest, request, timeout_s)
         return reply.cancelled_count

@@ -14,7 +14,7 @@ class AsyncChunkStream(AsyncStream[sampling.Chunk]):
     """Chunks of one request, each returned when it arrives.
 
     `aclose`, leaving the `async with` block, and losing the last reference (for example by `break` out of a loop over
-    `client.stream(...)`) cancel the request. That frees its blocks at once.
+    `client.stream(...)`) cancel the request. Ending the request frees its blocks at once.
     """
 
     def __init__(self, link: AsyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
@@ -28,8 +28,8 @@ class AsyncEventStream(AsyncWatchStream):
 
     @property
     def session_id(self) -> bytes:
-        """Returns the session to resume from later, together with `cursor`. It is empty inside a snapshot, because a
-        partial snapshot must begin again."""
+        """Returns the session to resume from later, together with `cursor`. The cursor is empty inside a snapshot,
+        because a partial snapshot must begin again."""
         return self._watch.session_id
 
     @property

@@ -1,1 +1,1 @@
-"""Code that all servers share. It is not part of the public interface."""
+"""Code that all servers share. This package is not part of the public interface."""

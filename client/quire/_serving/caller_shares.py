@@ -12,8 +12,8 @@ from collections.abc import Hashable
 class CallerShares:
     """Places that callers take and leave. A caller may hold at most as many places as stay free.
 
-    A single caller therefore gets half of all places. If n callers want all of them, each gets 1 / (n + 1). A place is
-    always left for a caller that has none.
+    So a single caller gets half of all places. If n callers want all of them, each gets 1 / (n + 1). A place is always
+    left for a caller that has none.
 
     Args:
         alone_max: places that a single caller may hold, which is half of all places.
@@ -27,7 +27,7 @@ class CallerShares:
         self._held: Counter[Hashable] = Counter()
 
     def take(self, caller: Hashable, count: int = 1) -> bool:
-        """Takes `count` places, or none if there are too few for this caller. Returns whether it took them."""
+        """Takes `count` places, or none if there are too few for this caller. Returns whether the places were taken."""
         held = self._held[caller] + count
         if held > min(self.each_max, self.count_max - self.count - count + 1):
             if held == count:

@@ -8,8 +8,8 @@ Lifecycle of a call:
     3. served     its message has arrived, and its handler runs
     4. ended      its answer has left or its caller has gone. Its place is free
 
-gRPC reads the message of a unary call before any check. Callers without a token could then fill a server with calls
-whose messages never arrive. Handlers of unary requests are therefore registered as stream handlers that read one
+gRPC reads the message of a unary call before any check. Otherwise callers without a token could fill a server with
+calls that never send their messages. So handlers of unary requests are registered as stream handlers that read one
 message. Health checks and health watches have separate places.
 """
 
@@ -42,7 +42,7 @@ ANSWER_COPIES: Final = 2  # An answer counts twice, because gRPC copies it.
 HEALTH_CALLS_MAX: Final = 256
 HEALTH_WATCHES_MAX: Final = 256
 _HEALTH: Final = "/grpc.health.v1.Health/"
-Behavior: TypeAlias = "Callable[[Any, Context], Awaitable[Any]]"  # answers a call, given its messages
+Behavior: TypeAlias = "Callable[[Any, Context], Awaitable[Any]]"  # a function that answers a call, given its messages
 
 
 class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
@@ -58,7 +58,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     Args:
         token: bearer token that callers must show; None admits every caller.
-        calls_max: concurrent calls, not counting health. One caller may hold at most as many as stay free.
+        calls_max: concurrent calls, not counting health. One caller may hold at most as many places as stay free.
         tracing: records a span of each unary call that belongs to a trace.
     """
 
@@ -89,7 +89,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         if traced := trace_context.read(handler_call_details.invocation_metadata or ()):
             behave = self._in_trace(behave, traced, method, is_unary=is_unary)
         behave = _forgetting(behave)
-        if is_unary:  # Its answer is already bytes.
+        if is_unary:  # The answer is already bytes.
             return grpc.stream_unary_rpc_method_handler(behave, handler.request_deserializer)
         return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
 
@@ -132,7 +132,7 @@ class _Place:
 
     Attributes:
         timeout: the deadline for the call's message, while the server waits for it.
-        byte_count: size of the request, and then of the answer; 0 for small ones.
+        byte_count: size of the request, later of the answer; 0 for small messages.
     """
 
     def __init__(self, caller: Hashable) -> None:
@@ -163,12 +163,12 @@ class _Calls:
         self._places = CallerShares(count_max // 2)
         self._bytes = CallerShares(MESSAGES_BYTES_MAX)
         self._arrivals = Arrivals()
-        self._unread: dict[Hashable, dict[_Place, None]] = {}  # by caller, longest wait first
+        self._unread: dict[Hashable, dict[_Place, None]] = {}  # calls of each caller, longest wait first
 
     def place(self, context: Context) -> _Place:
         """Reserves a place for a call until it ends.
 
-        A handler returns before its answer leaves. An answer that nobody reads therefore keeps its place.
+        A handler returns before its answer leaves. So an unread answer keeps its place.
 
         Raises:
             QuireError: LIMIT, no place is free.
@@ -198,7 +198,7 @@ class _Calls:
 
         Raises:
             QuireError: IDLE, the message did not arrive in time; MALFORMED, it does not parse; LIMIT, its caller's
-                messages take too many bytes, or another call took its place.
+                messages take too many bytes, or another call displaced this one.
         """
         arriving = self._arrivals.of(place.caller)
         try:
@@ -223,7 +223,7 @@ class _Calls:
         return message
 
     def count(self, place: _Place, size: int) -> None:
-        """Counts the bytes of a call's answer instead of its request's, or first those of its request.
+        """Sets the bytes that a call counts: first its request's, later its answer's.
 
         Raises:
             QuireError: LIMIT, the caller's requests and answers take too many bytes.
@@ -242,7 +242,7 @@ class _Calls:
         place.byte_count = size
 
     def _lose(self, place: _Place) -> None:
-        """Ends a call whose message has not arrived, and frees its place."""
+        """Ends a call that has not sent its message, and frees its place."""
         self._forget(place)
         self._places.leave(place.caller)
         place.is_lost = True

@@ -24,7 +24,7 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
     Args:
         log_format: "json", "console", or "auto". With "auto" it is "console" if standard error is a terminal.
         level: "debug", "info", "warning" or "error".
-        bound: values that every line carries, such as the process' role.
+        bound: values that every line carries, such as the process's role.
     """
     error = take_standard_streams()
     pretty = log_format == "console" or (log_format == "auto" and error.isatty())
@@ -74,7 +74,7 @@ class _OfLibraries(logging.Handler):
     """Formats records of Python's logging module like all other log lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one line. It never raises, because a logging handler must not."""
+        """Writes one line. This method never raises, because a logging handler must not."""
         try:
             logger = structlog.get_logger()
             logger.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info or None)

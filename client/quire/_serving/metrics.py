@@ -38,7 +38,8 @@ Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
 
 class Histogram:
-    """Counts values in buckets. It is cheaper than prometheus-client's: no lock, one bisection and two additions.
+    """Counts values in buckets. This class is cheaper than prometheus-client's: no lock, one bisection and two
+    additions.
 
     `bounds` are upper bounds in rising order. A value above the last one counts only in +Inf.
     """
@@ -71,7 +72,7 @@ class Histogram:
 
 
 def keeping_colons(accept: str) -> str:
-    """Returns an Accept header with which prometheus-client writes `vllm:` in OpenMetrics; else it writes `vllm_`."""
+    """Returns an Accept header that makes prometheus-client write `vllm:` in OpenMetrics, instead of `vllm_`."""
     return accept.replace(_OPENMETRICS, f"{_OPENMETRICS};escaping=allow-utf-8")
 
 
@@ -106,7 +107,7 @@ class MetricsServer:
 
 class _MetricsHttp(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    block_on_close = False  # Otherwise closing waits for a thread whose peer does nothing.
+    block_on_close = False  # Otherwise closing waits for a thread that is blocked on an idle peer.
     request_queue_size = 128
 
     def __init__(self, listen: str, app: Wsgi, tls: ServerTls | None) -> None:
@@ -204,7 +205,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
-    """Refuses requests whose Host is a name other than localhost or `listen_host`; addresses are accepted.
+    """Refuses requests with a Host name other than localhost or `listen_host`. IP addresses are accepted.
 
     This prevents DNS rebinding: a web page could point its own name at this server, and a browser would let it read
     the answer.

@@ -1,8 +1,8 @@
 """A server's standard output and error: a write returns at once and never fails, even if its reader is gone.
 
 The process that reads a server's output may stop reading, end, or write to a full disk. None of that may stop the
-server. Text is therefore queued, and only a separate thread writes to the file. If the queue is full or writing fails,
-the text is dropped and counted.
+server. So text is queued, and only a separate thread writes to the file. If the queue is full or writing fails, the
+text is dropped and counted.
 
 C libraries write to the descriptor directly. Messages that any remote caller could make gRPC write are silenced
 (`quire._transport.grpc_io`).
@@ -20,8 +20,8 @@ import sys
 import threading
 from typing import Any, Final
 
-BYTES_MAX: Final = 1 << 20  # limit for queued text
-LAST_S: Final = 1.0  # time to write queued text when the process ends
+BYTES_MAX: Final = 1 << 20  # most bytes of queued text
+LAST_S: Final = 1.0  # time for writing queued text when the process ends
 
 
 class NeverBlockingText(io.TextIOBase):
@@ -30,7 +30,7 @@ class NeverBlockingText(io.TextIOBase):
     A forked child starts with an empty queue and its own thread.
 
     Args:
-        descriptor: the file descriptor to write to. It is never closed.
+        descriptor: the file descriptor to write to. The file is never closed.
 
     Attributes:
         dropped_line_count: number of dropped lines.
@@ -44,7 +44,7 @@ class NeverBlockingText(io.TextIOBase):
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()  # Reentrant: a thread that writes may also write a Python warning.
+        self._lock = threading.RLock()  # Reentrant, because a thread that writes may also write a Python warning.
         self._texts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._empty = threading.Event()

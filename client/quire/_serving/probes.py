@@ -1,4 +1,4 @@
-"""Answers HTTP probes, beside /metrics: whether a server is alive, and whether it is ready.
+"""Answers HTTP probes on the port of /metrics: whether a server is alive, and whether it is ready.
 
     /healthz    200 if the event loop answers, else 503: the process must be restarted
     /readyz     200 if the server should get work, else 503
@@ -21,7 +21,7 @@ class Probes:
 
     Args:
         loop: the server's event loop.
-        is_ready: returns whether the server is ready. Called from those threads.
+        is_ready: returns whether the server is ready. The metrics server's threads call this method.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]) -> None:

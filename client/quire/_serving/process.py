@@ -54,7 +54,7 @@ def take_cpu(number: int) -> None:
 def allow_open_files() -> int:
     """Raises this process's limit of open files as far as allowed, and returns it.
 
-    Each connection takes one file. The usual limit of 1,024 would leave none for probes.
+    Each connection takes one file descriptor. The usual limit of 1,024 would leave none for probes.
     """
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
@@ -70,7 +70,7 @@ def check_ready_file(path: str | None) -> None:
     if path is None:
         return
     target = Path(path)
-    # Writing replaces the target by a new file. As root that would replace /dev/null for the whole machine.
+    # Writing replaces the target with a new file. As root, it would replace /dev/null for the whole machine.
     if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
         raise UsageError(f"cannot write the ready file {path}: it exists and is not a regular file")
     if not os.access(target.parent, os.W_OK | os.X_OK):
@@ -87,7 +87,7 @@ def write_ready_file(path: str | None, **values: object) -> None:
     if path is None:
         return
     check_ready_file(path)
-    # The name is random, so that nobody can have prepared a link under it.
+    # The name is random, so that no other user can have prepared a link under it.
     temporary = Path(f"{path}.{secrets.token_hex(8)}")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -104,8 +104,8 @@ def stop_event(reload: Callable[[], None] | None = None) -> asyncio.Event:
     """Returns an event that SIGTERM and SIGINT set.
 
     Args:
-        reload: called on SIGHUP. Without it SIGHUP is ignored, so it never ends a server. Certificates need no reload:
-            they are read at each handshake.
+        reload: called on SIGHUP. Without a reload handler, SIGHUP is ignored and never ends a server. Certificates need
+            no reload: they are read at each handshake.
     """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()

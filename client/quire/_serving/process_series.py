@@ -26,7 +26,7 @@ METRIC_NAMES: Final = frozenset({"quire_build_info", "quire_certificate_expiry_t
 
 
 def registry_of(collector: Collector, options: argparse.Namespace, *, core: str = "") -> CollectorRegistry:
-    """Returns a registry with the server's own metrics and those that every server has.
+    """Returns a registry with the server's own metrics and the metrics that every server has.
 
     Args:
         collector: collects the server's own metrics.
@@ -41,7 +41,9 @@ def registry_of(collector: Collector, options: argparse.Namespace, *, core: str 
 
 
 class BuildCollector(Collector):
-    """Reports the build, and when certificates expire. It reads their files at each scrape: they may be replaced."""
+    """Reports the build, and when certificates expire. The collector reads the files at each scrape, because they may
+    be replaced.
+    """
 
     def __init__(self, certificates: Mapping[str, str], core: str) -> None:
         self._certificates = certificates

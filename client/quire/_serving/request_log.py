@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from quire._serving.logs import line_writer
 
-LINES_PER_SECOND_MAX: Final = 1_000  # limits how fast callers can fill a disk
+LINES_PER_SECOND_MAX: Final = 1_000  # limits how fast callers can fill a disk with log lines
 _CHOICES: Final = {"all": 1.0, "errors": 0.0, "none": None}
 
 

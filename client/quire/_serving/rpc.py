@@ -13,11 +13,11 @@ from grpc import aio
 from quire.errors import QuireError, Reason, to_metadata
 from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 
-Handler = Any  # grpc.RpcMethodHandler. It is generic only in its stubs.
+Handler = Any  # grpc.RpcMethodHandler. The class is generic only in its stubs.
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Permissions]"  # returns the caller's permissions
 
-REFUSALS_PER_SECOND_MAX: Final = 10  # limit for log lines about refused calls
+REFUSALS_PER_SECOND_MAX: Final = 10  # limit of log lines about refused calls
 log = structlog.get_logger()
 
 

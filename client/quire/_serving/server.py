@@ -41,7 +41,7 @@ _TLS_OPTIONS: Final = {
     "tls-client-ca": "certificate authorities: only callers with a certificate that one of them signed are accepted",
 }
 DRAIN_S_MAX: Final = 86_400.0
-DRAIN_S: Final = 30.0  # A supervisor must wait longer before it kills the server, as `quire.local` does.
+DRAIN_S: Final = 30.0  # A supervisor must wait longer than this before it kills the server, as `quire.local` does.
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
@@ -115,7 +115,7 @@ def read_tls(options: argparse.Namespace) -> ServerTls | None:
     """Returns the TLS of the command line, or None without any.
 
     Raises:
-        UsageError: an option lacks another one that it needs, or a file is unusable.
+        UsageError: an option needs another option, or a file is unusable.
     """
     if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
         return None
@@ -160,7 +160,7 @@ class Server:
         self._socket_lock: int | None = None
         self.grpc = aio.server(
             interceptors=[CallInterceptor(self.token, calls_max, self.tracing)],
-            # This limit only bounds memory. It also refuses health calls, and gives no reason.
+            # This limit only bounds memory. The limit also refuses health calls, and gives no reason.
             maximum_concurrent_rpcs=4 * calls_max,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -172,13 +172,14 @@ class Server:
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
-                # A caller that vanishes silently is noticed after 15 s. Its places are then free again.
+                # A caller that vanishes silently is noticed after 15 s. The caller's places are then free again.
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.
+                ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the last option.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
-                # Callers ping as often. gRPC's default ends a connection that pings more than once in 5 minutes.
+                # Callers ping at the same interval. By default, gRPC ends a connection that pings more than once in 5
+                # minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
                 ("grpc.so_reuseport", 0),  # A second server on the same port is a mistake, not load sharing.
             ],
@@ -244,7 +245,7 @@ class Server:
         self._is_withdrawn = True
 
     async def stop(self) -> None:
-        """Stops the server. It returns once every call has ended; calls that outlast the drain are canceled."""
+        """Stops the server. The method returns once every call has ended; calls that outlast the drain are canceled."""
         await self.grpc.stop(grace=self._options.drain_timeout)
         if self._metrics is not None:
             self._metrics.close()

@@ -20,7 +20,7 @@ class ServerTls:
     """The server's certificate and key, and the CA certificates that verify its callers.
 
     Each handshake checks whether the files have changed. New files take effect only together. If they do not match (for
-    example a new certificate whose key is not there yet), the former ones stay, and the next handshake checks again.
+    example a new certificate before its key arrives), the old files stay in use, and the next handshake checks again.
 
     Args:
         cert: PEM file, the certificate first, then its chain.
@@ -44,7 +44,7 @@ class ServerTls:
         return self._client_ca is not None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns the credentials of a secure port. They are read again when a file is replaced."""
+        """Returns the credentials of a secure port. A replaced file is read again."""
         return grpc.dynamic_ssl_server_credentials(
             self._grpc,
             self._changed,  # type: ignore[arg-type]  # the stubs forbid None, which means unchanged

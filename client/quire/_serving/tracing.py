@@ -44,10 +44,10 @@ class Done(NamedTuple):
     """A span that has ended.
 
     Attributes:
-        start_s, end_s: its times, by the clock whose time `Tracing.record` gets.
+        start_s, end_s: its times, by the same clock as `Tracing.record`.
         attributes: with "error.type" the span counts as failed.
         parts: the spans inside it.
-        is_call: whether it is a call of another server.
+        is_call: whether the span is a call to another server.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Tracing:
         return span
 
     def close(self) -> None:
-        """Sends the last spans, and drops those that the collector does not take within `CLOSE_S`."""
+        """Sends the last spans. Spans that the collector does not accept within `CLOSE_S` are dropped."""
         if self._provider is None or self._exporter is None:
             return
         # The SDK's own shutdown waits 30 s for a collector that does not answer.
@@ -134,7 +134,7 @@ class Open:
 
     @property
     def trace_id(self) -> str:
-        """Returns the id of its trace; empty if it has none."""
+        """Returns the span's trace id; empty if it has none."""
         return trace_context.trace_id_of(self.context)
 
     def end(self, attributes: Attributes) -> None:
@@ -178,18 +178,18 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
         "--otlp-endpoint",
         metavar="URL",
         help="send a span of each request to this OpenTelemetry collector over gRPC, as http://127.0.0.1:4317; other"
-        f" OTEL_* variables hold, too (default: ${VARIABLES[0]} or ${VARIABLES[1]}; without them, no traces)",
+        f" OTEL_* variables also apply (default: ${VARIABLES[0]} or ${VARIABLES[1]}; without them, no traces)",
     )
 
 
 def tracing_of(options: argparse.Namespace, role: str) -> Tracing:
     """Returns the tracing that the command line, or a variable of OpenTelemetry, asks for.
 
-    If a variable asks for it and it is impossible, the server runs without traces and logs why: platforms set these
-    variables for every container.
+    If a variable asks for traces and they are impossible, the server runs without them and logs why: platforms set
+    these variables for every container.
 
     Args:
-        options: the parsed options, with those of `add_argument`.
+        options: the parsed options, including the options of `add_argument`.
         role: the server's name, as "worker".
 
     Raises:
@@ -222,7 +222,7 @@ def _hindrance(endpoint: str) -> str | None:
 def _are_installed() -> bool:
     try:
         return all(importlib.util.find_spec(name) is not None for name in PACKAGES)
-    except ModuleNotFoundError:  # A parent package is missing.
+    except ModuleNotFoundError:  # A parent package is not installed.
         return False
 
 

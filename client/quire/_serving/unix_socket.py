@@ -1,6 +1,6 @@
 """Ensures that a Unix socket has one server at a time.
 
-This module is separate from addresses, because clients import those on systems without `fcntl`, too.
+This module is separate from addresses, because clients also import the latter on systems without `fcntl`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class ChunkStream(SyncStream[sampling.Chunk]):
     """Chunks of one request, each returned when it arrives.
 
     `close`, leaving the `with` block, and losing the last reference (for example by `break` out of a loop over
-    `client.stream(...)`) cancel the request. That frees its blocks at once.
+    `client.stream(...)`) cancel the request. Ending the request frees its blocks at once.
     """
 
     def __init__(self, link: SyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
@@ -29,8 +29,8 @@ class EventStream(SyncWatchStream):
 
     @property
     def session_id(self) -> bytes:
-        """Returns the session to resume from later, together with `cursor`. It is empty inside a snapshot, because a
-        partial snapshot must begin again."""
+        """Returns the session to resume from later, together with `cursor`. The cursor is empty inside a snapshot,
+        because a partial snapshot must begin again."""
         return self._watch.session_id
 
     @property

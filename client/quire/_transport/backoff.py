@@ -1,4 +1,4 @@
-"""Pauses between attempts of calls, watches and sessions. They grow until an attempt succeeds."""
+"""Pauses between attempts of calls, watches and sessions. The pauses grow until an attempt succeeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKOFF_FACTOR: Final = 3
 class Backoff:
     """Pauses from `shortest_s` to `longest_s`, each three times as long as the previous one.
 
-    Each pause is up to a quarter longer at random, so that clients that failed together do not retry together. For
+    Each pause is up to a quarter longer at random, so that clients that fail together retry at different times. For
     example, the least pauses from 0.05 to 0.5 s are 0.05, 0.15, 0.45 and then 0.5 s.
     """
 

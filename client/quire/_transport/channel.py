@@ -7,8 +7,8 @@ Session stream is never retried. Operations that change state carry a request id
 gRPC itself retries unary calls. `attempts.Attempts` retries streams of Generate. `watch.Watch` retries streams of
 WatchEvents, without a limit once they have begun.
 
-Every call carries the token as `authorization: Bearer ...`. It is never sent unencrypted to another machine, because an
-eavesdropper could use it.
+Every call carries the token as `authorization: Bearer ...`. The token is never sent unencrypted to another machine,
+    because an eavesdropper could use it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from quire.tls import Tls, resolve_tls
 
 DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
 DEFAULT_WORKER: Final = "127.0.0.1:7071"
-LIVENESS: Final = "liveness"  # service name in grpc.health.v1 that asks for liveness instead of readiness
+LIVENESS: Final = "liveness"  # service name in grpc.health.v1 for liveness; without it, health calls ask for readiness
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
-LOOKED_S: Final = 1.0  # time for which a finding about an address is reused
+LOOKED_S: Final = 1.0  # a finding about an address is reused for this time
 ATTEMPTS_MAX: Final = 4
 BACKOFF_S: Final = 0.05  # pause before the second attempt
 BACKOFF_S_MAX: Final = 0.5
@@ -92,13 +92,13 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge windows until each call may buffer megabytes.
+    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge the windows until each call may buffer megabytes.
     # A call gives up a dead connection after 10 s. TCP alone would keep it for a quarter of an hour.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the line before.
+    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the previous option.
     ("grpc.http2.max_pings_without_data", 0),
-    # Each channel has its own connection. Otherwise a new channel would reuse one that has fallen silent.
+    # Each channel uses its own connection. Otherwise a new channel would reuse one that has fallen silent.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -108,7 +108,7 @@ ItemT = TypeVar("ItemT")
 
 
 def resolve_token(token: str | None) -> str | None:
-    """Returns the given token, or the one in the file that QUIRE_TOKEN_FILE names, or None.
+    """Returns the given token, or the token in the file that QUIRE_TOKEN_FILE names, or None.
 
     Raises:
         UsageError: the file is unusable.
@@ -129,7 +129,7 @@ def readable(message: ItemT | None) -> ItemT:
     """
     if message is None:
         raise InternalError(
-            "the server sent something that is not a message of this protocol, or that was corrupted on the way"
+            "the server's message cannot be read: it is not of this protocol, or was corrupted on the way"
         )
     return message
 
@@ -170,7 +170,8 @@ class Link:
                 f"a token is not sent to {address} unencrypted: name the authorities to trust there in QUIRE_TLS_CA"
             )
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
-        # A certificate cannot name a socket's path. The server is on this machine, so it must be valid for localhost.
+        # A certificate cannot name a socket's path. The server is on this machine, so the certificate must be valid for
+        # localhost.
         name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
         self.options = (*OPTIONS, *name)
         self._is_closed = False
@@ -205,12 +206,13 @@ class Link:
     def translate(self, error: grpc.RpcError, request_id: str | None, timeout_s: float | None) -> QuireError:
         """Returns the QuireError for a gRPC error.
 
-        If no server answered, it probes the address, which blocks for at most a second.
+        If no server answered, this function probes the address, which blocks for at most a second.
         """
         return self.explain(from_rpc_error(error, request_id), timeout_s, looks=True)
 
     def explain(self, error: QuireError, timeout_s: float | None = None, *, looks: bool = False) -> QuireError:
-        """Rewrites gRPC's own errors: what failed, with which value, and what to do. gRPC's text becomes a note.
+        """Rewrites gRPC's own errors so that they say what failed, with its value, and how to fix it. gRPC's text
+        becomes a note.
 
         If no server answered, the message says whether the client used TLS and a certificate, because a server that
         expects others just closes the connection.

@@ -9,7 +9,7 @@ from typing import Any, Final
 from quire._transport.messages import fill
 from quire.v1 import worker_pb2 as worker_pb
 
-# Escaping to ASCII would hide invalid text, and make other text longer.
+# Escaping to ASCII would hide invalid text, and lengthen other text.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 
 

@@ -1,8 +1,8 @@
-"""Diagnoses an address where no server answered, in one sentence: what is wrong there, and what to do.
+"""Diagnoses an address where no server answered. The diagnosis is one sentence: the fault, and its remedy.
 
-gRPC reports only that it has no connection, in its internal terms. A plain connection tells more: nothing listens,
-the machine is silent, or the listener speaks another protocol. The probe requests a page over HTTP/1.1. A gRPC server
-answers with an HTTP/2 frame, a TLS server with an alert or not at all, and any other HTTP server with HTTP.
+gRPC itself only reports, in its internal terms, that it has no connection. A plain connection tells more: nothing
+listens, the machine is silent, or the listener speaks another protocol. The probe requests a page over HTTP/1.1. A gRPC
+server answers with an HTTP/2 frame, a TLS server with an alert or not at all, and any other HTTP server with HTTP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire._transport.address import is_local, is_unix, split
 from quire.errors import UsageError
 
 ANY_SERVER: Final = "server"  # name used when the kind of server is not known
-PROBE_S: Final = 0.5  # time to connect, and again to receive the first bytes
+PROBE_S: Final = 0.5  # time to connect, and also to receive the first bytes
 _REQUEST: Final = b"GET / HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n"
 _ANSWER_BYTES: Final = 9  # size of an HTTP/2 frame header
 _SETTINGS: Final = 4  # type of an HTTP/2 server's first frame

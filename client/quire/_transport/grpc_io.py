@@ -27,7 +27,7 @@ from typing import Final
 
 _VARIABLE: Final = "GRPC_EXPERIMENTS"
 _WITHOUT_EVENT_ENGINE: Final = "-event_engine_listener,-event_engine_client"
-LAST_WITH_BOTH: Final = (1, 85)  # newest release known to have both
+LAST_WITH_BOTH: Final = (1, 85)  # newest tested release that has both engines
 
 
 def is_at_most(release: tuple[int, int]) -> bool:

@@ -1,7 +1,8 @@
 """Protects gRPC calls that a forked child inherits from its parent. The child must not touch them.
 
-When a child ends, it cancels its event loop's tasks and collects its objects. Both would cancel inherited calls. That
-can deadlock on a lock that a parent's thread held at the fork, or crash in a gRPC core that does not work in the child.
+When a child ends, the child cancels its event loop's tasks and collects its objects. Both actions would cancel
+inherited calls. Canceling them can deadlock on a lock that a parent's thread held at the fork, or crash in a gRPC core
+that does not work in the child.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def new_request_id() -> str:
 
 
 def checked_id(request_id: str | None) -> str:
-    """Returns the caller's request id, or a new one. It must fit into logs and headers.
+    """Returns the caller's request id, or a new one. A request id must fit into logs and headers.
 
     Raises:
         InvalidArgumentError: MALFORMED, the id is too long or contains forbidden characters.

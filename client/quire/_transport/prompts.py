@@ -11,7 +11,7 @@ from quire.hashing import root_digest
 from quire.sampling import SamplingParams
 from quire.types import AdapterInfo, WorkerStatus
 
-Message: TypeAlias = Mapping[str, Any]  # one chat message: `role`, `content`, and further keys that the template knows
+Message: TypeAlias = Mapping[str, Any]  # one chat message: `role`, `content`, and other keys that the template uses
 AT_A_TIME: Final = 64  # concurrent requests of `generate_many`
 
 
@@ -47,5 +47,5 @@ def warn_of_equal_samples(params: SamplingParams) -> None:
     if params.n > 1 and params.temperature == 0 and params.num_beams == 1:
         warnings.warn(
             f"n={params.n} greedy samples would all have the same text; set temperature above 0, or num_beams",
-            stacklevel=4,  # skips this function, generate_request, and `stream` or `generate`: the usual call path
+            stacklevel=4,  # skips this function, generate_request, and `stream` or `generate`
         )

@@ -2,8 +2,9 @@
 
 A request that meets UNAVAILABLE before its first chunk is started again (`attempts.Attempts`). After a chunk,
 UNAVAILABLE is an error, because another attempt would start from the beginning. A watch is resumed without a limit of
-attempts (`watch.Watch`), because the next attempt continues after the last event. It is also resumed when the allocator
-is silent: a live allocator sends a message every few seconds, but a proxy may keep the connection of a dead one open.
+attempts (`watch.Watch`), because the next attempt continues after the last event. The watch is also resumed when the
+allocator is silent: a live allocator sends a message every few seconds, but a proxy may keep the connection of a dead
+one open.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SyncStream(Iterator[ItemT]):
         raise StopIteration
 
     def _message(self) -> Any:
-        """Returns the next message of the current attempt, or raises what ended it."""
+        """Returns the next message of the current attempt, or raises the error that ended it."""
         return next(self._attempts.call)
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class AsyncStream(AsyncIterator[ItemT]):
             except asyncio.CancelledError:
                 if is_task_cancelled():
                     raise
-                if not self._closed:  # If it is closed, another task has called `aclose`.
+                if not self._closed:  # If the stream is closed, another task has called `aclose`.
                     raise UnavailableError("the client was closed during the call") from None
             else:
                 if message is aio.EOF:  # type: ignore[attr-defined]
@@ -131,7 +132,7 @@ class AsyncStream(AsyncIterator[ItemT]):
         raise StopAsyncIteration
 
     def _message(self) -> Awaitable[Any]:
-        """Returns the next message of the current attempt, or raises what ended it."""
+        """Returns the next message of the current attempt, or raises the error that ended it."""
         return self._attempts.call.read()  # type: ignore[no-any-return]
 
     async def aclose(self) -> None:
@@ -148,7 +149,7 @@ class AsyncStream(AsyncIterator[ItemT]):
 
     def __del__(self) -> None:
         if not self._link.is_inherited:
-            # gRPC's own tasks keep an abandoned asyncio call alive. A blocking call needs no cancel.
+            # gRPC's own tasks keep an abandoned asyncio call alive. A blocking call needs no cancellation.
             self._attempts.call.cancel()
 
     async def _try_again(self, error: QuireError) -> None:
@@ -174,7 +175,7 @@ class SyncWatchStream(SyncStream[CacheEvent]):
     def __init__(self, link: SyncLink, watch: Watch) -> None:
         super().__init__(link, watch)
         self._watch = watch
-        self._waits_since_s = math.inf  # since when the caller has waited for the next message
+        self._waits_since_s = math.inf  # time since which the caller has waited for the next message
         self._was_left = False
         arguments = (weakref.ref(self), self._closed)
         threading.Thread(target=_leave_silent_calls, args=arguments, name="quire-watch", daemon=True).start()

@@ -8,7 +8,7 @@ from typing import Final
 from quire._numbers import shown
 from quire.errors import InvalidArgumentError, Reason
 
-TIMEOUT_S_MAX: Final = 1e8  # three years. gRPC treats much longer timeouts as none.
+TIMEOUT_S_MAX: Final = 1e8  # three years; gRPC treats much longer timeouts as no timeout
 
 
 def checked_timeout(timeout_s: float, name: str = "timeout_s") -> float:

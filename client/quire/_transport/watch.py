@@ -18,7 +18,7 @@ from quire.hashing import DIGEST_BYTES, split_digests
 from quire.protocol.limits import WATCH_BEAT_S
 from quire.v1 import allocator_pb2 as pb
 
-BACKOFF_S_MAX: Final = 5.0  # longer than for calls, because no caller waits for one answer
+BACKOFF_S_MAX: Final = 5.0  # longer than the pause of calls, because no caller waits for one answer
 SILENCE_S: Final = 3 * WATCH_BEAT_S  # An attempt without a message for this long is replaced.
 
 
@@ -58,7 +58,7 @@ class Watch:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._on_wait = on_wait or (lambda _error: None)
         self._begun = False
-        self._is_whole = True  # False while a snapshot is arriving
+        self._is_whole = True  # False while a snapshot arrives
         self._failures = 0  # consecutive failures since the last event
         self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self.heard_s = time.monotonic()

@@ -15,7 +15,7 @@ from quire.cli.names import CommandGroup
 from quire.errors import QuireError, Reason
 from quire.types import AdapterInfo
 
-Name = Annotated[str, typer.Argument(help="Name by which requests select it.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="Name of the adapter in requests.", show_default=False)]
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def load(
     name: Name,
     folder: Annotated[
         str,
-        typer.Argument(help="Folder that PEFT saved, relative to the worker's --adapter-folder.", show_default=False),
+        typer.Argument(help="Folder saved by PEFT, relative to the worker's --adapter-folder.", show_default=False),
     ],
     *,
     worker: options.Worker = options.WORKER,
@@ -67,7 +67,7 @@ def unload(
             if not found:
                 raise QuireError.of(
                     Reason.ADAPTER_UNKNOWN,
-                    f"no adapter named {name!r:.200} is loaded; `quire adapter list` shows those that are",
+                    f"no adapter named {name!r:.200} is loaded; `quire adapter list` shows the loaded ones",
                 )
             said = f"would unload {name}: {found[0].byte_count:,} bytes; {found[0].request_count:,} requests use it"
         else:

@@ -88,7 +88,7 @@ def run() -> None:
     """Runs the command line. A QuireError prints one line, and its kind determines the exit code."""
     warnings.showwarning = _show_warning
     try:
-        try:  # With JSON, typer's standalone mode is off. It would print usage errors in a box.
+        try:  # With JSON, typer's standalone mode is off. typer would print usage errors in a box.
             code = app(prog_name="quire", standalone_mode=not output.is_json_asked_for())
         except SystemExit as done:
             code = done.code
@@ -96,5 +96,5 @@ def run() -> None:
         sys.exit(code)
     except (QuireError, typer.TyperException) as error:
         output.end_with(error)
-    except OSError as error:  # for example a full disk, or no folder for temporary files
+    except OSError as error:  # for example, the disk is full, or there is no folder for temporary files
         output.end_with(error)

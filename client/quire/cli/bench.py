@@ -1,4 +1,4 @@
-"""`quire bench`: puts a short load on a running worker, and reports what its callers measured."""
+"""`quire bench`: puts a short load on a running worker, and reports the times that its callers measured."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def bench(
         int | None,
         typer.Option(min=1, max=1_000_000, help="Default: 64, or one per line of --file."),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=4_096, help="Requests that run at once, at most.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, max=4_096, help="Maximum number of requests at a time.")] = 8,
     rate: Annotated[
         float | None,
         typer.Option(min=0.001, max=1e6, help="Requests (or conversations) per second, at random times."),
     ] = None,
     workload: Annotated[
         Workload,
-        typer.Option(help="Prompts with a common prefix, without one, or turns of chats."),
+        typer.Option(help="Kind of load: prompts with a common prefix, without one, or chats."),
     ] = Workload.SHARED,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, or of a turn of a chat.")] = 256,
     shared_tokens: Annotated[
@@ -93,7 +93,7 @@ def bench(
     turns: Annotated[int, typer.Option(min=2, max=1_000, help="Turns of a chat.")] = 4,
     file: Annotated[str | None, typer.Option(metavar="PATH", help="File of prompts to send instead.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of all random choices.")] = 1,
-    namespace: Annotated[str, typer.Option(help="Namespace inside which prefixes are shared.")] = "",
+    namespace: Annotated[str, typer.Option(help="Namespace of the requests; only these share prefixes.")] = "",
     adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,

@@ -16,7 +16,7 @@ COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 class Legend(NamedTuple):
-    """The letter and style of a kind of blocks, such as those that one sequence holds alone."""
+    """The letter and style of a kind of blocks, such as blocks that a single sequence holds."""
 
     letter: str
     style: str

@@ -46,9 +46,7 @@ Namespace = Annotated[str, typer.Option(help="Only requests of the same namespac
 
 def register(app: typer.Typer) -> None:
     """Adds the group of commands to the application."""
-    group = typer.Typer(
-        no_args_is_help=True, cls=CommandGroup, help="The cache that prompts can hit: match, warm, drop."
-    )
+    group = typer.Typer(no_args_is_help=True, cls=CommandGroup, help="Cached prefixes of prompts: match, warm, drop.")
     group.command(help=MATCH_EXAMPLES)(match)
     group.command(help=WARM_EXAMPLES)(warm)
     group.command(help=DROP_EXAMPLES)(drop)
@@ -118,7 +116,7 @@ def drop(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Calls DropCache, and prints what was dropped."""
+    """Calls DropCache, and prints the number of dropped blocks."""
     with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         done = _cached(client, pool, namespace) if dry_run else client.drop_cache(pool, namespace)
     if as_json:

@@ -51,7 +51,7 @@ def certs(
     *,
     server: Annotated[str | None, typer.Option(metavar="NAME", help="Make a server's certificate.")] = None,
     host: Annotated[
-        list[str] | None, typer.Option(metavar="HOST", help="A name or address by which callers reach the server.")
+        list[str] | None, typer.Option(metavar="HOST", help="A name or address of the server, as callers use it.")
     ] = None,
     client: Annotated[str | None, typer.Option(metavar="NAME", help="Make a caller's certificate.")] = None,
     pool: Annotated[list[str] | None, typer.Option(metavar="POOL", help="A pool that the client may own.")] = None,
@@ -74,7 +74,7 @@ def certs(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Writes the requested certificates. It checks everything before it writes the first file."""
+    """Writes the requested certificates. The command checks everything before it writes the first file."""
     try:
         from quire import _certs
     except ModuleNotFoundError as error:

@@ -90,7 +90,7 @@ def _answer(
     as_json: bool,
     **given: Any,
 ) -> Generation:
-    """Returns an answer. Its pieces are appended to `said` as they arrive."""
+    """Returns an answer. The answer's pieces are appended to `said` as they arrive."""
     since_s = time.monotonic()
     token_ids = client.tokenize(messages, timeout_s=timeout_s)
     with client.stream(token_ids, params, timeout_s=left_s(timeout_s, since_s), **given) as chunks:

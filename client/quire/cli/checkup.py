@@ -30,7 +30,7 @@ PORTS: Final = {
 }
 CERTIFICATES: Final = ("QUIRE_TLS_CA", "QUIRE_TLS_CERT", "QUIRE_SERVER_CERT", "QUIRE_SERVER_CLIENT_CA")
 KEYS: Final = ("QUIRE_TLS_KEY", "QUIRE_SERVER_KEY")
-RENEW_DAYS: Final = 10  # a third of the life of certificates from `quire certs`
+RENEW_DAYS: Final = 10  # a third of the lifetime of certificates from `quire certs`
 _TIME_ERROR: Final = 5  # TIME_ERROR of adjtimex(2): the clock is not synchronized
 
 
@@ -122,7 +122,7 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
-    """Returns the folder of compiled kernels. It creates the folder as a worker would.
+    """Returns the folder of compiled kernels. This check creates the folder as a worker would.
 
     Raises:
         OSError: the folder cannot be written.
@@ -149,7 +149,7 @@ def _torch() -> str:
 def _clock() -> Finding:
     """Asks the kernel whether the clock is synchronized, as certificates and logs of several machines need."""
     try:
-        # The buffer is larger than struct timex. All zeros makes the call read-only.
+        # The buffer is larger than the kernel's struct timex. With all zeros, the call changes nothing.
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         state = -1

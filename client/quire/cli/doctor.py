@@ -1,4 +1,4 @@
-"""`quire doctor`: finds problems of this machine and its servers, and says what to do about each."""
+"""`quire doctor`: finds problems of this machine and its servers, and proposes a remedy for each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def doctor(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Prints the findings, and what to do about each."""
+    """Prints the findings, and a remedy for each."""
     findings = [
         *checkup.of_machine(),
         *checkup.of_files(),

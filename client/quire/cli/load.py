@@ -18,8 +18,8 @@ from quire.sampling import SamplingParams
 class LoadShape(NamedTuple):
     """The shape of random conversations.
 
-    The first turn has `prompt_tokens` tokens. Its first `shared_tokens` are equal in all conversations. Each later turn
-    adds as many new tokens as the first turn has unshared ones, behind all earlier turns and answers.
+    The first turn has `prompt_tokens` tokens. The first `shared_tokens` tokens are equal in all conversations. Each
+    later turn adds as many new tokens as the first turn has unshared ones, after all earlier turns and answers.
     """
 
     prompt_tokens: int
@@ -27,7 +27,7 @@ class LoadShape(NamedTuple):
     turns: int = 1
 
 
-Conversation = Sequence[Sequence[int]]  # token ids that each turn adds
+Conversation = Sequence[Sequence[int]]  # the token ids that each turn adds
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Outcome:
 
     first_s: float | None = None
     total_s: float = 0.0
-    pauses_s: list[float] = field(default_factory=list)  # pauses between the answer's chunks
+    pauses_s: list[float] = field(default_factory=list)  # pauses between the chunks of the answer
     token_ids: list[int] = field(default_factory=list)
     prompt_token_count: int = 0
     cached_token_count: int = 0
@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def token_s(self) -> float | None:
-        """Returns the seconds per token after the first, or None without such tokens."""
+        """Returns the seconds per token after the first token, or None if there are no further tokens."""
         if self.first_s is None or len(self.token_ids) < 2:
             return None
         return (self.total_s - self.first_s) / (len(self.token_ids) - 1)
@@ -73,8 +73,8 @@ class Load:
         client: a client of the worker.
         params: sampling parameters of every request, including the seed.
         concurrency: concurrent conversations.
-        rate: conversations that become due per second, at random (Poisson) times. With None each starts as soon as a
-            place is free.
+        rate: conversations that become due per second, at random (Poisson) times. With None a request starts as soon as
+            a place is free.
         seed: seed of these random times.
         salt: cache salt of all requests, so that they do not hit prefixes of earlier runs.
         namespace: namespace of each request.

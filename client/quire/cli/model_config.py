@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from quire.errors import UsageError
 
-HUB_S: Final = 1.5  # leaves the command an answer within 3 s in all
+HUB_S: Final = 1.5  # with this timeout, the command answers within 3 s
 
 
 def config_path(model: str) -> Path:
-    """Returns the argument's config.json. It is fetched if the argument is a model id.
+    """Returns the argument's config.json. A model id is downloaded.
 
     Raises:
         UsageError: the file does not exist, or cannot be fetched.
@@ -56,7 +56,7 @@ def _fetched(hub: Any, model: str) -> Path:
     Raises:
         UsageError: the hub does not have the file, or does not answer in time.
     """
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # This function reports failures itself.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # This function itself reports failures.
     found: list[Path] = []
     failed: list[Exception] = []
 

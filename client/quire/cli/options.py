@@ -60,7 +60,7 @@ Timeout: TypeAlias = Annotated[
         help="How long a call may take.",
     ),
 ]
-DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")]
+DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")]
 
 ALLOCATOR = DEFAULT_ALLOCATOR
 WORKER = DEFAULT_WORKER
@@ -84,7 +84,7 @@ def connects(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of a connection to a command. The command gets their values as `credentials`.
 
     Raises:
-        UsageError: from the command: a file is unusable, or an option lacks another one that it needs.
+        UsageError: raised by the command: a file is unusable, or an option needs another option.
     """
 
     def made(values: dict[str, Any]) -> Credentials:
@@ -104,7 +104,7 @@ def replaced(
 
     Args:
         command: a typer command.
-        name: the parameter's name. It is passed by keyword.
+        name: the parameter's name. The parameter is passed by keyword.
         options: annotation and default of each option, by name.
         made: returns the parameter's value from a dictionary of the options' values, in the order of `options`.
     """

@@ -39,7 +39,7 @@ FAILED: Final = 1
 
 
 def console() -> Console:
-    """Returns the console for tables. It truncates no number or name, and escapes control characters."""
+    """Returns the console for tables. The console truncates no number or name, and escapes control characters."""
     made = Console(highlight=False, width=WIDTH)
     made.push_render_hook(_Printing())
     return made

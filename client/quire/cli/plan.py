@@ -1,4 +1,4 @@
-"""`quire plan`: shows the layout of a model's cache, and what fits into a device's memory."""
+"""`quire plan`: shows the layout of a model's cache, and how many tokens fit into a device's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Examples:
     quire plan config.json --memory 80GiB --chat-tokens 8k --chat-tokens 30k
     quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
 """
-LENGTH_MAX: Final = 32_768  # tokens, if neither the command line nor the model gives a longest sequence
+LENGTH_MAX: Final = 32_768  # tokens; used if neither the command line nor the model gives a longest sequence
 
 
 Tokens: TypeAlias = Annotated[
@@ -54,7 +54,7 @@ CheckpointTokens: TypeAlias = Annotated[
         min=1,
         max=INT32_MAX,
         metavar="TOKENS",
-        help="Recurrent states are kept at multiples of this. Default: 256 to 4,096, by model.",
+        help="Interval of the checkpoints of recurrent states. Default: 256 to 4,096, by model.",
     ),
 ]
 AllWeights: TypeAlias = Annotated[
@@ -160,7 +160,7 @@ def plan(
 
 
 def _computed_in(dtype: str) -> str | None:
-    """Returns the dtype in which a worker computes if keys and values have `dtype`. None means the model's own."""
+    """Returns a worker's dtype of computation for keys and values of `dtype`. None means the model's own."""
     return None if dtype == "auto" or dtype.startswith(("fp8", "float8")) else dtype
 
 

@@ -23,7 +23,7 @@ from quire.planning import (
 )
 from quire.types import GroupKind
 
-BLOCK_SIZE: Final = 16  # default of a worker
+BLOCK_SIZE: Final = 16  # a worker's default
 LEGEND = """blocks: the most that a sequence holds until it is this long
 padding: share of its bytes that nothing can use
 unused: padding, and slots past its end or before its window

@@ -92,7 +92,7 @@ def show(
     pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
     *,
     allocator: options.Allocator = options.ALLOCATOR,
-    rows: Annotated[int, typer.Option(min=1, help="Lines of the map, at most.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum number of lines of the map.")] = 64,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
     credentials: options.Credentials,

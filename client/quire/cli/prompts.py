@@ -48,7 +48,7 @@ def prompted(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def tokens_of(client: Client, prompt: Prompt, timeout_s: float) -> Sequence[int]:
-    """Returns a prompt's tokens. It asks the worker's tokenizer if necessary."""
+    """Returns a prompt's tokens. The function asks the worker's tokenizer if necessary."""
     return prompt if isinstance(prompt, tuple) else client.tokenize(prompt, timeout_s=timeout_s)
 
 

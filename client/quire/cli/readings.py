@@ -129,7 +129,7 @@ def _worker(client: Client) -> tuple[WorkerStatus, tuple[RequestInfo, ...]]:
 def _pools(allocator: Allocator) -> list[PoolUsage]:
     found = []
     for pool in allocator.list_pools()[:POOLS_MAX]:
-        with contextlib.suppress(NotFoundError):  # The pool may be gone since it was listed.
+        with contextlib.suppress(NotFoundError):  # The pool may have been dropped since it was listed.
             found.append(allocator.get_pool_usage(pool.pool))
     return found
 

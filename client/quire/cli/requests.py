@@ -109,7 +109,7 @@ def cancel(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Cancel the requests with an id. Their callers get CANCELLED."""
+    """Cancel the requests with an id. The callers of these requests get CANCELLED."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         count = len(client.requests(request_id)) if dry_run else client.cancel(request_id)
     if not count:

@@ -60,10 +60,10 @@ def allocator(context: typer.Context) -> None:
 def worker(context: typer.Context) -> None:
     """Hands over to `quire_worker.process.server.main`."""
     require_open_files("quire worker")
-    # Must be set before torch is loaded. Its threads then sleep between two forward passes instead of spinning on the
-    # server's cores.
+    # Must be set before torch is loaded. The server's threads then sleep between two forward passes instead of spinning
+    # on its cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Loading torch takes seconds. Help, wrong options, missing files and taken ports are therefore handled first.
+    # Loading torch takes seconds. So help, wrong options, missing files and taken ports are handled first.
     check_worker(context.args)
     _hand_over("quire_worker.process.server", context.args)
 

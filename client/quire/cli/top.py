@@ -33,7 +33,7 @@ Examples:
     quire top --json
 """
 BAR: Final = 10  # characters
-WIDE: Final = 80  # terminal columns that are enough for every table column
+WIDE: Final = 80  # terminal columns that fit every column of the table
 _TEXTS: Final = {"worker", "model", "pool", "", "namespace", "request", "state", "waits for"}
 _FOR_WIDE: Final = {"model", "", "empty", "saved", "evicted/s", "prefill/s", "preempted", "blocks", "cached"}
 

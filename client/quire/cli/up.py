@@ -69,14 +69,14 @@ def up(
     *,
     model: Annotated[Path, typer.Option(help="Folder of the model.", metavar="FOLDER")] = Path("models/demo"),
     listen_allocator: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where the allocator listens.")
+        str, typer.Option(metavar="ADDRESS", help="The allocator's address.")
     ] = DEFAULT_ALLOCATOR,
-    listen_worker: Annotated[str, typer.Option(metavar="ADDRESS", help="Where the worker listens.")] = DEFAULT_WORKER,
+    listen_worker: Annotated[str, typer.Option(metavar="ADDRESS", help="The worker's address.")] = DEFAULT_WORKER,
     listen_gateway: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS",
-            help=f"Where OpenAI's endpoints are; {NO_GATEWAY}: no gateway.",
+            help=f"Listening address of OpenAI's endpoints; {NO_GATEWAY}: no gateway.",
         ),
     ] = "127.0.0.1:8000",
     metrics_allocator: Annotated[str, _metrics("allocator")] = "127.0.0.1:9470",
@@ -94,7 +94,7 @@ def up(
     drain_timeout: Annotated[float, _seconds(0, "How long running answers may take after Ctrl-C.")] = DRAIN_S,
     start_timeout: Annotated[float, _seconds(1, "How long the servers may take to start.")] = 300.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Once all serve, print their addresses as one line of JSON.")
+        bool, typer.Option("--json", help="When all servers are ready, print their addresses as one line of JSON.")
     ] = False,
 ) -> None:
     """Runs a LocalStack in the foreground."""
@@ -195,7 +195,7 @@ def _make(folder: Path | None) -> None:
 
 
 def _run(stack: LocalStack, console: Console, drain_timeout: float, *, as_json: bool) -> None:
-    """Serves until Ctrl-C or SIGTERM. Both raise an exception, so that `stop` runs."""
+    """Serves until Ctrl-C or SIGTERM. Both signals raise an exception, so that `stop` runs."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     stopping = f"quire: stopping; running answers may take {drain_timeout:g} s more, and Ctrl-C again ends them now"
     try:
@@ -223,8 +223,8 @@ def _addresses(stack: LocalStack) -> dict[str, str | None]:
 
 def _usage(stack: LocalStack) -> str:
     allocator, worker = stack.allocator_address, stack.worker_address
-    # Without an option, commands call the addresses in the environment. If those differ from these servers' addresses,
-    # the printed examples need the option.
+    # Without an option, commands call the addresses in the environment. If those variables differ from these servers'
+    # addresses, the printed examples need the option.
     to_worker = "" if worker == os.environ.get("QUIRE_WORKER", DEFAULT_WORKER) else f" --worker {worker}"
     to_allocator = (
         "" if allocator == os.environ.get("QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR) else f" --allocator {allocator}"

@@ -74,7 +74,7 @@ class Agenda:
         self._ahead_tokens = ahead_tokens
         self._increment = Increment.of(*[each.block_size for each in spec.groups if each.kind is not GroupKind.STATE])
         self._has_states = any(each.kind is GroupKind.STATE for each in spec.groups)
-        # Sequences that the allocator knows: live ones, and those with an unanswered free.
+        # Sequences known to the allocator: live sequences, and sequences with an unanswered free.
         self._known: dict[int, EngineSequence] = {}
         self._last_id = 0
         self._freed: list[EngineSequence] = []
@@ -82,7 +82,7 @@ class Agenda:
         self._admissions: list[Admission] = []
         self._copies: list[Copy] = []
         self._missing = 0  # blocks that other sequences must give back for the next pass
-        self._is_frugal = False  # Room ahead was refused, so the next step asks only for what is needed.
+        self._is_frugal = False  # The allocator refused room ahead, so the next step asks only for the necessary room.
         self._is_careful = False  # A step with several admissions was refused, so they are sent one by one.
         self._sent: Operations | None = None
 
@@ -134,7 +134,9 @@ class Agenda:
         return admission
 
     def abandon(self, admission: Admission) -> None:
-        """Notes that the caller no longer waits for this admission. If it was sent already, its blocks are freed."""
+        """Notes that the caller no longer waits for this admission. If the request was already sent, its blocks are
+        freed.
+        """
         admission.is_abandoned = True
         if self._sent is None or admission not in self._sent.admissions:
             self._admissions.remove(admission)
@@ -177,11 +179,11 @@ class Agenda:
         return [each for each in self.live.values() if each.due]
 
     def refused(self) -> list[EngineSequence]:
-        """Returns the sequences whose next pass was refused room, oldest first."""
+        """Returns the sequences that got no room for their next pass, oldest first."""
         return [each for each in self.live.values() if each.refusal is not None]
 
     def take_copies(self) -> list[Copy]:
-        """Returns the copies that must run before the next pass. Each is returned once."""
+        """Returns the copies that must run before the next pass. Each copy is returned once."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -203,7 +205,7 @@ class Agenda:
         # In a step, frees precede forks, so a parent with a queued fork is freed in a later step.
         parents = {fork.parent.id for fork in self._forks}
         frees = [each for each in self._freed if each.id in self._known and each.id not in parents]
-        # Ids must rise. A waiting fork already has an id, so no admission may get a higher one before it is sent.
+        # Ids must rise. A waiting fork already has an id, so no admission may get a higher id before the fork is sent.
         admissions = [] if len(forks) < len(self._forks) else self._admissions[: 1 if self._is_careful else None]
         for admission in admissions:
             admission.sequence.id = self._new_id()
@@ -229,7 +231,7 @@ class Agenda:
         fills = token_count // size > before // size
         leaves_state = forked_at is not None or (token_count > before and token_count % size == 0)
         if self._has_states and leaves_state and sequence.room > token_count:
-            keep = token_count  # A state can be checkpointed or forked only if no room is granted beyond it.
+            keep = token_count  # A state can be checkpointed or forked only if the sequence has no room beyond it.
         if not (fills or keep or (forked_at is not None and token_count > before)):
             return None
         chain = sequence._chain.copy()
@@ -237,7 +239,7 @@ class Agenda:
         return Commit(sequence, token_count, digests, keep, chain)
 
     def _given_back(self) -> dict[int, int]:
-        """Chooses the sequences that give back room ahead for those that lack room. Returns how much each keeps."""
+        """Chooses the sequences that give back room ahead to sequences that lack room. Returns how much each keeps."""
         if not self._missing:
             return {}
         return give_back(self._holders(), self._missing, self._increment)

@@ -30,7 +30,7 @@ class AdmitOptions(TypedDict, total=False):
 class Engine:
     """Owns a pool and its sequences, for one thread. `with` takes the pool, and gives it back at the end.
 
-    Made by `Allocator.engine`. Methods act and raise like those of `AsyncEngine`.
+    Made by `Allocator.engine`. Methods do the same and raise the same errors as in `AsyncEngine`.
 
     Args:
         make: called inside the loop. Returns the engine, and a function that closes its client.

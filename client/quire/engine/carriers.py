@@ -23,8 +23,8 @@ from quire.session import AsyncCallSession, AsyncSession, SessionLostError
 ReplyT = TypeVar("ReplyT")
 
 BACKOFF_S = (0.05, 1.0)  # shortest and longest pause between attempts, before jitter
-# With these reasons the session and its pool are lost: the allocator forgot them, gave the pool to another owner, or
-# has applied different steps.
+# Any of these reasons means that the session and its pool are lost: the allocator forgot them, gave the pool to another
+# owner, or has applied different steps.
 _LOST = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN, Reason.STEP_MISMATCH, Reason.STEP_GAP})
 _LATER = frozenset({Reason.POOL_OWNED, Reason.LIMIT, Reason.DRAINING})
 
@@ -82,7 +82,8 @@ class StreamCarrier(Carrier):
 class CallCarrier(Carrier):
     """Carries operations as steps of a unary session.
 
-    If a step's answer is lost, the step is sent again with the same number until it is answered. It is applied once.
+    If a step's answer is lost, the step is sent again with the same number until it is answered. The allocator applies
+    it once.
 
     Args:
         new_session: returns a new session, not open yet.

@@ -40,7 +40,7 @@ class Admission:
     """A prompt that asks to be admitted, until it has an answer.
 
     Attributes:
-        sequence: the prompt's future sequence. It gets a new id with each request.
+        sequence: the prompt's future sequence. Each request gives the sequence a new id.
         digests: digests of the blocks that may be shared.
         answer: the sequence, the refusal, or the error of the requesting step; None before the answer.
         is_abandoned: whether the caller no longer waits.

@@ -66,13 +66,15 @@ class EngineSequence:
         id: its id in the pool.
         tokens: all known tokens. The last ones may not be computed yet. Read only: `append` adds tokens.
         namespace: its prefix is shared only inside this namespace.
-        computed, committed: tokens in the pages, and those of them that are committed to the allocator.
+        computed: tokens in the pages.
+        committed: tokens of these that the allocator knows as computed.
         room: tokens that its blocks can hold.
         matched: leading tokens that were in the pages when it was admitted or forked.
         attended: leading tokens that would have matched with a checkpoint (see docs/hybrid.md).
         table: one row of block ids per group, in order of position. `NULL_BLOCK` marks a block that fell out of a
             window. A state's row is its one block.
-        checkpoints: rising token counts. A pass must end at each, so that its state is kept for other prompts.
+        checkpoints: rising token counts. A pass must end at each checkpoint, so that its state is kept for other
+            prompts.
         is_live: whether it holds blocks.
     """
 
@@ -118,14 +120,14 @@ class EngineSequence:
 
     @property
     def due(self) -> range:
-        """Returns the positions to compute now: those of a whole pass, or none while it has no room."""
+        """Returns the positions to compute now: a whole pass, or none while the sequence has no room."""
         end = self.wanted
         can_go = self.is_live and self.room >= end and not self._host.is_waiting(self)
         return range(self.computed, end if can_go else self.computed)
 
     @property
     def refusal(self) -> Refusal | None:
-        """Returns why its next pass has no room. None if it has room, or its request is not answered yet."""
+        """Returns why its next pass has no room. None if it has room, or if its request is not answered yet."""
         return self._refusal if self.is_live and self.room < self.wanted else None
 
     def slot(self, position: int, group: int = 0) -> int:
@@ -182,8 +184,8 @@ class EngineSequence:
     def fork(self) -> EngineSequence:
         """Returns a sequence that shares every computed token of this one, including a half-filled block.
 
-        The child has only those tokens: continue it with `append`. A shared block is copied when one of its holders
-        writes to it; the next turn returns that copy.
+        The child has only the computed tokens. Continue it with `append`. A shared block is copied when one of its
+        holders writes to it; the next turn returns that copy.
 
         Raises:
             RuntimeError: the sequence was freed.

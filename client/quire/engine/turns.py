@@ -84,7 +84,7 @@ class AsyncEngine:
         is_return: bool = False,
         root: bytes | None = None,
     ) -> EngineSequence:
-        """Admits a prompt. It shares the cached blocks of its first `matched` tokens.
+        """Admits a prompt. The sequence shares the cached blocks of its first `matched` tokens.
 
         Tokens that were computed before are committed first, so the prompt can hit blocks that were just filled.
 
@@ -95,12 +95,13 @@ class AsyncEngine:
             priority: -10 to 10. A refusal never names a victim of a higher priority than this one.
             defer_token_count: refuse with PENDING if other sequences are computing at least this many tokens of its
                 prefix.
-            is_return: the prompt is a preempted text. Its tokens are counted as returned, not as queried.
+            is_return: the prompt is a preempted text. The sequence's tokens are counted as returned, not as queried.
             root: root of its digests, for adapters (`quire.hashing.root_digest`); by default the pool's.
 
         Raises:
             NotAdmittedError: the prompt gets no blocks; its `refusal` has the reason.
-            SessionLostError: the pool is empty and every sequence is gone. Admit those that are still wanted again.
+            SessionLostError: the pool is empty and every sequence is gone. Admit again the sequences that are still
+                wanted.
             ValueError, OverflowError, TypeError: a token or a number is invalid, or out of range.
             QuireError: the allocator refused the step.
         """
@@ -126,11 +127,12 @@ class AsyncEngine:
     async def turn(self) -> list[Copy]:
         """Reports computed, forked and freed tokens, requests room, and applies the answer.
 
-        Returns the blocks to copy before the next pass, in this order: whole blocks, all layers of their group. It
-        waits for the allocator only while no sequence is due, and returns if no sequence gets room either.
+        Returns the blocks to copy before the next pass, in this order: whole blocks, all layers of their group. The
+        method waits for the allocator only while no sequence is due. It also returns if no sequence gets room.
 
         Raises:
-            SessionLostError: the pool is empty and every sequence is gone. Admit those that are still wanted again.
+            SessionLostError: the pool is empty and every sequence is gone. Admit again the sequences that are still
+                wanted.
             QuireError: the allocator refused the step. No operation was applied; the next turn sends them again.
         """
         await asyncio.sleep(0)  # Without this, a loop of turns and passes would block all sending and receiving.
@@ -150,7 +152,7 @@ class AsyncEngine:
         return agenda.take_copies()
 
     async def close(self) -> None:
-        """Gives the pool back. Its sequences no longer hold blocks."""
+        """Gives the pool back. The engine's sequences no longer hold blocks."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.cancel()
@@ -172,7 +174,7 @@ class AsyncEngine:
         """Sends the next operations. Returns whether there were any."""
         operations = self._agenda.next_operations()
         if operations:
-            # The step runs in its own task: a sent step cannot be taken back if a waiting task is canceled.
+            # The step runs in its own task, because a sent step cannot be taken back if a waiting task is canceled.
             self._under_way = asyncio.create_task(self._carrier.carry(operations))
         return bool(operations)
 

@@ -24,7 +24,7 @@ KNOWN: Final = {
     *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3"),
     *("stablelm", "starcoder2", "youtu", "zamba", "zamba2"),
 }
-# Field names that may change the cache of an unknown model type.
+# Names of fields that may change the cache of an unknown model type.
 SUSPICIOUS: Final = re.compile(
     r"pattern|interval|layer_ids|hybrid|swa_|global_|ssm|mamba|linear_|index_|cross_att|block_"
 )
@@ -42,7 +42,7 @@ class ModelCache:
 
     Attributes:
         model_type: the language model's type.
-        layers: the cache of each layer. Layers that keep nothing are left out.
+        layers: the cache of each layer. Layers without a cache are left out.
         dtype: dtype of keys and values.
         token_count_max: longest sequence that the model supports; None if the configuration does not say.
         notes: assumptions of the plan, in sentences.

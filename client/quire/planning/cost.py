@@ -1,7 +1,7 @@
 """Computes the cost of a layout as one number. The best layout has the smallest cost.
 
-The cost has three parts. Each is a share of the bytes that a sequence has in use, averaged over `lengths_up_to` the
-longest, so that every order of magnitude of lengths counts equally:
+The cost has three parts. Each part is a share of the bytes that a sequence has in use, averaged over `lengths_up_to`
+the longest, so that every order of magnitude of lengths counts equally:
 
     unused   bytes that the sequence holds beyond those that its last token reads and writes: slots and ends of pages
              that no sequence can use, and blocks that are only partly inside a window
@@ -32,7 +32,7 @@ from quire.types import GroupKind
 
 GROUP_COST: Final = 0.005
 STATE_GROUP_SHARE: Final = 1 / 20
-LENGTH_MIN: Final = 256  # tokens. In shorter sequences padding does not matter.
+LENGTH_MIN: Final = 256  # tokens. In shorter sequences, padding has little effect.
 # In a model with states a hit also needs a checkpoint. Checkpoints are hundreds of tokens apart, so smaller blocks
 # gain nothing.
 EDGE_TOKENS_WITH_STATES: Final = 64

@@ -36,7 +36,7 @@ def by_size(layers: Iterable[LayerSpec]) -> list[Run]:
 def divided(layers: Iterable[LayerSpec], count: int) -> tuple[Run, ...]:
     """Divides layers into `count` runs, as evenly as their sizes allow.
 
-    Largest first, each layer goes to the run with the fewest bytes so far (LPT: Graham, 1969,
+    Assigns the layers, largest first, each to the run with the fewest bytes so far (LPT: Graham, 1969,
     https://doi.org/10.1137/0117039). Layers of one size stay in order: 10 of them in 3 runs are 0 to 3, 4 to 6, 7 to 9.
     """
     runs: list[list[LayerSpec]] = [[] for _ in range(count)]
@@ -58,7 +58,7 @@ class Divisions:
     """All even divisions of the layers of one family.
 
     Attributes:
-        layers: the layers. They have one kind and window; states also have one size.
+        layers: the layers. The layers have one kind and window; states also have one size.
         runs: the runs of each division: into one run, into two, and so on up to one run per layer.
         sizes: for each division, the size of its largest run: bytes of a token, or of the states.
     """

@@ -82,7 +82,7 @@ class Family:
         return self.group_count * self.page_bytes - used
 
     def layer_bytes(self, layer: LayerSpec) -> int:
-        """Returns the bytes of one layer in a block. For states, these are the bytes of one aligned state."""
+        """Returns the bytes of one layer in a block. For states, the result is the bytes of one aligned state."""
         return layer.aligned_state_bytes or self.block_size * layer.token_bytes
 
     def pages_of(self, run: Run) -> int:
@@ -108,7 +108,7 @@ class Family:
         return -(-token_count // self.block_size) - first_kept // self.block_size
 
     def block_count_peak(self, token_count: int, pass_token_count: int = 1) -> int:
-        """Returns the largest `block_count` on the way to `token_count` tokens. It may be one too many for short
+        """Returns the largest `block_count` on the way to `token_count` tokens. The count may be one too high for short
         sequences, if chunks end inside blocks."""
         if token_count < 1 or self.kind is GroupKind.STATE:
             return min(token_count, 1)

@@ -53,7 +53,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-# Fields in which null means that there is no window.
+# A null in one of these fields means that there is no window.
 NONE_MEANS_NONE: Final = {"sliding_window", "attention_chunk_size"}
 
 
@@ -108,7 +108,7 @@ class Fields:
         return self.values.get(name, default)
 
     def at(self, layer: int) -> Fields:
-        """Returns the fields of one layer. Its overrides also replace the fields that apply to its kind."""
+        """Returns the fields of one layer. The layer's overrides also replace the fields that apply to its kind."""
         if layer not in self.overrides:
             return self
         of_kind = dict.fromkeys(("global_head_dim", "num_global_key_value_heads"))
@@ -118,7 +118,7 @@ class Fields:
         """Returns the first of these fields that exists, an integer of at least 1.
 
         Raises:
-            ConfigError: no field exists and there is no default, or the value is not such an integer.
+            ConfigError: no field exists and there is no default, or the value is not an integer of this range.
         """
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:

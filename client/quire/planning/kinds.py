@@ -38,13 +38,13 @@ _LETTERS: Final = {  # letters of Nemotron-H's layer pattern
     "-": LayerKind.NOTHING,
     "E": LayerKind.NOTHING,
 }
-_ONE_WINDOW: Final = {"minimax"}  # All attention layers have the window, although a list calls them full.
+_ONE_WINDOW: Final = {"minimax"}  # All attention layers have the window, even if a list calls some of them full.
 _STATES_ALONE: Final = {"mamba", "mamba2", "falcon_mamba"}
 _EVERY_LAYER_BOTH: Final = {"falcon_h1"}
 # Models with states that need an explicit list: no rule maps a layer's index to its kind.
 _NEEDS_A_LIST: Final = {"bamba", "granitemoehybrid", "minimax", "minimax_text_01", "nemotron_h", "zamba", "zamba2"}
 LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers")
-LAYERS_MAX: Final = 4_096  # The largest models have a few hundred.
+LAYERS_MAX: Final = 4_096  # The largest models have a few hundred layers.
 
 
 def layer_kinds(fields: Fields) -> list[LayerKind]:
@@ -107,7 +107,7 @@ def _hybrid_kinds(fields: Fields, count: int) -> list[LayerKind]:
 
 
 def _attention_layers(fields: Fields, count: int) -> set[int] | None:
-    """Returns the indices of attention layers among layers with states; None if the fields do not tell."""
+    """Returns the indices of attention layers among layers with states; None if no field says."""
     for name in ("attn_layer_indices", "full_attn_idxs"):  # Bamba, LFM2
         if fields.get(name) is not None:
             return set(fields.integers(name))

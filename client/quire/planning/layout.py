@@ -6,9 +6,9 @@ content of the page:
     attention   `block_size` tokens of each of the group's layers, one layer after the other
     state       the states of the group's layers, or one part of them if states are larger than a page
 
-A **family** has all layers with one kind and window. Their heads may differ in size. Its groups have the same kind,
-block size and window, so an allocator treats them in unison. A family's states lie end to end in *runs* of pages, and
-each page is a group. For attention a run is one page.
+A **family** has all layers with one kind and window. The layers' heads may differ in size. A family's groups have the
+same kind, block size and window, so an allocator treats them in unison. A family's states lie end to end in *runs* of
+pages, and each page is a group. For attention a run is one page.
 
 Physical memory is `buffer_count` buffers. Page `b` is slot `b` of every buffer. One slot of a buffer holds one layer of
 the group that has the page (or several small layers, or none). If states straddle pages there is one buffer, and a slot
@@ -33,11 +33,11 @@ from quire.types import GroupKind, GroupSpec
 
 
 class Group(NamedTuple):
-    """One KV cache group: the content of a page whose block belongs to this group."""
+    """One KV cache group: the layers whose keys and values share the pages of this group's blocks."""
 
     spec: GroupSpec
-    layers: tuple[int, ...]  # indices in the model
-    part: int  # index of the page, if a state spans several, else 0
+    layers: tuple[int, ...]  # indices of layers in the model
+    part: int  # index of the page if a state spans several pages, else 0
     part_count: int
 
 
@@ -45,13 +45,13 @@ class PageSlice(NamedTuple):
     """The bytes of one layer in the page of one group."""
 
     group: int  # index in `Layout.groups`
-    offset: int  # bytes from the start of the page
+    offset: int  # offset in bytes from the start of the page
     size: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Groups, pages and buffers of a pool. Byte counts are those of one tensor-parallel rank.
+    """Groups, pages and buffers of a pool. Byte counts are for one tensor-parallel rank.
 
     Attributes:
         families: the families, ordered by kind. Groups are numbered consecutively through all families.
@@ -97,7 +97,8 @@ class Layout:
     def has_even_pages(self) -> bool:
         """Tells whether a slot is a multiple of the bytes of a block's keys, in every attention layer.
 
-        A kernel can then address a layer's pages in units of a block's keys, even if other bytes lie between them.
+        A kernel can then address a layer's pages as multiples of the bytes of a block's keys, even if other bytes lie
+        between them.
         """
         return all(
             self.slot_bytes % (family.block_size * layer.key_bytes) == 0
@@ -118,7 +119,7 @@ class Layout:
 
     @property
     def growth_bytes_per_token(self) -> float:
-        """Returns the bytes by which a long sequence grows per token, with padding. Only full attention grows."""
+        """Returns the bytes that a long sequence takes per further token, with padding. Only full attention grows."""
         full = (family for family in self.families if family.kind is GroupKind.FULL_ATTENTION)
         return sum(family.group_count * self.page_bytes / family.block_size for family in full)
 

@@ -54,7 +54,7 @@ def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, u
         layout: the layout of the pool's pages.
         memory_bytes: total memory of one device.
         utilization: share of the memory that the process may use, above 0 and at most 1.
-        used_bytes: bytes of that share that weights, activations and others take on this device. If a profiling pass
+        used_bytes: bytes of that share that weights, activations and others use on this device. If a profiling pass
             measured them: used - current + peak.
 
     Raises:

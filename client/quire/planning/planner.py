@@ -9,8 +9,8 @@ The layout with the smallest cost (`quire.planning.cost`) wins among these candi
     groups       as few as the page size allows, divided evenly: 52 layers in pages of 10 are 9, 9, 9, 9, 8 and 8;
                  states lie end to end on as few pages as hold them
 
-Except for edges, which depend on the largest block, a cost is a sum over families. For each page size and largest block
-the search therefore takes the cheapest option of each family, and misses no better combination.
+Except for edges, which depend on the largest block, a cost is a sum over families. So for each page size and largest
+block the search takes the cheapest option of each family, and misses no better combination.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.planning.specs import LayerSpec
 from quire.types import GroupKind
 
 BLOCK_SIZE: Final = 16  # tokens
-BLOCK_SIZE_MAX: Final = 64  # tokens. Hundreds would make prefix hits rare and last blocks half empty.
+BLOCK_SIZE_MAX: Final = 64  # tokens. Hundreds of tokens would make prefix hits rare, and last blocks half empty.
 GROUP_COUNT_MAX: Final = 1_024
 CHECKPOINT_TOKENS_MIN: Final = 256
 CHECKPOINT_TOKENS_MAX: Final = 4_096
@@ -48,14 +48,15 @@ def plan_layout(
     """Returns the layout with the smallest cost. Ties go to the fewest groups, then to the smallest pages.
 
     Args:
-        layers: the layers of one rank. Those with `shared_with` take no pages.
+        layers: the layers of one rank. Layers with `shared_with` take no pages.
         block_size: the smallest number of tokens per block.
         block_size_max: the largest number of tokens per block, unless `block_size` is larger.
         token_count_max: the longest sequence. Costs are averaged over `lengths_up_to` it.
         group_cost: cost of one group, as a share of a sequence's bytes.
-        group_count_max: limit for a pool's groups. If every candidate has more, the one with the fewest is taken.
-        checkpoint_tokens: interval of state checkpoints, a multiple of every block size. With None, it doubles from one
-            block until its tokens take as many pages as a checkpoint, within 256 to 4,096 tokens.
+        group_count_max: limit for a pool's groups. If every candidate has more groups, the candidate with the fewest is
+            taken.
+        checkpoint_tokens: interval of state checkpoints, a multiple of every block size. With None, the interval
+            doubles from one block until its tokens take as many pages as a checkpoint, within 256 to 4,096 tokens.
         even_pages: prefer layouts with even pages (`Layout.has_even_pages`), if any candidate has them.
 
     Raises:
@@ -88,9 +89,9 @@ def plan_layout(
 def smallest_count_layout(layers: Iterable[LayerSpec], *, block_size: int = BLOCK_SIZE) -> Layout:
     """Returns the layout by vLLM's rule, for comparison: every group has as many layers as the smallest family.
 
-    If the largest family has less than 1.5 times as many layers, every group has as many as that one. One layer's part
-    of a page is as large as the largest state, so attention blocks become longer. If all layers have attention of one
-    kind and window, they are one group, even if their heads differ in size.
+    If the largest family has less than 1.5 times as many layers, every group has as many layers as that family. One
+    layer's part of a page is as large as the largest state, so attention blocks become longer. If all layers have
+    attention of one kind and window, they are one group, even if their heads differ in size.
 
     Raises:
         ValueError: no layer keeps anything.
@@ -191,7 +192,7 @@ def _with_checkpoints(layout: Layout, block_size: int, checkpoint_tokens: int | 
         raise ValueError(f"checkpoint_tokens must be a multiple of the block size of {largest} tokens, not {interval}")
     if checkpoint_tokens is None:
         checkpoint_bytes = layout.checkpoint_block_count * layout.page_bytes
-        # A model that has only states gets checkpoints as often as allowed.
+        # A model with only states gets checkpoints as often as allowed.
         growth = layout.growth_bytes_per_token or checkpoint_bytes
         while interval < CHECKPOINT_TOKENS_MIN or interval * growth < checkpoint_bytes:
             if interval * 2 > CHECKPOINT_TOKENS_MAX:

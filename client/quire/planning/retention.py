@@ -1,7 +1,7 @@
 """Computes how many idle chats a pool can still hit, by the blocks that it retains of each.
 
-An idle chat holds no block: its blocks are only cached. Its next turn is a hit only while every group has the blocks
-that a hit needs. Blocks of a chat in each group:
+An idle chat holds no block: its blocks are only cached. Its next turn is a hit only while every group still has the
+    blocks for a hit. Blocks of a chat in each group:
 
                  dense                            tail
     full         ceil(tokens / block)             the same: a hit needs all of them
@@ -34,8 +34,8 @@ class Retention(enum.StrEnum):
     A pool's default is "auto": it keeps as many chats as TAIL, and first evicts the blocks that TAIL does not keep.
     """
 
-    DENSE = enum.auto()  # keeps every published block
-    TAIL = enum.auto()  # keeps only blocks that can end a hit at a reachable boundary
+    DENSE = enum.auto()  # this policy keeps every published block
+    TAIL = enum.auto()  # this policy keeps only blocks that can end a hit at a reachable boundary
 
 
 def chat_block_count(layout: Layout, token_count: int, retention: Retention) -> int:

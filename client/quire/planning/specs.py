@@ -53,7 +53,7 @@ class LayerSpec:
         element_bytes: bytes of one element of keys and values.
         window: tokens, for SLIDING_WINDOW and CHUNKED_LOCAL; 0 otherwise.
         state_bytes: bytes of one sequence's state, for STATE; 0 otherwise.
-        shared_with: index of another layer. This layer reads that one's keys and values, and takes no pages.
+        shared_with: index of another layer. This layer reads the other layer's keys and values, and takes no pages.
 
     Raises:
         ValueError: a size is missing, negative, or not applicable to the kind.

@@ -1,8 +1,9 @@
 """Computes the bytes of the recurrent state of one layer and one sequence.
 
-Sizes are those of transformers: a convolution state of `kernel` columns in the model's dtype, and a recurrent state
-in float32 (lightning attention: in the model's dtype) unless the configuration names another dtype. A tensor-parallel
-rank has its share of the heads. If groups of B and C do not divide, every rank that needs a group keeps it.
+Sizes are the same as in transformers: a convolution state of `kernel` columns in the model's dtype, and a recurrent
+state in float32 (lightning attention: in the model's dtype) unless the configuration names another dtype. A
+tensor-parallel rank has its share of the heads. If groups of B and C do not divide, every rank that needs a group keeps
+it.
 
     mamba       conv [intermediate, kernel]                              recurrent [intermediate, state]
     mamba 2     conv [heads * head_dim + 2 * groups * state, kernel]     recurrent [heads, head_dim, state]

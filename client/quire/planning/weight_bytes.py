@@ -1,7 +1,7 @@
 """Estimates the bytes of a model's weights from its configuration, to plan before they are downloaded.
 
-The sum counts embeddings, attention, MLPs and experts. It leaves out norms, biases and routers, which are together a
-few thousandths.
+The sum counts embeddings, attention, MLPs and experts. The estimate leaves out norms, biases and routers, which are
+together a few thousandths.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _attention(fields: Fields, width: int) -> int:
 
 
 def _mlp(fields: Fields, index: int, width: int) -> tuple[int, int]:
-    """Returns the parameters of one layer's dense MLP and shared experts, and those of its routed experts."""
+    """Returns two numbers: the parameters of one layer's dense MLP and shared experts, and of its routed experts."""
     matrices = 2 if fields.model_type in _TWO_MATRICES else 3
     inner = fields.get("intermediate_size", fields.get("n_inner"))
     if isinstance(inner, list):

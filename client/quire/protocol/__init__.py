@@ -1,1 +1,3 @@
-"""Values of the session protocol that both sides share: steps, packed columns, limits, permissions, state digest."""
+"""Values of the session protocol that owners and the allocator share: steps, packed columns, limits, permissions, state
+digest.
+"""

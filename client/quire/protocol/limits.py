@@ -8,10 +8,10 @@ PROTOCOL_VERSION: Final = 3
 MESSAGE_BYTES_MAX: Final = 2 << 20  # in both directions
 NAMESPACE_BYTES_MAX: Final = 128
 REPORT_CHUNK_BYTES_MAX: Final = 256 << 10
-REPORT_CHUNK_ENTRIES_MAX: Final = 4096  # sum of sequences, published blocks and freed blocks
+REPORT_CHUNK_ENTRIES_MAX: Final = 4096  # limit for the sum of sequences, published blocks and freed blocks
 STOPS_MAX: Final = 32  # per sequence
 REQUEST_ID_CHARACTERS_MAX: Final = 64
-PRIORITY_MAX: Final = 10  # The lowest is -10. Larger is sooner (docs/scheduling.md).
+PRIORITY_MAX: Final = 10  # The lowest is -10. A larger priority is sooner (docs/scheduling.md).
 KEEP_MS_MAX: Final = 86_400_000  # A cached prefix is kept for at most a day.
 # An owner's defaults, until the allocator sends its own (`Limits`).
 HEARTBEAT_S: Final = 1.0  # in both directions

@@ -12,7 +12,7 @@ from quire.protocol.packing import unpack_uint32, unpack_uint64
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
-_Told: TypeAlias = dict[str, Any]  # non-empty fields of a reply, by name
+_Told: TypeAlias = dict[str, Any]  # a reply's non-empty fields, by name
 _SELDOM_TOLD: Final = frozenset({"swaps", "copies", "takeovers", "emptied_blocks", "outside_drops", "removed"})
 _NOTHING_REMOVED: Final = pb.Removed()
 # Shared with the core: scripts/shared_values.py
@@ -45,7 +45,7 @@ class Result(OpenEnum):
 
 class Swap(NamedTuple):
     """A table entry now names the earlier published block with the same digest. In an append-only pool the entry stays,
-    and the sequence holds that block beside its own, as a twin."""
+    and the sequence also holds that published block, as a twin."""
 
     sequence_id: int
     group: int
@@ -102,14 +102,14 @@ class GrowOutcome(NamedTuple):
         sequence_id: the sequence.
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or FORBIDDEN.
         matched_token_count: leading tokens that need not be computed (new sequences only).
-        blocks: per group, the last entries of the table, which replace the old ones; all entries of a new sequence.
+        blocks: per group, the table's last entries, which replace the old entries; for a new sequence, all entries.
             `NULL_BLOCK` if a windowed group holds no block there.
         shortfall: missing blocks (NO_SPACE), blocks above the namespace's quota (QUOTA), or blocks above the pool's
             size (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that other sequences are computing (new sequences only).
         victim: the sequence to preempt (NO_SPACE only), if preempting one helps.
         token_count: the larger of the requested and the matched tokens. With OK the sequence has room for all of them,
-            and the tables' last entries are for the last of them.
+            and the tables' last entries are for the last tokens.
         attended_token_count: leading tokens that would have matched with a checkpoint. A commit that ends there makes
             one. 0 if that would gain nothing (new sequences only).
         stops: rising token counts where a later prompt's hit may end. Commits that end there make checkpoints (new
@@ -129,15 +129,15 @@ class GrowOutcome(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """The outcome of a step. Lists of results have one entry per operation, in the order in which these were added.
+    """The outcome of a step. Lists of results have one entry per operation, in the order of the operations.
 
     Attributes:
-        free_block_count: blocks that are free to grant after the step, empty and cached ones.
+        free_block_count: empty and cached blocks that can be granted after the step.
         takeovers: twins that were replaced before the grows (append-only pools only).
         dropped: the number of blocks that each drop removed.
         outside_drops: drops by other callers since the previous step.
         removed: digests that could be hit before the step, or were published by it, but cannot be hit after it. Only if
-            the pool has `tells_removed`. With `is_removed_cut` it is only a part of them.
+            the pool has `tells_removed`. With `is_removed_cut`, only a part of these digests.
         emptied: blocks that became empty and were not granted (only if a quota limits the cached blocks).
     """
 
@@ -162,7 +162,7 @@ def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> 
     Raises:
         ValueError: the reply does not fit the step.
     """
-    # Reading an empty field costs as much as a full one, and most fields of most replies are empty.
+    # Reading an empty field costs as much as a full field, and most fields of most replies are empty.
     told: _Told = {field.name: value for field, value in reply.ListFields()}
     commit_ids = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
     commits = _results(told, "commit_results", len(commit_ids))
@@ -303,7 +303,7 @@ def _stops(stops: packed.Stops, count: int) -> list[tuple[int, ...]]:
 
 
 def _tables(told: _Told, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
-    """Returns the table's last entries per grow and group. They are empty if the reply does not name the grow."""
+    """Returns the table's last entries per grow and group. Entries are empty if the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
     rows, sizes, blocks = (_numbers(told, column) for column in ("granted_grows", "block_counts", "blocks"))
     if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):

@@ -57,8 +57,8 @@ class Permissions:
     Attributes:
         pools: names of pools that the caller may own: attach, open a session, apply operations.
         observed: names of further pools that the caller may observe.
-        namespaces: names of namespaces that the caller may use: create sequences, look up prefixes, generate text. In a
-            pool that it observes, it sees only the prefixes of these namespaces.
+        namespaces: names of namespaces that the caller may use: create sequences, look up prefixes, generate text. In
+            an observed pool, the caller sees only the prefixes of these namespaces.
     """
 
     pools: Names = Names()

@@ -29,7 +29,8 @@ class _New(NamedTuple):
 
 
 class StepBuilder:
-    """Collects the operations of one step. They are applied phase by phase: commits, frees, drops, forks, grows.
+    """Collects the operations of one step. The operations are applied phase by phase: commits, frees, drops, forks,
+    grows.
 
     Digests are passed concatenated, or as a sequence of 32 bytes each. Numbers are checked when the message is made.
     Each method returns the builder itself: `StepBuilder().free(1).allocate(2, 64)`.
@@ -66,8 +67,8 @@ class StepBuilder:
     ) -> Self:
         """Reports that tokens up to `token_count` are computed, with one digest for each digest block that this fills.
 
-        With `keep_token_count`, the sequence keeps room only for that many tokens, and at least `token_count`. It gives
-        back further blocks, such as those granted ahead for draft tokens that were not accepted.
+        With `keep_token_count`, the sequence keeps room only for that many tokens, and at least `token_count`. The
+        commit gives back further blocks, such as blocks for rejected draft tokens.
         """
         self._commits.append(sequence_id)
         self._commit_token_counts.append(token_count)
@@ -78,8 +79,8 @@ class StepBuilder:
     def free(self, sequence_id: int, *, keep_ms: int = 0, keep_token_count: int = 0) -> Self:
         """Frees a sequence and all its blocks.
 
-        With `keep_ms`, what it has published is evicted late for so long, under its namespace's share of the pool.
-        `keep_token_count` limits that to its leading tokens; 0 is all.
+        With `keep_ms`, the sequence's published blocks are evicted late for that time, within its namespace's share of
+        the pool. `keep_token_count` limits that to its leading tokens; 0 is all.
         """
         self._frees.append(sequence_id)
         self._keep_ms.append(keep_ms)
@@ -91,14 +92,15 @@ class StepBuilder:
     ) -> Self:
         """Drops cached blocks: all of a namespace, or of the whole pool without a namespace.
 
-        With `digests` of a prefix from the root, it drops only the blocks behind the kept digests; with full attention
-        also all blocks that continue these. Blocks that live sequences hold after this step's frees stay.
+        With `digests` of a prefix from the root, drops only the blocks after the kept digests; with full attention also
+        all blocks that continue them. Blocks that live sequences hold after this step's frees stay.
         """
         self._drops.append(cache_drop(namespace, digests, kept_digest_count))
         return self
 
     def fork(self, parent_id: int, child_id: int) -> Self:
-        """Creates a sequence that shares its parent's committed tokens. Its id must be higher than all earlier ids.
+        """Creates a sequence that shares its parent's committed tokens. The child's id must be higher than all earlier
+        ids.
 
         The child may grow in the same step, or after the answer. If the fork is refused, that grow answers NOT_FOUND.
         """
@@ -118,7 +120,7 @@ class StepBuilder:
         defer_token_count: int = 0,
         is_return: bool = False,
     ) -> Self:
-        """Creates a sequence with room for `token_count` tokens. It shares the published blocks of `digests`.
+        """Creates a sequence with room for `token_count` tokens. The sequence shares the published blocks of `digests`.
 
         Args:
             sequence_id: an id above all earlier ids. The sequence may grow once an answer has confirmed it.
@@ -130,7 +132,8 @@ class StepBuilder:
             priority: -10 to 10. A refusal never names a victim of a higher priority than this one.
             defer_token_count: answer PENDING if other sequences are computing at least this many tokens of its prefix.
                 0 never defers.
-            is_return: the sequence is a preempted request. Its tokens are counted as returned, not as queried.
+            is_return: the sequence is a preempted request. The sequence's tokens are counted as returned, not as
+                queried.
         """
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
@@ -259,7 +262,7 @@ def cache_drop(
 
 def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
     """Returns the digests concatenated, from either form. Single digests may have 16 bytes, from another engine's hash.
-    They are padded with zeros.
+    Digests of another hash are padded with zeros.
 
     Raises:
         ValueError: a digest has neither 32 nor 16 bytes.

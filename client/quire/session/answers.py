@@ -1,8 +1,8 @@
 """Keeps a session's unanswered steps, and answers whose callers were canceled.
 
-A sent step cannot be taken back. If its caller is canceled, the step is still applied, and its answer has blocks to
-note and copies to run. Such an answer is kept until the engine asks for it. A new step is refused while the engine has
-not learned that an earlier step failed: the new step assumed that the earlier one was applied.
+A sent step cannot be taken back. If a step's caller is canceled, the step is still applied. Its answer then has blocks
+to note and copies to run. Such an answer is kept until the engine asks for it. A new step is refused while the engine
+has not learned that an earlier step failed: the new step assumed that the earlier one was applied.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quire.protocol.steps import StepBuilder
 
 
 class Pending(asyncio.Future[StepOutcome]):
-    """The future answer to a submitted step. A caller that is canceled while awaiting it has missed it, even if the
-    answer arrived at the same moment."""
+    """The future answer to a submitted step. A caller that is canceled while awaiting the answer has missed it, even if
+    the answer arrived at the same moment."""
 
     def __init__(self, answers: Answers, number: int, operations: StepBuilder) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Answers:
     def __init__(self) -> None:
         self._asked: dict[int, Pending] = {}
         self._missed: dict[int, tuple[StepBuilder, StepOutcome]] = {}
-        # The error that left steps without an answer, until a caller has received it.
+        # The error that ended steps without an answer, until a caller has received it.
         self._untold: Exception | None = None
 
     def check(self, refusal: QuireError | None) -> None:
@@ -85,7 +85,7 @@ class Answers:
             self._untold = error
             if not asked.done():
                 asked.set_exception(error)
-                asked.exception()  # Reading the error marks it as seen. Otherwise asyncio logs it if nobody awaits.
+                asked.exception()  # Marks the error as seen. Otherwise asyncio logs it if no caller awaits.
 
     def fail_all(self, error: Exception) -> None:
         """Fails the answers to all steps."""
@@ -107,7 +107,7 @@ class Answers:
         return any(asked.done() for asked in self._asked.values())
 
     def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
-        """Returns the missed answers, oldest first. Each is returned once."""
+        """Returns the missed answers, oldest first. Each copy is returned once."""
         missed = [self._missed[number] for number in sorted(self._missed)]
         self._missed.clear()
         return missed

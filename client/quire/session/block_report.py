@@ -22,22 +22,22 @@ from quire.session.ledger import Ledger, LedgerSequence
 from quire.session.pages import DigestSpace, Pages, PublishedStretch
 from quire.v1 import allocator_pb2 as pb
 
-# Sequences and stretches per chunk. Each costs an allocator as much as many blocks, and the allocator serves other
-# owners only between chunks.
+# Sequences and stretches per chunk. Each sequence costs an allocator as much as many blocks, and the allocator serves
+# other owners only between chunks.
 HEADS_MAX: Final = 512
 
-# Upper bounds for the encoded parts of a chunk, in bytes. A tag takes one byte. A length takes three, because no chunk
+# Upper bounds of a chunk's encoded parts, in bytes. A tag takes one byte. A length takes three bytes, because no chunk
 # reaches 2 MiB.
 FRAME_BYTES: Final = 1 + 3  # tag and length of a message, a string, or an array of numbers
 NUMBER_BYTES: Final = 1 + 5  # a single uint32
-SEQUENCE_BYTES: Final = 3 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # the id and seven numbers, without stops
+SEQUENCE_BYTES: Final = 3 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # bytes of the id and seven numbers, without stops
 STOP_BYTES: Final = 4
 TABLE_BYTES: Final = 2 * FRAME_BYTES  # a message around an array
 TABLE_ENTRY_BYTES: Final = 4
 STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 * FRAME_BYTES
 STRETCH_ENTRY_BYTES: Final = DIGEST_BYTES + 4
 FREED_BYTES: Final = 4 * FRAME_BYTES  # once per chunk
-FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # block, step, operation, rank
+FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # four numbers: block, step, operation, rank
 
 
 class _Chunker:
@@ -45,7 +45,7 @@ class _Chunker:
 
     Attributes:
         chunk: the current chunk.
-        entries_left, bytes_left, heads_left: the room that is left in it.
+        entries_left, bytes_left, heads_left: the remaining room in it.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class _Chunker:
             self.finish()
 
     def add_head(self, namespace: str, size: int, entry_size: int) -> int:
-        """Makes room for the fixed bytes of a sequence or stretch and for one of its entries. It counts the fixed
-        bytes, and returns the index of the namespace."""
+        """Makes room for the fixed bytes of a sequence or stretch and for one of its entries. The method counts the
+        fixed bytes, and returns the index of the namespace."""
         self.make_room(self._name_bytes(namespace) + size + entry_size)
         self.bytes_left -= self._name_bytes(namespace) + size
         self.heads_left -= 1
@@ -133,8 +133,8 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence)
 
 
 def _reported_tables(sequence: LedgerSequence) -> list[array[int]]:
-    """Returns one table per group. If the sequence has twins, they replace its own blocks in these tables, and further
-    tables with the replaced blocks follow."""
+    """Returns one table per group. If the sequence has twins, the twins replace its own blocks in these tables. Further
+    tables then list the replaced blocks."""
     if not sequence.twins:
         return sequence.tables
     kept = [array("I", [NULL_BLOCK]) * len(table) for table in sequence.tables]
@@ -144,8 +144,8 @@ def _reported_tables(sequence: LedgerSequence) -> list[array[int]]:
 
 
 def _may_repeat(parts: Sequence[PublishedStretch]) -> bool:
-    """Tells whether two blocks of one group and namespace might carry the same digest. It compares only the first 8
-    bytes of each digest, which is quick, but may give a false positive."""
+    """Tells whether two blocks of one group and namespace might carry the same digest. The search compares only the
+    first 8 bytes of each digest, which is quick, but may give a false positive."""
     words: dict[DigestSpace, list[int]] = {}
     for part in parts:
         first_words = memoryview(part.digests).cast("Q")[:: DIGEST_BYTES // 8]
@@ -154,7 +154,7 @@ def _may_repeat(parts: Sequence[PublishedStretch]) -> bool:
 
 
 def _outdated(pages: Pages, held: Set[int]) -> set[int]:
-    """Returns the blocks whose digest a later block carries."""
+    """Returns the blocks that have the same digest as a later block."""
     carriers: dict[tuple[int, str, bytes], int] = {}
     outdated = set()
     for block, carried in pages.carried().items():
@@ -171,7 +171,7 @@ def _outdated(pages: Pages, held: Set[int]) -> set[int]:
 
 
 def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
-    """Adds the released blocks, in the order of their releases, without those among `others`."""
+    """Adds the released blocks, in the order of their releases, except the blocks in `others`."""
     blocks, steps, operations, ranks = array("I"), list[int](), list[int](), list[int]()
     for each in pages.releases():
         own, own_ranks = each.blocks, each.ranks

@@ -1,4 +1,4 @@
-"""A session for threads: any thread submits steps, and waits for their answers as long as it likes.
+"""A session for threads: any thread submits steps, and waits for their answers as long as it needs.
 
     with client.session("mine", spec) as session:
         answer = session.submit(step)          # sent at once; returns at once
@@ -117,7 +117,7 @@ class Session:
             except asyncio.CancelledError:
                 answer.set_exception(UnavailableError("the session is closed"))
                 raise
-            except Exception as error:  # Every kind of error goes to the caller.
+            except Exception as error:  # Errors of every kind go to the caller.
                 answer.set_exception(error)
                 continue
             assert isinstance(pending, Pending)

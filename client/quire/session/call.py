@@ -1,7 +1,7 @@
 """One Session call on the owner's side: it connects, writes and reads until the call ends.
 
-grpc.aio raises the same error for a canceled call and for a canceled task. This module distinguishes the two: canceling
-a call must not cancel the tasks that write to it.
+grpc.aio raises the same error for a canceled call and for a canceled task. This module distinguishes the two cases:
+canceling a call must not cancel the tasks that write to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOK_S: Final = 0.25  # seconds between two checks for cancellation of an unconn
 
 
 class EndedError(Exception):
-    """The call has ended. `said` is the other side's error, if it sent one."""
+    """The call has ended. `said` is the error that the peer sent, if any."""
 
     def __init__(self, said: QuireError | None) -> None:
         super().__init__(said)
@@ -34,10 +34,10 @@ class EndedError(Exception):
 
 
 class SessionStub:
-    """A stub with only the Session call of `AllocatorServiceStub`. Its messages have packed columns as bytes."""
+    """A stub with only the Session call of `AllocatorServiceStub`. The call's messages have packed columns as bytes."""
 
     def __init__(self, channel: aio.Channel) -> None:
-        stream_stream: Any = channel.stream_stream  # Any, because the stubs declare no defaults.
+        stream_stream: Any = channel.stream_stream  # Any, because the stubs declare no default values.
         self.Session: Any = stream_stream(
             METHOD,
             request_serializer=packed.SessionRequest.SerializeToString,
@@ -69,7 +69,7 @@ class SessionCall:
         Do not write earlier: if a call without a connection is canceled, gRPC never wakes a task that waits to write.
 
         Raises:
-            EndedError: the call was canceled meanwhile.
+            EndedError: the call was canceled in the meantime.
         """
         connecting = asyncio.create_task(_connection(self._call))
         try:
@@ -96,7 +96,7 @@ class SessionCall:
             raise EndedError(await self._ending.error()) from None
         if reply is aio.EOF:  # type: ignore[attr-defined]
             raise EndedError(await self._ending.error())
-        if reply is None:  # gRPC returns None for bytes that do not parse.
+        if reply is None:  # gRPC returns None for bytes that cannot be parsed.
             raise EndedError(_spoiled())
         message: packed.SessionReply = reply
         return message
@@ -107,7 +107,8 @@ class SessionCall:
         return self._sending.locked()
 
     async def send(self, outbox: deque[packed.SessionRequest], *, asks: bool) -> None:
-        """Sends all messages in the outbox, and removes them. If the call ends meanwhile, `read` raises the reason.
+        """Sends all messages in the outbox, and removes them. If the call ends in the meantime, `read` raises the
+        reason.
 
         With `asks`, the caller sends nothing more until a message is answered. If `answer` is waiting, a single message
         is passed to it, and further messages stay in the outbox until it returns.
@@ -121,7 +122,7 @@ class SessionCall:
                 pass
 
     async def answer(self) -> packed.SessionReply:
-        """Waits until `send` passes a message or writes one, and returns the next message from the other side.
+        """Waits until `send` passes a message or writes one, and returns the peer's next message.
 
         Raises:
             EndedError: the call has ended.

@@ -2,8 +2,8 @@
 
 If a message is written while the call ends, the write fails. grpc.aio then replaces the status that is already set by
 INTERNAL, "Internal error from Core" (seen with 1.85: `_write` in its `_call.py`, and `set_internal_error`). An owner
-that sends one step after another would often not learn why a step was refused. This module therefore reads the status
-at the moment it is set.
+that sends one step after another would often not learn why a step was refused. So this module reads the status at the
+moment when it is set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Ending:
-    """Records the end of one call. It must be made before anything is written to the call."""
+    """Records the end of one call. Make this object before anything is written to the call."""
 
     def __init__(self, call: aio.Call) -> None:
         self._status: aio.AioRpcError | None = None
@@ -50,7 +50,7 @@ class Ending:
     def _note(self, call: Any) -> None:
         """Records the first status. gRPC calls this as soon as a status is set, before any other code can run."""
         code, details = _at_once(call.code()), _at_once(call.details())
-        # gRPC may set a placeholder first. The peer's status comes later.
+        # gRPC may first set a placeholder. The peer's status comes later.
         if self._status is None and (code, details) != _PUT_IN_ITS_PLACE:
             trailing = _at_once(call.trailing_metadata())
             self._status = aio.AioRpcError(code, aio.Metadata(), trailing, details, details)

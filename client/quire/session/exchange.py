@@ -16,7 +16,7 @@ from typing import Any, Final
 from quire._transport.grpc_io import is_at_most
 from quire.v1 import _packed_pb2 as packed
 
-LAST_KNOWN: Final = (1, 85)  # newest tested gRPC release
+LAST_KNOWN: Final = (1, 85)  # newest gRPC release that was tested
 _NO_FLAGS: Final = 0
 
 
@@ -29,12 +29,13 @@ else:
 
 
 def may_exchange(call: Any) -> bool:
-    """Tells whether `exchange` can be used on a call. It cannot on a call with interceptors."""
+    """Tells whether `exchange` can be used on a call. A call with interceptors does not allow this."""
     return IS_OFFERED and hasattr(call, "_cython_call")
 
 
 async def exchange(call: Any, request: packed.SessionRequest) -> packed.SessionReply | None:
-    """Sends a message on a call, and returns the next message that arrives. No other task may write or read meanwhile.
+    """Sends a message on a call, and returns the next message that arrives. No other task may write or read during the
+    exchange.
 
     None means that the call has ended. Reading the call then raises the reason.
 

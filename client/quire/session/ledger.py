@@ -31,7 +31,7 @@ from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
 _SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
-KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # order in which an allocator frees a sequence's groups
+KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # an allocator frees a sequence's groups in this order
 
 
 class LedgerSequence:
@@ -39,8 +39,8 @@ class LedgerSequence:
 
     Attributes:
         prompt_token_count, chunk_token_count: the values of its first grow; 0 for a fork.
-        stops: rising token counts. At each, states make checkpoints and windows keep the blocks before it.
-        twins: in an append-only pool, the published blocks that it holds beside its own, by group and position.
+        stops: rising token counts. At each such count, states make a checkpoint and windows keep the blocks before it.
+        twins: in an append-only pool, the published blocks that it holds in addition to its own, by group and position.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class LedgerSequence:
         self.twins: dict[tuple[int, int], int] = {}
 
     def path(self, group: int) -> array[int]:
-        """Returns a group's table in which twins replace the sequence's own blocks."""
+        """Returns a group's table, with twins in place of the sequence's own blocks."""
         table = self.tables[group]
         if self.twins:
             table = table[:]
@@ -75,7 +75,7 @@ class Ledger:
     Attributes:
         sequences: live sequences, by rising id.
         pages: the published contents of the pages.
-        free_block_count: blocks that were free to grant after the last answer, empty and cached ones.
+        free_block_count: empty and cached blocks that could be granted after the last answer.
         last_sequence_id: the highest id so far.
     """
 
@@ -123,7 +123,7 @@ class Ledger:
         return state_digest(self.rows(in_turn(list(self.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
 
     def rows(self, sequence_ids: Iterable[int] | None = None) -> Iterator[SequenceRow]:
-        """Yields rows of live sequences: those in `sequence_ids`, or all by rising id."""
+        """Yields rows of live sequences: the sequences in `sequence_ids`, or all by rising id."""
         for sequence_id in self.sequences if sequence_ids is None else sequence_ids:
             sequence = self.sequences[sequence_id]
             yield (
@@ -236,7 +236,7 @@ class Ledger:
             sequence.twins = {at: twin for at, twin in sequence.twins.items() if at[0] not in alike or at[1] >= end}
 
     def _apply_takeovers(self, takeovers: Sequence[Takeover]) -> None:
-        """Notes that sequences' own blocks carry the digests of their twins, which are now empty."""
+        """Notes that sequences' own blocks now have the digests of their twins, and that the twins are empty."""
         for sequence_id, group, first in takeovers:
             sequence = self.sequences[sequence_id]
             for position in sorted(at for of, at in sequence.twins if of == group and at >= first):
@@ -371,7 +371,7 @@ def first_needed(spec: pb.GroupSpec, token_count: int) -> int:
 
 
 def _groups_alike(groups: Sequence[pb.GroupSpec]) -> list[list[int]]:
-    """Returns lists of groups with equal specifications, in the order in which a free releases them."""
+    """Returns lists of groups with equal specifications, in the order that a free releases them."""
     alike: dict[bytes, list[int]] = {}
     for number, group in enumerate(groups):
         alike.setdefault(group.SerializeToString(deterministic=True), []).append(number)

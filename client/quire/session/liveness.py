@@ -6,8 +6,8 @@ from __future__ import annotations
 class Silence:
     """Counts seconds of silence in ticks.
 
-    A late tick counts as two at most. A paused process reads its messages only when it continues, so the time of its
-    pause says nothing about the other side.
+    A late tick counts as two at most. A paused process reads its messages only when it continues, so its pause says
+    nothing about whether the peer is alive.
     """
 
     def __init__(self, now: float) -> None:

@@ -42,8 +42,8 @@ K = TypeVar("K")
 
 
 class Decoding(NamedTuple, Generic[K]):
-    """A decoding sequence, in tokens: its granted room in answers that its engine has applied, its length after the
-    running pass, and its greatest possible length."""
+    """A decoding sequence, in tokens: its granted room according to the answers that its engine has applied, its length
+    after the running pass, and its greatest possible length."""
 
     sequence: K
     granted: int
@@ -52,12 +52,12 @@ class Decoding(NamedTuple, Generic[K]):
 
     @property
     def lacks_room(self) -> bool:
-        """Tells whether its next token has no room. That room is necessary, unlike room ahead."""
+        """Tells whether its next token has no room. This room is necessary, unlike room ahead."""
         return min(self.length, self.last) > self.granted
 
 
 class Increment(NamedTuple):
-    """The unit by which tables grow, in tokens and in blocks of all groups together.
+    """The increment of tables, in tokens and in blocks of all groups together.
 
     Attributes:
         token_count, block_count: the smallest unit that fills whole blocks in every group.
@@ -95,8 +95,8 @@ class Increment(NamedTuple):
 class RoomAhead:
     """Requests a session's room ahead.
 
-    In a pool with recurrent states, a sequence with more room than committed tokens leaves no checkpoint. A commit that
-    should leave one therefore gives back the room beyond (`keep_token_count`).
+    In a pool with recurrent states, a sequence with more room than committed tokens leaves no checkpoint. So a commit
+    that should leave a checkpoint gives back the room beyond it (`keep_token_count`).
 
     Args:
         owner: the pool's owner.
@@ -125,8 +125,9 @@ class RoomAhead:
         Args:
             step: the engine's next step.
             decoding: live sequences by their ids, oldest first.
-            free_block_count: blocks that may be taken; by default all that were free after the last answer. Pass fewer
-                if this step also admits prompts, or if chunks of prompts are left. With 0, only next tokens get room.
+            free_block_count: blocks that may be taken; by default all blocks that were free after the last answer. Pass
+                fewer if this step also admits prompts, or if chunks of prompts are left. With 0, only next tokens get
+                room.
         """
         free = self._owner.ledger.free_block_count if free_block_count is None else free_block_count
         for sequence_id, token_count in needs_of(
@@ -150,14 +151,15 @@ def needs_of(
 ) -> list[tuple[K, int]]:
     """Chooses the sequences that request room while they are computed, and their new room in whole increments.
 
-    A sequence without room for its next token always asks for it. `free_block_count` limits all further room. If it
-    does not suffice for one increment for each sequence in need, these ask only for the room of their next token.
+    A sequence without room for its next token always asks for it. `free_block_count` limits all further room. If there
+    is too little for one increment for each sequence in need, these sequences ask only for the room of their next
+    token.
 
     Args:
         decoding: the sequences, oldest first.
         free_block_count: blocks that no other sequence needs.
         ahead_tokens: tokens of room beyond the next token.
-        increment: unit by which tables grow.
+        increment: the increment of tables.
     """
     if all(granted >= min(length + ahead_tokens, last) for _, granted, length, last in decoding):
         return []
@@ -199,7 +201,7 @@ def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, increment
     Args:
         holders: for each sequence, oldest first: the sequence, its granted room and its needed room, in tokens.
         block_count: number of missing blocks.
-        increment: unit by which tables grow.
+        increment: the increment of tables.
     """
     kept: dict[K, int] = {}
     size = min(increment.sizes, default=0)

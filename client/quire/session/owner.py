@@ -1,4 +1,4 @@
-"""The owner's side of the session protocol, without a wire: it decides what to send, and interprets the answers.
+"""The owner's part of the session protocol, without a wire: it decides what to send, and interprets the answers.
 
 Lifecycle of a `PoolOwner`:
 
@@ -9,11 +9,12 @@ Lifecycle of a `PoolOwner`:
     5. idle       the stream was lost (`lose_stream`), or given up by this owner because both sides disagree: back to 2
 
 A step keeps its number until it is answered. After Resumed, the same bytes are sent again; after Ready, the same
-operations under the new session id. They may have been applied before, but the ledger applies each exactly once.
+operations under the new session id. The allocator may have applied these steps before, but the ledger applies each
+exactly once.
 
 Pure: no call, clock, randomness or lock. `session.AsyncSession` is its shell for asyncio. An engine with another event
-loop can write its own shell: send all messages in `outbox` in order, and pass every answer of the current stream, but
-none of an older one, to `receive`.
+loop can write its own shell: send all messages in `outbox` in order, and pass every answer of the current stream to
+`receive`, but no answer of an older stream.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Phase(enum.Enum):
 
 
 class LedgerLostError(InternalError):
-    """An answer could be read, but contradicts the ledger, which is therefore no longer reliable."""
+    """An answer was readable but contradicts the ledger, so the ledger is no longer reliable."""
 
 
 class Answer(NamedTuple):
@@ -60,19 +61,19 @@ class Verdict(enum.Enum):
     """The meaning of a stream's end for its owner."""
 
     AGAIN = enum.auto()  # attach again at once
-    LATER = enum.auto()  # attach again later: a lease must end, or a place become free
+    LATER = enum.auto()  # attach again later, after a lease has ended or a place is free
     LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
-    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither it nor any later step was applied.
-    # This allocator refuses an owner that was admitted before. A later allocator may accept it, so the owner retries.
+    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. It was not applied, nor any later step.
+    # This allocator refuses an owner that was admitted earlier. A later allocator may accept it, so the owner retries.
     REFUSED = enum.auto()
     FINAL = enum.auto()  # The allocator refuses an owner that was never admitted. The owner gives up.
 
 
 _MISREADINGS_MAX: Final = 3
-_HEARTBEATS_PER_LEASE: Final = 3  # least number, so that two may be late
-_PERIOD_S_MIN: Final = 0.01  # The owner's loop must not spin, whatever period an allocator sends.
+_HEARTBEATS_PER_LEASE: Final = 3  # lowest number of heartbeats, so that two may be late
+_PERIOD_S_MIN: Final = 0.01  # Whatever period an allocator sends, the owner's loop must not spin.
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
-_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session id and acknowledgement, added when a step is sent
+_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # bytes of session id and acknowledgement, added at sending
 _AGAIN: Final = frozenset(
     {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
 )
@@ -96,12 +97,14 @@ class PoolOwner:
     Attributes:
         ledger: record of the pool after the last answer.
         outbox: messages to send on the current stream, in order. The sender removes each.
-        session_id: id of the ledger's session. Empty before the first session, and if it must not be resumed.
+        session_id: id of the ledger's session. Empty before the first session, and after a session that must not be
+            resumed.
         last_step: number of the last answered step.
-        heartbeat_s, silence_s: interval of this side's heartbeats, and the allocator's silence after which this side
-            replaces its stream. The last allocator has set both.
+        heartbeat_s, silence_s: interval of the owner's heartbeats, and the allocator's silence before the owner
+            replaces its stream. The last allocator chose both values.
         lease_s: seconds of silence after which the allocator drops the pool; infinite until known.
-        report_count, disagreement_count: number of requested reports; how often both sides' states differed.
+        report_count, disagreement_count: number of requested reports; how often the owner's and the allocator's states
+            differed.
     """
 
     def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
@@ -195,9 +198,9 @@ class PoolOwner:
         return numbers
 
     def judge(self, error: QuireError | None) -> Verdict:
-        """Decides what to do after a stream ended with `error`, which is None if it gave no reason. Changes nothing."""
+        """Decides what to do after a stream ended with `error` (None if it gave no reason). Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
-            return Verdict.AGAIN  # An error without a reason comes from gRPC itself, whatever its code.
+            return Verdict.AGAIN  # gRPC itself makes errors without a reason, whatever their code.
         if self.phase is Phase.OPEN:
             return Verdict.STEP_REFUSED
         if error.reason in _LATER:
@@ -246,7 +249,7 @@ class PoolOwner:
         """Refuses ids that are not new, or unknown. Only the id identifies a sequence on the wire. A reused id would
         get another sequence's blocks, and an unknown one would create a sequence that is never freed."""
         created = self.ledger.last_sequence_id
-        if operations.names_no_newer(created):  # This is the usual case while decoding.
+        if operations.names_no_newer(created):  # While decoding this is the usual case.
             return
         highest = created
         for request in self._unanswered:
@@ -265,7 +268,7 @@ class PoolOwner:
     def heartbeat(self) -> None:
         """Keeps the lease. The acknowledgement in it lets watchers see the changes of the last steps."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
-            # While reporting, the allocator answers the report before any heartbeat.
+            # While the owner reports, the allocator answers the report before any heartbeat.
             self._unheard_heartbeats += self.phase is Phase.OPEN
             self.outbox.append(packed.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
 
@@ -279,8 +282,8 @@ class PoolOwner:
     def receive(self, reply: packed.SessionReply) -> Answer | None:
         """Applies the current stream's next message.
 
-        Returns the answer if the message answers a step. If the owner is IDLE afterwards, both sides disagree, and the
-        stream must be replaced.
+        Returns the answer if the message answers a step. If the owner is IDLE afterwards, its state differs from the
+        allocator's, and the stream must be replaced.
 
         Raises:
             InternalError: the allocator broke the protocol. The owner is IDLE, and its session is not resumed.
@@ -321,7 +324,7 @@ class PoolOwner:
         self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
-                self.outbox.append(request)  # The request is sent again unchanged.
+                self.outbox.append(request)  # The same request is sent again.
             else:
                 self._send_step(request)
 
@@ -342,7 +345,7 @@ class PoolOwner:
             if self._misread_count >= _MISREADINGS_MAX:
                 raise InternalError("the allocator repeatedly built a state from our report that differs from ours")
             self.disagreement_count += 1
-            self.disown()  # The next report opens a new session. Unanswered steps are sent under that one.
+            self.disown()  # The next report opens a new session. Unanswered steps are sent under the new session.
             return
         self._misread_count = 0
         self.session_id = ready.session_id

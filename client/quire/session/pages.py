@@ -26,7 +26,7 @@ class Published(NamedTuple):
     """The digest that one block carries, and its place in a prefix.
 
     Attributes:
-        parent: digest of the block before it in its group; empty at the root and if unknown.
+        parent: digest of the previous block in its group; empty at the root and if unknown.
         position: index in the table. For STATE, the number of digest blocks up to and including the checkpoint.
     """
 
@@ -48,7 +48,7 @@ class PublishedStretch:
     """Consecutive blocks of one prefix in one group, each at most once.
 
     Attributes:
-        parent: digest of the block before the first one; empty at the root and if unknown.
+        parent: digest of the block before the run; empty at the root and if unknown.
         digests: digests of the blocks, concatenated.
         live: number of blocks that still carry their digest.
         sparse_at: half of the original number of blocks. With that few live ones, the stretch is rebuilt.
@@ -122,7 +122,7 @@ class Pages:
     ) -> None:
         """Notes that consecutive blocks carry these digests. `before` is the block before them, if there is one."""
         published = self.published
-        if not published.keys().isdisjoint(blocks):  # A commit was swapped to blocks that others have published.
+        if not published.keys().isdisjoint(blocks):  # A commit was swapped to blocks that other sequences published.
             for index, block in enumerate(blocks):
                 digest = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
                 earlier = published.get(block)
@@ -162,7 +162,7 @@ class Pages:
         self.grant([block for block in meant if block not in held])
 
     def _drop_path(self, drop: CacheDrop, held: Set[int], full_groups: Set[int]) -> None:
-        """Forgets the blocks behind the kept digests of a path; with full attention also their successors."""
+        """Forgets the blocks after the kept digests of a path; with full attention also their successors."""
         starts = range(drop.kept_digest_count * DIGEST_BYTES, len(drop.digests), DIGEST_BYTES)
         named = {drop.digests[start : start + DIGEST_BYTES] for start in starts}
         carried = [(block, what) for block, what in self.carried().items() if what.namespace == drop.namespace]
@@ -229,7 +229,9 @@ class Pages:
             yield stretch.part(start, len(stretch.blocks))
 
     def releases(self) -> list[LetGo]:
-        """Returns the last release of every published block, oldest first. It includes blocks that are held again."""
+        """Returns the last release of every published block, oldest first. The list includes blocks that are held
+        again.
+        """
         entries: dict[tuple[int, int], list[tuple[Sequence[int], list[int]]]] = {}
         for stretch in self.stretches():
             for release in stretch.released:
@@ -267,7 +269,7 @@ class Pages:
 
     def _together(self, stretch: PublishedStretch, end: int, table: array[int], begin: int, at: int) -> int:
         """Returns how many of the last blocks of table[begin:at] are also the blocks before index `end` of the stretch,
-        and still carry its digests. It is at least 1."""
+        and still carry its digests. The number is at least 1."""
         count, published = min(end, at - begin), self.published
         own, others = stretch.blocks[end - count : end], table[at - count : at]
         if own == others and (

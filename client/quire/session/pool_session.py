@@ -16,8 +16,8 @@ Lifecycle:
 `owner.py` has all rules, and `ledger.py` the record of the pool. This module has the stream, the clock and the waiting.
 
 `SessionLostError` only means that an allocator refused the report: a new session is open, and the pool is empty. A sent
-step cannot be taken back. If its caller is canceled it is still applied, and its answer has blocks to note and copies
-to run. Such answers are kept, and no new step is accepted until the engine has asked for those that it has `missed`.
+step cannot be taken back. If a step's caller is canceled, the step is still applied. Its answer then has blocks to note
+and copies to run. Such answers are kept. No new step is accepted until the engine has asked for those that it `missed`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from quire.v1 import allocator_pb2 as pb
 from quire.v1 import server_pb2
 
 TICKS_PER_HEARTBEAT: Final = 4  # Silence is checked this often.
-# Seconds between streams, before jitter. The pause grows from 0.01 to 0.16 while no stream succeeds.
-BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # `close` waits for BACK_S until a lost stream is back.
+# Seconds between streams, before jitter. While no stream succeeds, the pause grows from 0.01 to 0.16.
+BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # `close` waits up to BACK_S for a lost stream to come back.
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)
 
 
 class AsyncSession:
-    """Owns one pool over a stream. It is opened once, and one task at a time may call its methods.
+    """Owns one pool over a stream. A session is opened once, and one task at a time may call its methods.
 
     Args:
         stub: a stub on an asyncio channel.
@@ -64,7 +64,7 @@ class AsyncSession:
         spec: the pool's specification.
         metadata: sent with the call, such as a bearer token.
         on_wait: called with the error before each retry of attaching. Without it each reason is logged once.
-        reconnect: returns a stub on a new connection, to replace a silent one. Without it only TCP ends a silent one.
+        reconnect: returns a stub on a new connection, to replace a silent one. Otherwise TCP must end a silent one.
         disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
         ahead_tokens: tokens of room that a decoding sequence should have beyond its next token.
@@ -101,7 +101,7 @@ class AsyncSession:
         self._fell_silent = self._has_served = False  # the last stream was silent; this stream has received a message
         self._refusal: QuireError | None = None
         self._refused_for: Reason | None = None  # reason of the last refusal. Each reason is logged once.
-        self._changed = asyncio.Event()  # set when an answer arrives, or the stream opens or is refused
+        self._changed = asyncio.Event()  # set when an answer arrives, or a stream opens or is refused
         self._tasks, self._flushes = list[asyncio.Task[None]](), set[asyncio.Task[None]]()
 
     def __repr__(self) -> str:
@@ -174,10 +174,10 @@ class AsyncSession:
         If a future has failed and no caller has awaited it, its error is raised here, once, and nothing is sent.
 
         Raises (here, or from the future):
-            SessionLostError: the pool is empty. Neither this step nor earlier ones are in effect.
+            SessionLostError: the pool is empty. Neither this step nor an earlier unanswered step is in effect.
             AnswersMissedError: `missed` has answers. Nothing was sent.
-            QuireError: the allocator refused the step. Neither it nor any later step was applied. TOO_LARGE is raised
-                here: the step is above `limits`. Nothing was sent, and earlier steps continue.
+            QuireError: the allocator refused the step. Neither this step nor any later step was applied. TOO_LARGE is
+                raised here: the step is above `limits`. Nothing was sent, and earlier steps continue.
             ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was sent.
             RuntimeError: the session was not opened.
         """
@@ -203,7 +203,7 @@ class AsyncSession:
         return asked
 
     async def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
-        """Returns the steps of canceled callers and their outcomes, once all are answered. Each is returned once.
+        """Returns the steps of canceled callers and their outcomes, once all are answered. Each step is returned once.
 
         Apply them before the outcomes of later steps. Refused and lost steps are not included: the next `submit` raises
         their error.
@@ -241,7 +241,7 @@ class AsyncSession:
         await self.close()
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a background task. Its failure ends the session, and every waiting caller gets the error."""
+        """Runs a background task. A failure of this task ends the session, and every waiting caller gets the error."""
         try:
             await work
         except Exception as error:
@@ -251,7 +251,7 @@ class AsyncSession:
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()  # The tasks need each other, so all of them end.
-            with contextlib.suppress(Exception):  # `_drop` may call a callback that has just raised.
+            with contextlib.suppress(Exception):  # `_drop` may call a callback, which has just raised an error.
                 self._drop()
             self._changed.set()
 
@@ -279,7 +279,7 @@ class AsyncSession:
         """Runs one stream from attach to end, and returns the reason for its end, if any. With `patient` it waits for a
         connection, because a pause would lengthen the outage."""
         owner = self._owner
-        self._silence.heard()  # The first message has as much time as any later one.
+        self._silence.heard()  # The first message has as much time as a later one.
         call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
         try:
             await call.connect()
@@ -289,17 +289,17 @@ class AsyncSession:
             while owner.phase is not Phase.IDLE:
                 self._take(await (call.answer() if self._asks and owner.is_quiet else call.read()))
                 if owner.outbox:
-                    self._flush_soon()  # A report takes long to send, and this task must keep receiving meanwhile.
+                    self._flush_soon()  # Sending a report takes long, and this task must keep receiving.
         except EndedError as ended:
             return ended.said
         except FailedPreconditionError as error:  # the allocator lacks a feature
             return error
         except LedgerLostError as error:
-            log.error("the pool begins anew: %s", error)
+            log.error("the pool starts again empty: %s", error)
             self._answers.lose_pool()
         except InternalError as error:
             log.error("the allocator broke the protocol: %s", error)
-            # The next report gives the allocator the true state, with or without the effects of these steps.
+            # The next report gives the allocator the true state, whether or not it applied these steps.
             self._answers.fail(owner.give_up_steps(), error)
         return None
 
@@ -367,7 +367,7 @@ class AsyncSession:
             if tick % TICKS_PER_HEARTBEAT:
                 continue
             self._owner.heartbeat()
-            # An active sender takes the heartbeat along, or hangs until silence ends the stream.
+            # An active sender sends the heartbeat, too, or hangs until silence ends the stream.
             if self._call is not None and not self._call.is_sending:
                 self._flush_soon()
 

@@ -1,8 +1,8 @@
 """Records releases of a stretch's blocks as ranges: all blocks that one free released are one entry.
 
-A range [first, end) has indices of blocks in the stretch. Ranges rise and do not overlap. Each belongs to the operation
-that released its blocks last. Blocks outside all ranges were never released. A later release removes its range from the
-earlier ones:
+A range [first, end) has indices of blocks in the stretch. Ranges rise and do not overlap. Each range belongs to the
+operation that released its blocks last. Blocks outside all ranges were never released. A later release removes its
+range from the earlier ones:
 
     [0, 9) of step 4, then [0, 6) of step 7      ->    [0, 6) of step 7, [6, 9) of step 4
 

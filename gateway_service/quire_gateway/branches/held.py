@@ -1,4 +1,4 @@
-"""The branches of callers. Only callers of its namespace can find a branch, by its id.
+"""The branches of callers. A branch is found by its id, and only by callers of its namespace.
 
 Lifecycle of a branch:
 
@@ -27,10 +27,10 @@ class Branch:
     """A branch of a caller.
 
     Attributes:
-        held: the client's handle, and the worker that holds the branch.
+        held: the client's handle of the branch, and its worker.
         model: the model that computes it.
         namespace: the namespace of its caller.
-        ttl_s: how long it lives after the last call that named it.
+        ttl_s: how long it lives after the last call that names it.
         identity: the id by which callers name it.
     """
 
@@ -72,14 +72,14 @@ class Branches:
 
     @contextmanager
     def using(self, namespace: str, identity: str) -> Iterator[Branch]:
-        """Yields a branch, which cannot expire meanwhile, and restarts its timer afterwards.
+        """Yields a branch. The branch cannot expire during the block; its timer restarts afterwards.
 
         Raises:
-            ApiError: the namespace has no such branch.
+            ApiError: the namespace has no branch with this id.
         """
         branch = self._of[namespace].get(identity) if namespace in self._of else None
         if branch is None:
-            what = "there is no such branch: it was released or expired, or its worker was restarted"
+            what = "the branch does not exist: it was released or expired, or its worker was restarted"
             raise ApiError(404, what, code=BRANCH_NOT_FOUND)
         branch.use_count += 1
         try:
@@ -96,7 +96,7 @@ class Branches:
     async def release(self, branch: Branch) -> None:
         """Ends a branch; its forks live on."""
         self._forget(branch)
-        with contextlib.suppress(QuireError):  # It then expires at its worker.
+        with contextlib.suppress(QuireError):  # The branch then expires at its worker.
             await branch.held.branch.release()
 
     def _begin_time(self, branch: Branch) -> None:

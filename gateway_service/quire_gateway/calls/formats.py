@@ -4,8 +4,8 @@ An answer consists of *runs* of calls, *marks*, and the text around them:
 
     run = opening head arguments tail (separator head arguments tail)* closing
 
-Each of these is a list of elements, which whitespace may separate. The arguments are a JSON object. A mark is the
-boundary where reasoning or content begins. It is not part of the text.
+Each of these parts is a list of elements, which whitespace may separate. The arguments are a JSON object. A mark is the
+boundary where reasoning or content begins. The mark is not part of the text.
 
 Sources: the chat templates of the checkpoints, and vLLM's parsers. The formats have the names of these parsers.
 """
@@ -60,10 +60,10 @@ class TextRun:
     Attributes:
         opening: elements before the first call.
         head: elements of each call before its arguments.
-        tail: elements of each call behind its arguments.
+        tail: elements of each call after its arguments.
         separator: elements between two calls; None where a run is one call.
-        closing: elements behind the last call.
-        places: the parts of an answer in which a run may begin.
+        closing: elements after the last call.
+        places: the parts of an answer where a run may begin.
         function: name of the called function, if the head does not name it.
     """
 
@@ -82,7 +82,7 @@ class Mark:
 
     Attributes:
         elements: the text of the mark.
-        then: the part that follows it; None if the part before it continues.
+        then: the part after the mark; None if the previous part continues.
         places: parts in which the mark may occur.
     """
 

@@ -39,7 +39,8 @@ class Function(NamedTuple):
     Attributes:
         name: the name of the function.
         schema: the JSON schema of its arguments.
-        is_strict: whether a schema that cannot be enforced is refused. If false, its unsupported parts have no effect.
+        is_strict: whether a schema that cannot be enforced is refused. If false, unsupported parts of the schema have
+            no effect.
     """
 
     name: str
@@ -73,7 +74,7 @@ def grammar_of(form: Format, functions: Sequence[Function], tokens: Mapping[str,
     Args:
         form: the notation of the model.
         functions: the functions that the model may call.
-        tokens: ids of those texts of the format that are single tokens.
+        tokens: ids of the format's texts that are single tokens.
         held: further constraints on the answer.
     """
     return _Writer(form, functions, tokens, held).written()
@@ -122,7 +123,7 @@ class _Writer:
         return "\n".join((f"%llguidance {json.dumps(options)}", _HEAD.rstrip(), f"start: {start}", *self._rules, ""))
 
     def _openings(self) -> list[str]:
-        """Returns the texts up to which an answer is free. Workers ask the grammar only after one of them."""
+        """Returns the texts that end the free part of an answer. Workers ask the grammar only after one of them."""
         begun = [(run.opening or run.head)[0] for run in self._form.runs]
         return sorted({first for first in begun if isinstance(first, str)})
 
@@ -167,7 +168,8 @@ class _Writer:
             first, *rest = run.head
             assert isinstance(first, str)
             return _sequence(self._trigger(first, self._before), self._call(run, index, tuple(rest)))
-        # Only the head distinguishes such a call from text: it counts as a call once the function is named.
+        # In this notation only the head distinguishes a call from text: the text counts as a call once the function is
+        # named.
         named = next(
             place for place, element in enumerate(run.head, start=1) if element in (Slot.NAME, Slot.QUOTED_NAME)
         )
@@ -224,7 +226,7 @@ class _Writer:
 
 
 def _content(schema: Any) -> Any:
-    """Returns the schema of a content. It is written without spaces, as for an answer that is only content."""
+    """Returns the schema of a content. The content is written without spaces, as in an answer without calls."""
     if not isinstance(schema, dict):
         return {} if schema is True else schema
     return {**schema, "x-guidance": {**_COMPACT}}

@@ -31,7 +31,7 @@ class FoundCall(NamedTuple):
 
     Attributes:
         status: whether the elements are whole, begun or absent.
-        end: the place behind the elements.
+        end: the index after the elements.
         function: name of the function in the elements; empty if they have none.
         number: the call's number in the elements; empty if they have none.
     """
@@ -54,7 +54,7 @@ def find(elements: Elements, text: str, place: int, functions: Collection[str], 
     Args:
         elements: the elements to look for.
         text: the text that has arrived so far.
-        place: the place in the text where the elements would begin.
+        place: the index in the text where the elements would begin.
         functions: names of functions that the elements may have.
         before: a text that must follow the elements; it is not part of them.
     """

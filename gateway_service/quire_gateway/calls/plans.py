@@ -27,8 +27,8 @@ class Notation(NamedTuple):
 
     Attributes:
         calls: format of its calls; None if unknown.
-        reasoning: format of its reasoning; None if it has none, or if `calls` covers reasoning, too.
-        tokens: ids of those texts of both formats that are single tokens.
+        reasoning: format of its reasoning; None if the model has none, or if `calls` also covers reasoning.
+        tokens: ids of both formats' texts that are single tokens.
     """
 
     calls: Format | None = None
@@ -42,7 +42,7 @@ class Notation(NamedTuple):
 
 
 class _CallsReader(AnswerReader):
-    """Reads an answer that must be calls. If it is cut before the first call has begun, its text is not content."""
+    """Reads an answer that must be calls. If the answer is cut before its first call, its text is not content."""
 
     def flush(self) -> Delta:
         return super().flush()._replace(content="")

@@ -32,7 +32,7 @@ class _Json:
         self._is_in_string = self._is_escaped = False
 
     def end(self, text: str) -> int | None:
-        """Returns the place behind the object; None while it has not ended."""
+        """Returns the index after the object; None while the object is incomplete."""
         place = 0
         if self._is_escaped and text:
             self._is_escaped, place = False, 1
@@ -256,7 +256,8 @@ class AnswerReader:
         self.has_reasoned |= place is AnswerPart.REASONING
 
     def _say(self, end: int, *, is_end: bool = False) -> None:
-        """Hands on the text before a place. Whitespace at its end is kept until more text of the same kind follows.
+        """Hands on the text before a place. Whitespace at the text's end is held back until more text of the same kind
+        follows.
 
         `is_end` says that a run or a mark follows, so that this whitespace is dropped.
         """
@@ -276,7 +277,7 @@ class AnswerReader:
 
 
 def _first_characters(form: Format, place: AnswerPart) -> re.Pattern[str] | None:
-    """Returns a pattern of the characters with which runs and marks begin; None if nothing can begin here."""
+    """Returns a pattern of the first characters of runs and marks; None if nothing can begin here."""
     lists = [(*run.opening, *run.head) for run in form.runs if place in run.places and run.places != {AnswerPart.START}]
     lists += [mark.elements for mark in form.marks if place in mark.places and mark.places != {AnswerPart.START}]
     characters = {character for elements in lists for character in _begins_with(elements)}

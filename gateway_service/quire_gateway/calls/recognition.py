@@ -1,7 +1,7 @@
 """Recognizes the formats of a model: renders conversations with a call or reasoning through its chat template.
 
 A template writes the calls of a conversation as its model was trained to write them. The model's format is the one that
-reads such a call back, with its function and arguments. If no format does, the model's format of calls is unknown.
+recovers the function and arguments of a written call. If no format does, the model's format of calls is unknown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: conversations whose turns the gateway keeps.
+"""OpenAI's Responses API: the gateway stores the turns of conversations.
 
     1. requests    turns a body, and the response that it continues, into a chat (`requests`, `items`)
     2. form        writes the answer as items, and as the events of a stream (`form`)

@@ -13,7 +13,7 @@ COUNT_MAX: Final = 256  # running at a time
 
 
 class Background:
-    """Runs background responses. Like the store that keeps their results, they end with the process.
+    """Runs background responses. Like the store of their results, background responses end with the process.
 
     Args:
         are_several: whether there are several namespaces. One may then use only as many places as stay free for others.

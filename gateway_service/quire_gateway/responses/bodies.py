@@ -62,7 +62,7 @@ class InputTokensBody(BaseModel):
 
 
 class ResponseBody(Body, InputTokensBody):
-    """Body of POST /v1/responses; vLLM's parameters are those of a chat."""
+    """Body of POST /v1/responses. vLLM's parameters are the same as for a chat."""
 
     store: Flag | None = None
     background: Flag | None = None

@@ -76,7 +76,7 @@ class _Responses:
         """Returns a response of the caller's namespace.
 
         Raises:
-            ApiError: the namespace has no such response.
+            ApiError: the namespace has no response with this id.
         """
         kept = self._store.find(request.state.namespace, identity)
         if kept is None:
@@ -125,7 +125,7 @@ class _Responses:
         """Returns how many tokens the prompt of a response would have.
 
         Raises:
-            ApiError: such a response would be refused.
+            ApiError: a response with this body would be refused.
         """
         _, call, _ = await self._prepared(request, InputTokensBody)
         return json_response({"object": "response.input_tokens", "input_tokens": len(call.tokens[0])})
@@ -188,7 +188,7 @@ class _Responses:
         """Deletes a response, and cancels it if it is running.
 
         Raises:
-            ApiError: there is no such response.
+            ApiError: the response does not exist.
         """
         self.find(request, identity)
         await self._background.cancel(request.state.namespace, identity)
@@ -199,7 +199,7 @@ class _Responses:
         """Cancels a response that is computed in the background. A response that has ended stays as it is.
 
         Raises:
-            ApiError: there is no such response, or it was not computed in the background.
+            ApiError: the response does not exist, or was not computed in the background.
         """
         kept = self.find(request, identity)
         if not orjson.loads(kept.response)["background"]:

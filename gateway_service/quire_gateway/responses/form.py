@@ -66,7 +66,7 @@ class ResponseForm(Form):
 
     Args:
         head: the first state of the response.
-        on_end: called with a response that has ended, before its caller gets it. It may change `response`.
+        on_end: called with a response that has ended, before its caller gets it. The function may change `response`.
     """
 
     def __init__(self, head: dict[str, Any], on_end: Callable[[Ended], None]) -> None:

@@ -36,7 +36,7 @@ def items_of(
 
     Args:
         given: the input that the caller sent.
-        find: returns the JSON of an earlier item by its id; None if there is no such item.
+        find: returns the JSON of an earlier item by its id; None if the item does not exist.
 
     Raises:
         ApiError: an item cannot be part of a chat, refers to an unknown item, or repeats a reference.
@@ -63,7 +63,7 @@ def items_of(
 
 
 def _reference(given: Mapping[str, Any], where: str) -> str:
-    """Returns the id to which a reference item refers.
+    """Returns the id in a reference item.
 
     Raises:
         ApiError: the item has no id, or another key.
@@ -119,7 +119,7 @@ def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _head(given: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Returns id and type of an item. The caller's id is kept if there is one; nothing is found by it.
+    """Returns id and type of an item. A caller's id is kept, but items cannot be found by it.
 
     Raises:
         ApiError: the id is not a text, or the item has an unknown key.

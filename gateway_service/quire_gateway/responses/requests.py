@@ -55,7 +55,7 @@ class Asked(NamedTuple):
         items: the JSON of each item of the conversation so far.
         head: the first state of the response, still without its id, time and model.
         is_stored: whether the response is kept.
-        is_background: whether the response is computed while its caller does not wait.
+        is_background: whether the response is computed without a waiting caller.
     """
 
     ask: Ask
@@ -73,7 +73,7 @@ def of_response(
     Args:
         body: the body of the request.
         earlier: the JSON of each item of the response that is continued.
-        find: returns the JSON of an earlier item by its id; None if there is no such item.
+        find: returns the JSON of an earlier item by its id; None if the item does not exist.
 
     Raises:
         ApiError: a parameter is not supported; the error names it.
@@ -88,7 +88,7 @@ def of_response(
     fields["logprobs"] = LOGPROBS in (body.include or ())
     fields["top_logprobs"] = body.top_logprobs
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
-        fields["truncate_prompt_tokens"] = -1  # Only the end that fits is kept.
+        fields["truncate_prompt_tokens"] = -1  # Only as much of its end as fits is kept.
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
     fields["verbosity"] = body.text and body.text.verbosity
     fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None

@@ -38,7 +38,7 @@ class StoredResponse:
         head: the JSON of the response without its output.
         output: the JSON of each output item.
         items: the JSON of each input item; responses of one conversation share them.
-        said: the tokens that another response continues, with 32 bits each; None until the response has ended.
+        said: the tokens for a response that continues this one, with 32 bits each; None until the response has ended.
         expires_s: when it expires, by the clock of the store.
     """
 
@@ -99,13 +99,13 @@ class Store:
         self._items: dict[tuple[str, str], tuple[str, int]] = {}
 
     def find(self, namespace: str, identity: str) -> StoredResponse | None:
-        """Returns a response of a namespace; None if it has no such response."""
+        """Returns a response of a namespace; None if the namespace does not have it."""
         own = self._of.get(namespace)  # `self._of[namespace]` would add an entry
         kept = None if own is None else own.get(identity)
         return None if kept is None or kept.expires_s <= self._clock() else kept
 
     def find_item(self, namespace: str, identity: str) -> bytes | None:
-        """Returns the JSON of an output item of a kept response; None if there is no such item."""
+        """Returns the JSON of an output item of a stored response; None if the item does not exist."""
         response, place = self._items.get((namespace, identity), ("", 0))
         kept = self.find(namespace, response)
         return None if kept is None else kept.output[place]

@@ -29,14 +29,14 @@ class Admitted(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A new sequence was not admitted. With `is_computed_elsewhere`, another sequence computes its prefix right now, so
-    it will hit a little later. Otherwise there are too few blocks."""
+    """A new sequence was not admitted. With `is_computed_elsewhere`, another sequence is computing the prefix, so the
+    prompt will hit it a little later. Otherwise there are too few blocks."""
 
     is_computed_elsewhere: bool
 
 
 class Need(NamedTuple):
-    """A running sequence, the number of tokens that it must hold next, and the most that it can ever hold."""
+    """A running sequence, the number of tokens that it must hold next, and the most tokens that it can ever hold."""
 
     sequence_id: int
     token_count: int
@@ -44,8 +44,8 @@ class Need(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A waiting request: its key, the tokens of its first chunk and of its whole prompt, its digests, and whether it
-    was preempted before."""
+    """A waiting request: its key, the token counts of its first chunk and of its whole prompt, its digests, and whether
+    it was preempted before."""
 
     key: str
     chunk_token_count: int

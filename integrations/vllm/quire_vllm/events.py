@@ -56,7 +56,7 @@ class CacheEvents:
                 self._pool.emit_cached_block_events(request, token_count // size, size, group)
 
     def removed(self, groups: Sequence[int], digests: bytes) -> None:
-        """Reports that blocks of some groups cannot be hit any more."""
+        """Reports that blocks of some groups can no longer be hit."""
         for group in groups:
             for start in range(0, len(digests), DIGEST_BYTES):
                 told = self._told[group].pop(digests[start : start + DIGEST_BYTES], None)
@@ -68,7 +68,7 @@ class CacheEvents:
                     )
 
     def cleared(self) -> None:
-        """Reports that no block can be hit any more, or that the hittable blocks are unknown."""
+        """Reports that no block can be hit until further events, or that the hittable blocks are unknown."""
         for told in self._told:
             told.clear()
         self._pool.kv_event_queue.append(AllBlocksCleared())

@@ -16,7 +16,7 @@ out of a window is released when the pass that moved past it is published. The r
 is never read again. A table that is handed over as a whole has block 0 there.
 
 In models with windows, a prompt gets blocks for its first chunk, and more as its window moves. Cached recurrent states
-(vLLM's mode `align`) are windows of one block: vLLM's worker copies a state from block to block itself, and the
+(vLLM's mode `align`) are windows of one block. vLLM's worker copies a state from block to block itself, and the
 scheduler ends the passes of prompts at block ends, so that each block has its state.
 """
 
@@ -78,7 +78,7 @@ class Held:
 
 
 class QuireCacheManager(KVCacheManager):
-    """vLLM's interface to Quire. Docstrings say how methods differ from those of the base class.
+    """vLLM's interface to Quire. A docstring says how a method differs from the base class.
 
     The base class is initialized, too: scheduler and engine read block sizes from its coordinator, which never grants a
     block.
@@ -102,7 +102,7 @@ class QuireCacheManager(KVCacheManager):
             self.pool.on_removed = self._events.removed
             self.pool.on_cleared = self._events.cleared
         # request -> tokens. These requests wait a turn because another request computes their prefix. With 0 tokens,
-        # a request waits because it would take the room of those.
+        # a request waits because it would take the room of these requests.
         self._passed_over: dict[str, int] = {}
         self._zeroed = [manager.records_new_block_ids for manager in self.coordinator.single_type_managers]
         self._new_block_ids: list[int] = []  # new blocks of `_zeroed` groups since vLLM's last request
@@ -122,7 +122,7 @@ class QuireCacheManager(KVCacheManager):
                 held.request.next_decode_eligible_step = self._scheduler.current_step + 1
 
     def _upcoming(self) -> list[Prompt]:
-        """Returns the prompts that this turn may admit, so that one step can ask for all of them."""
+        """Returns the prompts that this turn may admit, so that one step asks for all of them."""
         scheduler, prompts = self._scheduler, list[Prompt]()
         seats = min(scheduler.max_num_running_reqs - len(scheduler.running), PROMPTS_PER_STEP)
         budget = scheduler.max_num_scheduled_tokens

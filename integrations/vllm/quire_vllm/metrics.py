@@ -41,7 +41,7 @@ OF_POOLS: Final = frozenset(
 
 
 class EngineCollector(Collector):
-    """Reads the pool of an engine at scrape. It runs in the metrics server's thread.
+    """Reads the pool of an engine at scrape. The method runs in the metrics server's thread.
 
     A pool in this process has the allocator's metrics. A pool at an allocator has them there.
     """

@@ -31,8 +31,8 @@ class Options:
         allocator: address of an allocator; empty for Quire's core in this process.
         pool: name of the pool at the allocator; each data-parallel rank needs its own.
         namespace: the namespace of shared prefixes.
-        open_timeout_s: how long to wait at the start for an allocator that is down, or a pool that another engine has.
-        metrics: host:port of this process's `/metrics`; empty for none. Each engine of a host needs its own.
+        open_timeout_s: how long to wait at the start if the allocator is down, or another engine owns the pool.
+        metrics: host:port of this process's `/metrics`; empty for none. Each engine of a host needs its own address.
     """
 
     allocator: str = ""

@@ -1,7 +1,7 @@
 """The plugin for `vllm.general_plugins`. vLLM calls it in each of its processes if this package is installed.
 
-It changes nothing: `--scheduler-cls` chooses the scheduler, and engines with vLLM's own are not affected. In a process
-that will use Quire's scheduler, it logs early what that scheduler would refuse at its start.
+The plugin changes nothing: `--scheduler-cls` chooses the scheduler, and engines with vLLM's own are not affected. In a
+process that will use Quire's scheduler, it logs early the settings that this scheduler would refuse at its start.
 """
 
 from __future__ import annotations

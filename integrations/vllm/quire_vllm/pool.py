@@ -15,7 +15,7 @@ KINDS: Final = {  # vLLM's specification -> kind of Quire's group, attribute tha
 
 
 # A state holds all that its layers know of the tokens before it, and lies in the block of the last token. So a prompt
-# that continues needs exactly one block of the prefix, which is what a window of 2 tokens needs: it reads one token
+# that continues needs exactly one block of the prefix. A window of 2 tokens needs the same, because it reads one token
 # back.
 STATE_WINDOW: Final = 2
 
@@ -38,8 +38,8 @@ class PoolShape(NamedTuple):
     """The pool's shape for both kinds of pools; fields as in `quire.PoolSpec`.
 
     `chunk_token_count` is the largest part of a prompt that unfinished turns compute while blocks fall out of windows.
-    It is 0 without windows: prompts then get all blocks at once. With `caches_states`, a prompt's pass ends at the next
-    block edge at the latest.
+    The chunk is 0 without windows: prompts then get all blocks at once. With `caches_states`, a prompt's pass ends at
+    the next block edge at the latest.
     """
 
     block_count: int
@@ -54,7 +54,7 @@ class PoolShape(NamedTuple):
 
     @property
     def edge_tokens(self) -> int:
-        """Returns the number of tokens after which blocks of all groups end."""
+        """Returns the number of tokens after which the blocks of all groups end together."""
         return math.lcm(*[group.block_size for group in self.groups])
 
     @property

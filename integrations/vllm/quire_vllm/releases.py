@@ -94,7 +94,7 @@ REQUEST_FIELDS: Final = (
 
 
 class UnsupportedError(RuntimeError):
-    """This engine cannot run on Quire. The message names the unsupported part and the remedy."""
+    """An engine with these settings cannot run on Quire. The message names the unsupported part and the remedy."""
 
 
 def check_release() -> None:
@@ -120,7 +120,7 @@ def check_release() -> None:
     moved += [f"Scheduler.{name}" for name in SCHEDULER_FIELDS if f"self.{name}" not in source]
     moved += [f"Request.{name}" for name in REQUEST_FIELDS if name not in given]
     if moved:
-        raise UnsupportedError(f"vLLM {release} lacks what quire_vllm needs: {', '.join(moved)}")
+        raise UnsupportedError(f"vLLM {release} lacks functions that quire_vllm needs: {', '.join(moved)}")
 
 
 def _moved(owner: type, methods: dict[str, tuple[str, ...]]) -> list[str]:

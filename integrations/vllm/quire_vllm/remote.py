@@ -8,7 +8,7 @@ The stream is a `quire.session.Session` in its own thread. The scheduler's threa
     3. alone   continues the turn without an answer: requests with room run, the others are passed over
 
 So a dead allocator costs one wait of `WAIT_S`. Requests run for about `AHEAD_TOKENS` more tokens. They continue when
-the allocator answers again, or its successor does after a report of the pages.
+the allocator answers again, or a new one has a report of the pages.
 
 Prompts are granted as if each was requested in its turn. A refusal counts for one turn. The prompt is requested again
 when the missing blocks are free. No prompt is admitted after a refused one. Room ahead takes only a part of the pool,
@@ -44,8 +44,8 @@ class PoolLostError(RuntimeError):
 
 
 class Table:
-    """The state of one sequence: its blocks in each group, the blocks that vLLM does not know yet, the tokens that it
-    may hold and has asked for, and the free blocks that its refused request needs (0 without a refusal)."""
+    """The state of one sequence: its blocks in each group, the blocks that vLLM does not know yet, the granted and the
+    requested tokens, and the free blocks that its refused request needs (0 without a refusal)."""
 
     __slots__ = ("asked", "blocks", "enough", "new", "room")
 
@@ -111,7 +111,7 @@ class RemotePool:
         self._tables: dict[int, Table] = {}
         # request -> the allocator's answer, None before it comes. A refusal is forgotten when the next turn begins.
         self._prompts: dict[str, GrowOutcome | None] = {}
-        self._dropped: set[str] = set()  # requests whose answer is no longer wanted
+        self._dropped: set[str] = set()  # requests that no longer need their answer
         self._enough: dict[str, int] = {}  # refused prompt -> free blocks that it needs
         self._commits: dict[int, tuple[int, bytes]] = {}
         self._frees: list[int] = []
@@ -156,8 +156,8 @@ class RemotePool:
         return min(AHEAD_TOKENS, max(0, blocks // self._increment.block_count - 1) * self._increment.token_count)
 
     def _asks(self, decoding: Sequence[Decoding[int]], free: int) -> list[tuple[int, int]]:
-        """Returns the requests of running sequences. If the pool is too small for room ahead, they are the next turn's
-        needs, so that the next turn does not wait."""
+        """Returns the requests of running sequences. If the pool is too small for room ahead, it asks for the next
+        turn's needs, so that the next turn does not wait."""
         if free and not self._ahead_tokens:
             soon = [each._replace(length=min(each.length + 1, each.last)) for each in decoding]
             needed = sum(each.lacks_room for each in soon) * self._increment.block_count
@@ -268,8 +268,8 @@ class RemotePool:
         self._commits[sequence_id] = token_count, self._commits.get(sequence_id, (0, b""))[1] + digests
 
     def free(self, sequence_id: int) -> None:
-        """Drops a sequence with the next step. Without any sequence left, it sends a step at once, because an idle
-        engine has no turns."""
+        """Drops a sequence with the next step. If no sequence is left, a step is sent at once, because an idle engine
+        has no turns."""
         del self._tables[sequence_id]
         self._frees.append(sequence_id)
         if not self._tables:
@@ -368,7 +368,7 @@ class RemotePool:
             for grown in outcome.grows:
                 if grown.sequence_id in sent.prompts:
                     self._take_prompt(sent.prompts[grown.sequence_id], grown)
-                elif grown.sequence_id in self._tables:  # Others were freed meanwhile.
+                elif grown.sequence_id in self._tables:  # Other sequences were freed in the meantime.
                     self._take_room(self._tables[grown.sequence_id], grown)
 
     def _take_prompt(self, key: str, grown: GrowOutcome) -> None:

@@ -49,8 +49,8 @@ class _OnQuire(Scheduler):
         )
 
     def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
-        """Skips, for this turn, a request whose prefix another request computes right now. vLLM calls this method right
-        after each lookup. A request that waits for an image holds no blocks meanwhile."""
+        """Skips a request for this turn if another request is computing its prefix. vLLM calls this method right after
+        each lookup. A request that waits for an image holds no blocks during that time."""
         if self.kv_cache_manager.is_passed_over(request):
             return True
         if not super()._ec_transfer_pending(request, num_computed_tokens):

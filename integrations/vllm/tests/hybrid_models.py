@@ -1,4 +1,4 @@
-"""Small models of random weights whose layers keep different things: windows, chunks, states."""
+"""Small models of random weights with layers of different kinds: windows, chunks, states."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ environment.
 
     python image_model.py FOLDER
 
-It is a BLIP-2, because vLLM reads BLIP-2's images without torchvision, which does not exist for that environment's
-torch.
+The model is a BLIP-2, because vLLM reads BLIP-2's images without torchvision, which does not exist for that
+environment's torch.
 """
 
 from __future__ import annotations

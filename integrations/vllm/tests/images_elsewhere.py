@@ -1,4 +1,6 @@
-"""An encoder connector for vLLM's scheduler. It acts as if images came from another process, without a transfer."""
+"""An encoder connector for vLLM's scheduler. The connector acts as if images came from another process, without a
+transfer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 
 
 class ImagesElsewhere(ECConnectorBase):
-    """Decides when images are there. No encoder computes them here, and no worker loads them."""
+    """Decides when images arrive. No encoder computes them here, and no worker loads them."""
 
     def __init__(self, *, are_there: Callable[[], bool]) -> None:  # The base class needs a configuration.
         self._are_there = are_there

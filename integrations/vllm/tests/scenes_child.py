@@ -197,7 +197,7 @@ def seeds_of_random_requests(cast: Cast, *, seeds: int = 3, count: int = 300, **
 
 
 def random_requests(cast: Cast, seed: int, count: int, **options: Any) -> dict[str, Any]:
-    """Plays random requests; one in five is aborted at some time. They are chats, so many share a prefix."""
+    """Plays random requests; one in five is aborted at some time. The requests are chats, so many share a prefix."""
     rng, stage = random.Random(seed), Stage(cast, **{"is_patient": True, **options}, budget=64, seqs=12)
     chats = [text(number, 24) for number in range(12)]
     aborted: set[str] = set()

@@ -41,7 +41,7 @@ STATISTICS: Final = ("requests", "queries", "hits", "preempted_requests", "preem
 
 
 class Cast(NamedTuple):
-    """Two scheduler classes, and the folder of the model whose configuration they read. The second class schedules
+    """Two scheduler classes, and the folder with the model's configuration for them. The second class schedules
     ahead."""
 
     scheduler: Any
@@ -58,8 +58,8 @@ class Stage:
         statistics: vLLM's own counts of the prefix cache, by `STATISTICS`.
         events: vLLM's KV cache events of each block that could be hit.
 
-    If `is_patient`, a pass takes longer than an allocator's answer, like a model's pass. Else the next turn begins at
-    once.
+    If `is_patient`, a pass takes longer than an allocator's answer, like a model's pass. Otherwise the next turn begins
+    at once.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Stage:
         return events
 
     def run(self, seconds_max: float = 60.0) -> None:
-        """Runs until no request is left. If nothing can be scheduled, it pauses as vLLM's engine does."""
+        """Runs until no request is left. If nothing can be scheduled, the loop pauses as vLLM's engine does."""
         deadline = time.monotonic() + seconds_max
         while self.scheduler.has_unfinished_requests():
             assert time.monotonic() < deadline, "requests are left that never end"
@@ -222,7 +222,7 @@ class Stage:
         self.scheduler.finish_requests(list(names), RequestStatus.FINISHED_ABORTED)
 
     def told(self) -> dict[str, Any]:
-        """Returns the comparable results, when no request holds blocks any more."""
+        """Returns the comparable results, after every request has given its blocks back."""
         self.run()
         held, manager = held_at_allocator(), self.scheduler.kv_cache_manager
         deadline = time.monotonic() + 5

@@ -19,7 +19,7 @@ pytestmark = [
 PLENTY, FEW = 1024, 40  # blocks: for all prompts of a pass at once, and for a third of them
 APART = prompts(24, 128)
 SHARED = prompts(24, 128, common=96)
-SAME = prompts(1, 70) * 12  # All twelve compute the same blocks side by side, also in decode.
+SAME = prompts(1, 70) * 12  # All twelve prompts compute the same blocks in one pass, also in decode.
 
 SCENES: Final[dict[str, dict[str, Any]]] = {
     "prompts of their own": {"blocks": PLENTY, "passes": [APART, APART]},

@@ -1,4 +1,4 @@
-"""vLLM's own KV cache events, statistics and resets on Quire's blocks, beside those of its own manager.
+"""vLLM's own KV cache events, statistics and resets on Quire's blocks, compared with its own manager.
 
 Run by `make test-vllm`.
 """
@@ -24,7 +24,7 @@ SHARED, APART = prompts(12, 128, common=96), prompts(12, 128)
 PLENTY: dict[str, Any] = {"blocks": 1024, "new_tokens": 8, "passes": [SHARED, SHARED], "events": True, "again": True}
 FEW: dict[str, Any] = {**PLENTY, "blocks": 30, "passes": [SHARED, APART]}
 OURS = "quire_vllm.QuireScheduler"
-SEED = {"PYTHONHASHSEED": "0"}  # Else hashes differ between processes.
+SEED = {"PYTHONHASHSEED": "0"}  # Otherwise hashes differ between processes.
 
 
 def jobs(scheduler: str | None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Further features beside vLLM's own manager: prompt lookup, LoRA adapters, images.
+"""Further features, compared with vLLM's own manager: prompt lookup, LoRA adapters, images.
 
 Run by `make test-vllm`.
 """

@@ -1,4 +1,5 @@
-"""Models with several groups (windows, chunks, recurrent states) on Quire's blocks, beside vLLM's own hybrid manager.
+"""Models with several groups (windows, chunks, recurrent states) on Quire's blocks, compared with vLLM's own hybrid
+manager.
 
 Run by `make test-vllm`. The models (`hybrid_models.py`) are small, with random weights. Windows have two blocks.
 """

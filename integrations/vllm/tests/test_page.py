@@ -88,7 +88,9 @@ def answers(url: str) -> bool:
 
 
 def output_of(line: str, **environment: str) -> str:
-    """Runs one of the page's commands beside the servers; returns its output. `watch` is ended after its first line."""
+    """Runs one of the page's commands while the servers run; returns its output. `watch` is ended after its first
+    line.
+    """
     words = shlex.split(line)
     command = [sys.executable, "-m", "quire.cli", *words[1:]] if words[0] == "quire" else words
     with subprocess.Popen(

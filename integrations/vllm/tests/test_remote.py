@@ -1,4 +1,4 @@
-"""vLLM's engine on the blocks of an allocator process, which may be killed meanwhile. Run by `make test-vllm`."""
+"""vLLM's engine on the blocks of an allocator process that may be killed during the test. Run by `make test-vllm`."""
 
 from __future__ import annotations
 

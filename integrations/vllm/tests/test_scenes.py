@@ -141,7 +141,7 @@ RANDOM: Final = (
     "windows as vLLM keeps them",
     "states as vLLM keeps them",
 )
-HURRY: Final = "in a hurry"  # a play whose turns do not wait for the allocator's answers
+HURRY: Final = "in a hurry"  # a play with turns that do not wait for the allocator's answers
 TURNS_OVER_STOCK_MAX: Final = 1.02
 PREEMPTIONS_OVER_STOCK_MAX: Final = 1.05
 PREEMPTIONS_ELSEWHERE_AHEAD_MAX: Final = 1.15  # for passes ahead, allocator in another process

@@ -1,6 +1,6 @@
 """vLLM's OpenAI server on an allocator that is killed -9 during 1,000 random requests; some callers leave early.
 
-Another allocator replaces it. Answers, cached tokens and metrics are compared with those of vLLM alone.
+Another allocator replaces it. Answers, cached tokens and metrics are compared with vLLM alone.
 
 Takes minutes; run by `make test-vllm-long`.
 """

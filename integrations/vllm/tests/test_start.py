@@ -45,12 +45,12 @@ def test_another_release_is_refused_unless_asked_for() -> None:
 def test_a_name_that_moved_is_refused_by_name() -> None:
     said = checked("del KVCacheManager.new_step_starts; KVCacheManager.free = lambda self, req: None")
     assert said.startswith("REFUSED")
-    assert said.endswith("lacks what quire_vllm needs: KVCacheManager.new_step_starts, KVCacheManager.free")
+    assert said.endswith("lacks functions that quire_vllm needs: KVCacheManager.new_step_starts, KVCacheManager.free")
 
 
 def test_a_name_of_the_block_pool_that_moved_is_refused_by_name() -> None:
     said = checked("from vllm.v1.core.block_pool import BlockPool; del BlockPool._build_block_stored_event")
-    assert said.endswith("lacks what quire_vllm needs: BlockPool._build_block_stored_event")
+    assert said.endswith("lacks functions that quire_vllm needs: BlockPool._build_block_stored_event")
 
 
 PLUGIN = """

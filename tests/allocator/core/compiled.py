@@ -17,7 +17,7 @@ T = TypeVar("T")
 def what_if(thing: T, look: Callable[[T], list[int]]) -> list[int]:
     """Returns the result of `look`, which may change `thing`; every change is undone.
 
-    Objects of extension modules cannot be copied, so a forked process looks at those.
+    Objects of extension modules cannot be copied, so a forked process looks at the originals.
     """
     if not IS_COMPILED:
         return look(copy.deepcopy(thing))

@@ -1,4 +1,4 @@
-"""Planted errors in the rules of eviction and of trimming; `test_eviction_rules.py` has the rules."""
+"""Planted errors in the rules of eviction and trimming. `test_eviction_rules.py` has the rules."""
 
 from __future__ import annotations
 

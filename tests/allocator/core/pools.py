@@ -154,7 +154,7 @@ def published(scope: Any) -> dict[tuple[int, bytes], tuple[list[int], int]]:
 
 
 def positions_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list that gets every position at which scopes look for a unit from now on; empty if compiled."""
+    """Returns a list that collects every position where scopes look for a unit from now on; empty if compiled."""
     asked, find = list[int](), UnitScope.find
 
     def count(self: UnitScope, position: int, digest: bytes) -> Unit | None:

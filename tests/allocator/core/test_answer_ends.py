@@ -173,7 +173,7 @@ def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
         retention = pool.coordinator.retention
         stop = max(stops_of(pool).values(), key=lambda each: each.token_count)
         burdens.append((stop.token_count, retention.worth.burden(stop.runs[0])))
-    assert burdens == [(24, 1), (40, 1)]  # one own block leads two blocks of states
+    assert burdens == [(24, 1), (40, 1)]  # one own block, and two led blocks of states
 
 
 def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:

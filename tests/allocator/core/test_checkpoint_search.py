@@ -1,4 +1,4 @@
-"""A lookup of states finds the deepest checkpoint of a prompt, whatever is published at other depths."""
+"""A lookup of states finds the deepest checkpoint of a prompt, regardless of other published depths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction learns from prompts of which full attention has more than the other groups can serve."""
+"""Eviction learns from prompts that hit more in full attention than other groups can serve."""
 
 from __future__ import annotations
 

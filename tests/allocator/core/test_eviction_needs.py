@@ -1,4 +1,4 @@
-"""Evictions are counted by the namespace that lost the blocks and by the one that they were evicted for."""
+"""Evictions are counted by the namespace that lost the blocks, and by the namespace that needed them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def leave(pool: Pool, letters: str, namespace: str) -> None:
 
 
 def needs(pool: Pool) -> tuple[int, int, dict[tuple[str, str], int]]:
-    """Returns the evicted blocks: all, those beyond quotas, and those of other namespaces."""
+    """Returns the number of evicted blocks: all, those beyond quotas, and those of other namespaces."""
     blocks = pool.blocks
     invariants.check(pool)
     assert blocks.foreign_evicted_count == sum(blocks.foreign_evictions.values())

@@ -1,4 +1,4 @@
-"""Prefixes that callers ask to keep are evicted last of those that the policy ranks, for a time and under a share."""
+"""Prefixes that callers ask to keep are evicted after all other ranked ones, for a time and within a share."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def partings_of(pool: Pool) -> Partings:
 
 
 def seen(pool: Pool) -> tuple[float, float]:
-    """Counts the prompts that parted late, and those that parted inside others."""
+    """Counts the prompts that diverged late, and the prompts that diverged inside others."""
     partings = partings_of(pool)
     assert partings.again == 0
     return partings.late - LATE_BELIEVED, partings.inside

@@ -72,8 +72,7 @@ def test_what_is_cached_of_a_prompt_counts_towards_its_fit() -> None:
     assert (answer.result, answer.matched_token_count) == (Result.OK, 16)
     assert len(answer.blocks[0]) == 4  # the hit is longer than the chunk
     assert pool.sequences[2].promised == 1
-    # The whole prompt counts as queried, whatever its first chunk is: 16 tokens of the first sequence, 20 of the
-    # second.
+    # The whole prompt counts as queried, not only its first chunk: 16 tokens of the first sequence, 20 of the second.
     assert (pool.queried_token_count, pool.matched_token_count) == (36, 16)
 
 
@@ -319,7 +318,7 @@ def test_a_block_that_growing_leaves_behind_counts_too() -> None:
 
 
 def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> None:
-    # The copy is held instead of the checkpoint, not beside it.
+    # The copy is held in place of the checkpoint, not in addition to it.
     pool = quota_pool(8, full(4), state(4), held_blocks_max=3)
     computed(pool, 1, "ab", namespace="blue")
     assert pool.blocks.namespaces["blue"].held_count == 3

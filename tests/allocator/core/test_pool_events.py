@@ -164,7 +164,7 @@ def test_the_next_commit_of_a_window_is_an_event_without_a_parent() -> None:
     pool.allocate(1, 128)
     commit(pool, 1, "ab", 20)
     commit(pool, 1, "abcdef", 50)
-    # Windowed groups name no parents: a block is found by its own digest, whatever became of the one before.
+    # Windowed groups name no parents: a block is found by its own digest, even if the previous block was evicted.
     assert all_told(pool) == [("STORED", "ab", 0, "", 0), ("STORED", "cdef", 2, "", 0)]
 
 
@@ -254,7 +254,7 @@ def test_the_log_keeps_no_more_than_twice_the_digests_that_it_counts() -> None:
     pool.free(1)
     for sequence_id in range(
         2, 802, 200
-    ):  # each takes a few blocks from the end of the long run, and the next hit cuts it anew
+    ):  # each takes a few blocks from the end of the long run, and the next hit cuts the run again
         pool.allocate(sequence_id, 4 * 4)
         pool.free(sequence_id)
         pool.allocate(sequence_id + 100, 4 * 20, d(letters))

@@ -174,7 +174,7 @@ def test_a_watcher_is_told_of_all_positions_while_units_and_stretches_become_eac
 
 @pytest.mark.parametrize("seed", range(6))
 def test_digests_that_stand_for_no_prefix_break_nothing(seed: int) -> None:
-    """An owner whose digests repeat at random harms its own hits, and no invariant."""
+    """An owner with randomly repeating digests harms its own hits, but no invariant."""
     dice = random.Random(seed)
     spec = PoolSpec(60, (full(2), sliding(2, 5), chunked(2, 4)), retention=dice.choice(("auto", "dense")))
     pool, next_id = Pool(spec), 1

@@ -117,7 +117,7 @@ def test_a_fork_announces_nothing() -> None:
 
 
 def eight_at_once(pool: Pool, letters: str, prompt: int, chunk: int) -> list[int]:
-    """Runs eight identical prompts; waiting ones ask again every step. Returns the tokens that each one computed."""
+    """Runs eight identical prompts; waiting ones ask again at every step. Returns the tokens that each one computed."""
     waiting, running, computed_by = list(range(1, 9)), [], []
     for _ in range(60):
         for _ in list(waiting):

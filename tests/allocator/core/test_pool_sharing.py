@@ -101,8 +101,8 @@ def test_freeing_one_side_of_a_fork_leaves_the_other_whole() -> None:
 
 
 def half_borrowed() -> Pool:
-    """Returns a pool in which sequence 2 has 6 tokens in blocks 0 and 1. Sequence 1 then filled and published block
-    1."""
+    """Returns a pool with sequence 2 that has 6 tokens in blocks 0 and 1. Sequence 1 then filled and published
+    block 1."""
     pool = make_pool()
     pool.allocate(1, 8)
     commit(pool, 1, "a", 6)
@@ -200,7 +200,7 @@ def test_the_source_of_a_copy_is_never_granted_by_the_same_operation() -> None:
     pool.commit(1, 4, d("a"))
     pool.free(1)  # block 0: published, held by the child alone
     before = everything(pool)
-    # Two blocks are enough in the end, but the copy needs a third meanwhile: NO_SPACE, not TOO_LONG.
+    # Two blocks are enough in the end, but the copy needs a third for a moment: NO_SPACE, not TOO_LONG.
     assert grow(pool, 2, 8) == GrowResult(Result.NO_SPACE, shortfall=1)
     assert everything(pool) == before
     assert grown(pool, 2, 4) == ([1], [Copy(0, 1)])

@@ -31,7 +31,7 @@ def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[list[int
 
 
 def checkpoints(pool: Pool, letters: str) -> list[int]:
-    """Returns the digest blocks after which a state alone could continue."""
+    """Returns the digest blocks where a state alone could continue."""
     scope = pool.blocks.namespaces[""].scopes[-1]
     found = [(unit.first_position, unit.first_digest) for unit in scope.units()]  # type: ignore[attr-defined]
     return sorted(count for count, digest in found if d(letters)[32 * count - 32 : 32 * count] == digest)
@@ -70,7 +70,7 @@ def test_a_commit_that_passes_a_multiple_makes_none() -> None:
 
 
 def test_no_checkpoint_is_made_while_tokens_beyond_it_are_granted() -> None:
-    # They may be computed without another request, and would overwrite the published state.
+    # The tokens may be computed without another request, and would overwrite the published state.
     pool = make_pool(4, state(4))
     pool.allocate(1, 8)
     commit(pool, 1, "a", 4)

@@ -1,5 +1,6 @@
-"""A commit that lacks digests of some of its blocks publishes those before them, whatever the groups; the rest stays
-the sequence's own. Owners cannot send one: the wire refuses it."""
+"""A commit without digests of some blocks publishes the blocks before them, for all groups. The other blocks stay the
+sequence's own. Owners cannot send one: the wire refuses it.
+"""
 
 from __future__ import annotations
 

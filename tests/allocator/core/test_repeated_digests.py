@@ -28,7 +28,7 @@ def published(pool: Pool, sequence_id: int, digests: bytes) -> list[tuple[int, i
 
 
 def both(group: GroupSpec) -> Pool:
-    """Returns a pool in which sequence 1 has `SHORT` and sequence 2 has `LONG`."""
+    """Returns a pool where sequence 1 has `SHORT` and sequence 2 has `LONG`."""
     pool = make_pool(16, group, retention="dense")
     assert published(pool, 1, SHORT) == published(pool, 2, LONG) == []
     return pool
@@ -40,7 +40,7 @@ def hits(pool: Pool) -> list[bytes]:
 
 
 def place(group: GroupSpec, digests: bytes) -> int:
-    """Returns the position at which the last digest of a text is published."""
+    """Returns the position of the published block with the last digest of a text."""
     return len(digests) // 32 - (group == sliding(4, 4))
 
 

@@ -1,5 +1,4 @@
-"""The checkpoints of states that stay cached, and the blocks with which they are evicted. Numbers worked out by
-hand."""
+"""Checkpoints of states stay cached, and are evicted together with their blocks. Numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ THREE_STATES = (full(4), *(state(16),) * 3)
 
 
 def without_early_ends(pool: Pool) -> Pool:
-    """Returns the pool, whose prompts then leave states only at ends, junctions and multiples of the interval."""
+    """Returns the pool. Its prompts leave states only at ends, junctions and multiples of the interval."""
     pool.coordinator.retention.rules.foresees = False
     return pool
 
 
 def serve(pool: Pool, digests: bytes, token_count: int) -> int:
-    """Allocates, computes and frees a prompt whose passes end at its stops and at every 16 tokens; returns the hit
+    """Allocates, computes and frees a prompt with passes that end at its stops and at every 16 tokens; returns the hit
     tokens."""
     number, size = pool.last_sequence_id + 1, pool.digest_tokens
     own = digests[: token_count // size * 32]

@@ -63,7 +63,7 @@ class RunningAllocator:
 
     @contextlib.asynccontextmanager
     async def from_elsewhere(self, number: int) -> AsyncIterator[RunningAllocator]:
-        """Yields this allocator as another caller reaches it, over a connection of its own."""
+        """Yields this allocator on a separate connection, as another caller has."""
         options = [*MESSAGE_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("number", number)]
         async with aio.insecure_channel(self.address, options=options) as channel:
             yield replace(self, stub=pb_grpc.AllocatorServiceStub(channel))
@@ -124,8 +124,8 @@ def refused(reason: Reason, message: str = "") -> Iterator[pytest.ExceptionInfo[
 
 
 class UnaryOwner(OneByOne):
-    """The owner of a unary session, which remembers its id and numbers the steps. It leaves checks of ids to the
-    allocator."""
+    """The owner of a unary session, which remembers its id and numbers the steps. The driver leaves checks of ids to
+    the allocator."""
 
     def __init__(self, allocator: RunningAllocator, session_id: bytes, group_count: int = 1) -> None:
         super().__init__(self)
@@ -206,7 +206,7 @@ class StreamOwner:
         return await self.receive()
 
     async def attach(self, **fields: Any) -> pb.SessionReply:
-        """Attaches; unnamed fields are those of a first attach to pool "a"."""
+        """Attaches; omitted fields have the values of a first attach to pool "a"."""
         defaults: dict[str, Any] = {"version": 3, "pool": "a", "incarnation": b"1" * 16, "epoch": 1, "window": 4}
         fields = {**defaults, "spec": spec(), **fields}
         reply = await self.exchange(pb.SessionRequest(attach=pb.Attach(**fields)))

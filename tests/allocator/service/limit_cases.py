@@ -31,7 +31,7 @@ def remembering(look: Callable[[], None]) -> Iterator[None]:
 
 
 def last() -> None:
-    """Marks that the next request is the one that reaches the limit."""
+    """Marks that the next request reaches the limit."""
     for look in _before_last:
         look()
 

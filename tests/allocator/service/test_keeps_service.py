@@ -1,4 +1,4 @@
-"""A free that asks to keep what its sequence published, over the stream of a running allocator."""
+"""A free that asks to keep its sequence's published blocks, over the stream of a running allocator."""
 
 from __future__ import annotations
 

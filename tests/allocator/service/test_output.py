@@ -1,4 +1,4 @@
-"""An allocator whose output is not read: it keeps serving, counts the lost lines, and ends on request."""
+"""An allocator with unread output continues to serve, counts the lost lines, and ends on request."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ async def allocator() -> AsyncIterator[RunningAllocator]:
 
 
 class Watch:
-    """A watcher, and its view of what can be hit."""
+    """A watcher, and its view of the hittable blocks."""
 
     def __init__(self, allocator: RunningAllocator, session_id: bytes = b"", cursor: int = 0, pool: str = "a") -> None:
         request = pb.WatchEventsRequest(pool=pool, session_id=session_id, cursor=cursor)
@@ -216,7 +216,7 @@ async def test_a_watcher_far_behind_is_served_in_turns_until_it_has_caught_up(
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    for sequence_id, letters in enumerate("cdefghij", 2):  # each sequence evicts the blocks of the one before
+    for sequence_id, letters in enumerate("cdefghij", 2):  # each sequence evicts the blocks of the previous one
         await owner.allocate(sequence_id=sequence_id, token_count=4, digests=d(letters))
         await owner.commit(sequence_id=sequence_id, token_count=4, digests=d(letters))
         await owner.free(sequence_id=sequence_id)

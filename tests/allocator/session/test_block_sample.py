@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 class Scene:
-    """A pool whose metrics take in each step, at a time that tests set."""
+    """A pool with metrics that take in each step, at a time that tests set."""
 
     def __init__(self, block_count: int = 8, *groups: GroupSpec) -> None:
         self.pool = make_pool(block_count, *(groups or (full(BLOCK),)))
@@ -177,8 +177,7 @@ def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_model_says_what_a_larger_pool_hits(seed: int, size: int) -> None:
-    """Compares the model of a small pool with a real pool of the modelled size and the same policy, on chats in
-    turn."""
+    """Compares the model of a small pool with a real pool of the same size and policy, on chats that take turns."""
     print("seed", seed)
     rng, small, large = random.Random(seed), Scene(96), Scene(96 * size)
     chats = [f"{rng.random()}" for _ in range(40)]
@@ -195,7 +194,9 @@ def test_the_model_says_what_a_larger_pool_hits(seed: int, size: int) -> None:
 
 @pytest.mark.parametrize("groups", [(full(BLOCK),), (full(BLOCK), state(64))], ids=["attention", "hybrid"])
 def test_few_prompts_of_a_large_pool_are_followed_all(groups: tuple[GroupSpec, ...]) -> None:
-    """A system prompt of two blocks in a pool of 16,384: in one of 32 such pools alone would a 64th have seen it."""
+    """A system prompt of two blocks in a pool of 16,384 blocks: only one of 32 such pools would have it in a sample of
+    a 64th.
+    """
     scene = Scene(16_384, *groups)
     for letter in "abcdefgh":
         scene.run(d("sy" + letter))

@@ -1,4 +1,6 @@
-"""Both sides' state machines together, without a wire: sequences of events that a gRPC stream cannot easily produce."""
+"""The owner's and the allocator's state machines without a wire: sequences of events that a gRPC stream cannot easily
+produce.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def owner(name: str = "pool", window: int = 1) -> PoolOwner:
 
 
 def run(machine: SessionMachine, side: PoolOwner, now: float = 0.0) -> list[Answer]:
-    """Lets both sides talk until neither has anything to say; returns the answers."""
+    """Passes messages until both machines are quiet; returns the answers."""
     answers = []
     while side.outbox:
         for reply in machine.receive(side.outbox.popleft(), now):

@@ -56,7 +56,7 @@ def attached(sessions: SessionRegistry, name: str) -> tuple[SessionMachine, Pool
 
 
 def claimed(sessions: SessionRegistry, name: str, now: float = 0.0) -> SessionMachine:
-    """Returns a stream that has a place for its report, and has sent none of it."""
+    """Returns a stream that occupies a place for its report, and has sent none of it."""
     side, stream = owner(name, last_step=7), SessionMachine(sessions)
     side.attach()
     stream.receive(side.outbox.popleft(), now)

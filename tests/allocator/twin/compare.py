@@ -1,4 +1,4 @@
-"""A pool and its twin side by side: one call does an operation on both, another compares all that can be seen."""
+"""Compares a pool with its twin: one call does an operation on both, another compares all observable state."""
 
 from __future__ import annotations
 

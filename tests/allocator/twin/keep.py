@@ -1,4 +1,4 @@
-"""Slots that callers ask to keep; the twin looks at every one."""
+"""Slots that callers ask to keep. The twin checks every slot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.allocator.twin.state import Slot, TwinSequence, TwinState
 
 
 def keep(pool: TwinState, retention: TwinRetention, sequence: TwinSequence, keep_ms: int, token_count: int) -> None:
-    """Asks to keep what a hit of the sequence's first tokens would take, if that fits its namespace's share."""
+    """Asks to keep the hit of the sequence's first tokens, if it fits into its namespace's share."""
     slots = _slots_at(pool, retention, sequence, token_count or sequence.committed)
     kept = [slot for slot in pool.published if slot.namespace == sequence.namespace and is_kept(pool, slot)]
     wanted = {id(slot): slot for slot in (*kept, *slots)}
@@ -24,7 +24,7 @@ def is_kept(pool: TwinState, slot: Slot) -> bool:
 
 
 def rank(pool: TwinState, retention: TwinRetention, slot: Slot) -> tuple[float, int]:
-    """Returns a number that is smallest for what leaves first, and until when it is kept."""
+    """Returns the key of the order of eviction, and the time until when the slot is kept."""
     worth = retention.worth(slot)
     return (worth + 0.5, slot.keep_until) if worth == RANKED and is_kept(pool, slot) else (worth, 0)
 

@@ -1,4 +1,4 @@
-"""Slots of append-only pools that stay in a table beside their twin, the slot that is published in their place."""
+"""Slots of append-only pools that stay in a table although another slot, their twin, is published in their place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
-    """Puts the published slot into the table, with the blocks that the table had there. Its own blocks are given up."""
+    """Puts the published slot into the table, with the blocks that the table had there. The sequence's own blocks are
+    given up.
+    """
     own = table[index]
     assert own is not None
     table[index], own.twin = other, None
@@ -20,7 +22,7 @@ def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
 
 
 def keep_or_exchange(pool: TwinPool, table: list[Slot | None], index: int, other: Slot) -> bool:
-    """Keeps the own slot beside a slot that is already published, and returns True. If the published slot has no
+    """Keeps the own slot together with a slot that is already published, and returns True. If the published slot has no
     holders, exchanges it with the own one instead, and returns False."""
     own = table[index]
     assert own is not None
@@ -46,8 +48,7 @@ def count_tail(kind: Kind, slots: list[Slot], length: int, committed: int) -> in
 
 
 def release_kept(pool: TwinPool, slots: list[Slot]) -> list[Slot]:
-    """Releases slots with twins that are in no table any more, in this order; returns all other slots, and the
-    twins."""
+    """Releases slots with twins that are in no table, in this order; returns all other slots, and the twins."""
     for slot in slots:
         if slot.twin is not None:
             pool._released(slot)

@@ -1,5 +1,6 @@
-"""The owner's side of a simulation: texts, and physical blocks whose cells name the tokens that they were computed
-from."""
+"""The owner's memory in a simulation: texts, and physical blocks with cells that name the tokens they were computed
+from.
+"""
 
 from __future__ import annotations
 

@@ -89,8 +89,7 @@ class TwinPartings:
         *,
         is_whole: bool,
     ) -> None:
-        """Counts an admitted prompt of which full attention has `length` tokens; `is_whole` if that is its last
-        edge."""
+        """Counts an admitted prompt with `length` tokens in full attention; `is_whole` if that is its last edge."""
         full = [(number, kind) for number, kind in enumerate(self.pool.kinds) if kind.name == "full_attention"]
         if self.pool.is_dense or not length or not full:
             return

@@ -1,6 +1,6 @@
 """A slow, obvious model of a pool: lists, and every question answered by looking at everything.
 
-It shares no code with the core. Its data is in `state.py`, the rules of one kind of group in `kinds.py`.
+The twin shares no code with the core. Its data is in `state.py`, the rules of one kind of group in `kinds.py`.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class TwinPool(TwinState):
         return "OK", 0, None
 
     def _foreign(self, sequence: TwinSequence) -> list[Slot | None]:
-        """Returns, per kind, the slot that the next token goes into, if this sequence must not write it."""
+        """Returns, per kind, the slot of the next token, if this sequence must not write it."""
         slots: list[Slot | None] = []
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             position = kind.written_next(sequence.token_count)
@@ -291,7 +291,7 @@ class TwinPool(TwinState):
         return [self.empty.pop() for _ in range(count)]
 
     def _evict(self, candidates: list[Slot]) -> None:
-        """Evicts the slot released longest ago, or the one that the pool has chosen; never one with published
+        """Evicts the slot released longest ago, or the slot that the pool has chosen; never a slot with published
         descendants."""
         ranks = {id(slot): rank(self, self.retention, slot) for slot in candidates}
         candidates = [slot for slot in candidates if ranks[id(slot)] == min(ranks.values())]
@@ -335,7 +335,7 @@ class TwinPool(TwinState):
     def _publish(
         self, sequence: TwinSequence, number: int, position: int, digest: bytes, swaps: list[tuple[int, int, int]]
     ) -> Slot:
-        """Gives a slot its key, or replaces it by the slot that has this key already; returns the earlier slot."""
+        """Gives a slot its key, or replaces the slot by an earlier one with the same key; returns the earlier slot."""
         kind, table = self.kinds[number], sequence.tables[number]
         index = 0 if kind.name == "state" else position
         own = table[index]
@@ -372,7 +372,7 @@ class TwinPool(TwinState):
         sequence.token_count = until
 
     def _advance(self, sequence: TwinSequence) -> None:
-        """Advances announcements: published tokens are not pending any more."""
+        """Advances announcements: published tokens are no longer pending."""
         count = sequence.committed // self.digest_tokens
         if count >= len(sequence.announced):
             sequence.announced, sequence.places = [], []

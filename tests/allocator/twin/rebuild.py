@@ -46,7 +46,7 @@ class Node:
 
 
 class ReportedRunPart(NamedTuple):
-    """The `end` of a sequence's published part (None if it has none), and its own blocks beyond.
+    """The `end` of a sequence's published part (None if it has none), and its own blocks after that.
 
     Attributes:
         borrowed: the node as which the first of those blocks is published.

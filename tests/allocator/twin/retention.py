@@ -74,7 +74,9 @@ class TwinRetention:
     def set_stops(
         self, sequence: TwinSequence, digests: Sequence[bytes], length: int, prompt: int, junction: int
     ) -> tuple[int, ...]:
-        """Sets the stops of a new sequence. Its first `length` tokens are published, and it parts after them."""
+        """Sets the stops of a new sequence. Its first `length` tokens are published, and the prompt diverges after
+        them.
+        """
         end = sequence.prompt_end = self.edge_before(prompt - 1)
         if all(kind.keeps_prefixes for kind in self.pool.kinds):
             return ()
@@ -148,7 +150,7 @@ class TwinRetention:
                 self.slot_left(slot, path)
 
     def last_end(self, sequence: TwinSequence) -> int:
-        """Returns the last edge of a sequence, in tokens, at which a hit can end."""
+        """Returns the sequence's last edge, in tokens, where a hit can end."""
         if not any(kind.name == "state" for kind in self.pool.kinds):
             return self.edge_before(sequence.committed)
         lengths = [self.length(slot) for slot in self.checkpoints(sequence)]
@@ -160,7 +162,7 @@ class TwinRetention:
             self.make(sequence, edge)
 
     def end(self, stop: TwinStop) -> None:
-        """Ends a stop: no hit can end there any more."""
+        """Ends a stop, so that no hit can end there."""
         if self.is_gone(stop):
             return
         self.pool.stops.remove(stop)

@@ -1,4 +1,4 @@
-"""Runs the pool against its twin for as long as one likes, over all shapes, each history with a seed of its own.
+"""Runs the pool against its twin for any time, over all shapes, each history with a seed of its own.
 
 python -m tests.allocator.twin.run --events 1000000 --seed 7
 python -m tests.allocator.twin.run --shape "state with full" --seed 12     # replays one history

@@ -284,8 +284,8 @@ class Simulation(Comparison):
         return [self.random.randint(0, 1) for _ in range(length)]
 
     def _digests(self, numbers: list[int], start: int, end: int) -> list[bytes]:
-        """Returns the digests of the blocks that become full between two counts of tokens. A dishonest owner makes them
-        up: freely without windows, otherwise those of a text in which only the last token of each block counts."""
+        """Returns the digests of the blocks that become full between two counts of tokens. A dishonest owner invents
+        digests: freely without windows, otherwise from a text where only the last token of each block counts."""
         if self.shape.is_honest:
             return self.memory.digests(numbers, start, end)
         if any(kind.is_windowed for kind in self.twin.kinds):
@@ -323,7 +323,7 @@ class Simulation(Comparison):
         self._number(sequence_id)
 
     def _commit_to_stops(self, sequence_id: int) -> None:
-        """Ends passes at all stops at which later prompts may part, as far as there is room."""
+        """Ends passes at all stops where later prompts may diverge, as far as there is room."""
         sequence = self.twin.sequences[sequence_id]
         answers = [stop for stop in sequence.stops if stop > sequence.prompt_end]
         for end in sequence.stops[: len(sequence.stops) - len(answers) + self.random.randrange(4)]:

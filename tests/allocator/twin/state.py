@@ -131,14 +131,14 @@ class TwinState:
     # -- what can be observed ------------------------------------------------------------------------------------------
 
     def all_slots(self) -> Iterator[tuple[TwinSequence, Slot]]:
-        """Yields every table entry with a block, and the twins of those that have one."""
+        """Yields every table entry with a block, and the twin of each entry that has one."""
         for sequence in self.sequences.values():
             for table in sequence.tables:
                 yield from ((sequence, slot) for slot in table if slot is not None)
                 yield from ((sequence, slot.twin) for slot in table if slot is not None and slot.twin is not None)
 
     def holders(self, slot: Slot) -> int:
-        """Counts the tables that name a slot, or another slot whose twin it is."""
+        """Counts the tables that name a slot, or a slot that has it as twin."""
         return sum(held is slot for _, held in self.all_slots())
 
     def is_held(self, slot: Slot) -> bool:
@@ -213,8 +213,8 @@ class TwinState:
         raise AssertionError("the empty prefix always matches")
 
     def junction(self, namespace: str, digests: Sequence[bytes], matched: int) -> int:
-        """Returns the last edge after `matched` tokens up to which full attention alone would serve the prompt. Without
-        full attention, returns the last edge up to which some earlier prompt was the same. 0 if there is none."""
+        """Returns the last edge after `matched` tokens where full attention alone would serve the prompt. Without full
+        attention, returns the last edge up to which an earlier prompt agreed. 0 if there is none."""
         keepers = [(number, kind) for number, kind in enumerate(self.kinds) if kind.keeps_prefixes]
         keys = {slot.key for slot in self.published}
         best = 0

@@ -2,8 +2,8 @@
 
 A timer of the loop fires as often as it can. The time between two firings has three parts. The loop waits for the
 timer, and it waits for a processor. In the rest it computes, or waits for the interpreter's lock while another thread
-computes. Other callers have to wait for that rest. It is at most the process's CPU time, so other load of the machine
-does not count. The file $LOOP_HOLDS/PID gets a line for each rest of `NOTED_S` or more: its end on the scale of
+computes. Other callers have to wait for that rest. The time is at most the process's CPU time, so other load of the
+machine does not count. The file $LOOP_HOLDS/PID gets a line for each rest of `NOTED_S` or more: its end on the scale of
 `time.monotonic`, and its seconds.
 """
 

@@ -46,7 +46,7 @@ def bench(device: torch.device | None = None, **changed: Any) -> gpu.Bench:
 
 
 class FakeScene:
-    """A scene whose sides return constants."""
+    """A scene with sides that return constants."""
 
     def __init__(self, **peers: float) -> None:
         self.result = torch.ones(2, 10, 32)

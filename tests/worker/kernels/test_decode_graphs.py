@@ -26,7 +26,7 @@ BLOCKS = 24  # blocks per group
 
 @pytest.fixture
 def triton_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Returns the device on which a model runs on the Triton kernels."""
+    """Returns the device of models on the Triton kernels."""
     if device.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return device
@@ -111,7 +111,7 @@ def test_a_replay_gives_the_logits_of_a_pass_of_its_own(
         assert logits is not None
         torch.testing.assert_close(logits, model.forward(batch.on(triton_device), launched), rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(replayed.buffers, launched.buffers, strict=True):
-        # Both wrote exactly the same slots: unwritten slots are NaN.
+        # Both paths wrote exactly the same slots: unwritten slots are NaN.
         difference = (ours.view(torch.float32) - theirs.view(torch.float32)).abs()
         assert torch.equal(ours.view(torch.float32).isnan(), theirs.view(torch.float32).isnan())
         assert difference.nan_to_num().max() < 1e-3

@@ -72,7 +72,7 @@ VIEWS = {
 
 @pytest.fixture
 def triton_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Returns the device on which a model runs on the Triton kernels."""
+    """Returns the device of models on the Triton kernels."""
     if device.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return device

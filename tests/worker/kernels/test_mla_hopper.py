@@ -1,4 +1,4 @@
-"""Latent decode for Hopper: the rows that it copies, when it is chosen, and on a Hopper chip its results."""
+"""Latent decode for Hopper: the rows that it copies, the conditions of its use, and on a Hopper chip its results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Faults planted in latent attention and in the cascade over shared prefixes: tests must notice each of them.
 
-The comparisons come from the kernels' own test files. Each runs first with the unchanged module, then with a fault.
+The comparisons come from the kernels' own test files. Each check runs first with the unchanged module, then with a
+fault.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kernel specializations: the ones that ship, and the ones that a model needs before its first request."""
+"""Kernel specializations: the shipped ones, and the additional ones that a model needs before its first request."""

@@ -44,7 +44,7 @@ class KernelConfiguration:
 
     @property
     def is_gluon(self) -> bool:
-        """Returns whether the kernel is written in Gluon: such kernels are for one architecture."""
+        """Returns whether the kernel is written in Gluon. Gluon kernels are for one architecture."""
         return bool(self.kernel.is_gluon())
 
     @property

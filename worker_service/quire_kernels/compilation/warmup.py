@@ -67,9 +67,9 @@ def warmup(
 ) -> CompilationCount:
     """Runs every kernel call of every kind of layer once, with every block size.
 
-    This covers contiguous queries, keys and values. It also covers views with addresses aligned to 16 bytes and strides
-    that are multiples of 16; if a head dim is not a multiple of 16, the strides must not be multiples either. A model
-    that plans a layer in several ways (with and without a mask, causal and not) needs a kind for each way.
+    This covers contiguous queries, keys and values. Views are covered if their addresses are aligned to 16 bytes and
+    their strides are multiples of 16. If a head dim is not a multiple of 16, the strides must not be multiples either.
+    A model that plans a layer in several ways (with and without a mask, causal and not) needs a kind for each way.
     `merge_states`, `packbits` in big bit order, and caches that are pairs of 4-D tensors are not covered.
 
     Args:

@@ -5,8 +5,8 @@
 "Old" means as if all reads came before all writes, so a block may be source of one pair and destination of another.
 Bytes are copied to the same offset of another block, so no program waits for a whole block. Pairs with a common block
 form a chain. One program runs the whole chain for its chunk of bytes, in an order that reads every block before
-overwriting it. A pair without a common block is a chain of its own. A cycle (a -> b, b -> a) has no such order: its
-program first loads the chunk of one block into registers, and stores it at the end.
+overwriting it. A pair without a common block is a chain of its own. A cycle (a -> b, b -> a) has no such order. Its
+program first loads one block's chunk into registers, and stores it at the end.
 
     a -> b, b -> c            c = b;  b = a
     a -> b, b -> c, c -> a    hold = a;  a = c;  c = b;  b = hold
@@ -89,8 +89,8 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
     it, because the host reads the pairs.
 
     Args:
-        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. Or
-            the result of `describe_buffers`, which saves checking each tensor again.
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous; there may be gaps between
+            blocks. Or the result of `describe_buffers`, which saves checking each tensor again.
         sources: block ids.
         destinations: as many block ids, each at most once.
 
@@ -141,8 +141,8 @@ class CopyChain:
 def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[CopyChain]:
     """Orders copies so that each block is read before it is overwritten.
 
-    Every destination is written once. So a destination that no remaining pair reads can be written next. When there is
-    no such destination, the remaining pairs are cycles, and each of their blocks is read once.
+    Every destination is written once. So a destination can be written as soon as no remaining pair reads it. When every
+    destination is still read, the remaining pairs are cycles, and each of their blocks is read once.
 
     Args:
         sources: block ids.

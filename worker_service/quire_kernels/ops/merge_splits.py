@@ -106,7 +106,7 @@ def merge_splits(
     """Writes `out` and `lse` of every request that has several units.
 
     Args:
-        partial_out: float32 `[capacity, heads, v_head_dim]`, contiguous; row u belongs to unit u.
+        partial_out: float32 `[capacity, heads, v_head_dim]`, contiguous; row u is the result of unit u.
         partial_lse: float32 `[capacity, heads]`, contiguous, base 2.
         work: the work division.
         out: `[batch, heads, v_head_dim]`, any strides, float16, bfloat16 or float32; written in place.

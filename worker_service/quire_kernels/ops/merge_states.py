@@ -182,7 +182,7 @@ def merge_state_in_place(
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges any number of states, such as those of the parts of a long sequence.
+    """Merges any number of states, such as the states of the parts of a long sequence.
 
     Args:
         v: bf16, fp16 or fp32 `[rows, states, heads, head_dim]`, any strides. Zero states give empty results.

@@ -11,9 +11,9 @@ softmax, the products of the other group keep the tensor cores busy:
     O = O 2^(m0 - m1) + P1 V1                      P1 = 2^(S1 - m1);  O = O 2^(m0 - m1) + P1 V1
     m = m1                                         m = m1
 
-Both groups multiply with the first tile first, so that its successor is copied while they multiply with the second. A
-group has its own weights in registers. It passes them to the other group through the memory of its tile's ropes, which
-is not read after the scores. Shared memory and barriers, each completed once per pair of tiles:
+Both groups multiply with the first tile first. The next tile is copied while they multiply with the second. A group has
+its own weights in registers. The group passes them to the other group through the memory of its tile's ropes, which is
+not read after the scores. Shared memory and barriers, each completed once per pair of tiles:
 
     near0   K0 [0, 256)                  scores of group 0, V of group 0        empty: group 0, after its first product
     far0    K0 [256, 512) and its rope   scores of group 0, V of group 1, P0    empty: group 1, after its first
@@ -21,7 +21,7 @@ is not read after the scores. Shared memory and barriers, each completed once pe
     far1    K1 [0, 256) and its rope     scores of group 1, V of group 0, P1    empty: group 0, after its second
     ready 0: m0 and P0 are written       ready 1: m1 and P1 are written
 
-A separate warp copies queries and whole pages by TMA. It copies those of the next item while the groups write the
+A separate warp copies queries and whole pages by TMA. The warp copies the next item's tiles while the groups write the
 results of this item. Gluon has no interpreter: `mla_paged_kernel` is the reference, and runs if `fits_hopper` is False.
 """
 

@@ -50,7 +50,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Packs booleans, eight per byte.
 
     Args:
-        x: bool or uint8 `[n]`, any stride; everything but 0 is true.
+        x: bool or uint8 `[n]`, any stride; every nonzero value is true.
         bitorder: "little": the first boolean is the lowest bit; "big": it is the highest bit.
 
     Returns:
@@ -68,7 +68,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     Reads `indptr`, so on a GPU the host waits: call it in `plan`, not in `run`.
 
     Args:
-        x: bool or uint8 `[indptr[batch]]`, the flat masks of all requests; everything but 0 is true.
+        x: bool or uint8 `[indptr[batch]]`, the flat masks of all requests; every nonzero value is true.
         indptr: int32 or int64 `[batch + 1]`, rising from 0.
         bitorder: see `packbits`.
 

@@ -5,10 +5,10 @@
 Two warps of a program copy pages into rings of tiles by TMA. One copies K and the other V, because a tile in pages of
 16 takes 16 copies, and a single warp starts them too slowly. Two groups of four warps attend 64 rows each to every
 tile. A group starts the product of tile j + 1 with K and the product of tile j with V. While the second product runs,
-it computes the softmax of tile j + 1: it waits for the first product only, and the second stays in flight.
+it computes the softmax of tile j + 1: it waits only for the first product, and the second product stays in flight.
 
 There are as many programs as multiprocessors. A program takes pieces (a block of rows and a KV head) until none is
-left. The warp that copies K increments `taken` and puts the piece into a queue, from which the other warps read it.
+left. The warp that copies K increments `taken` and puts the piece into a queue, and the other warps read it there.
 Pieces differ in length, so assigning them ahead is unfair: with 16 prompts of 1 k tokens, a program got up to 1.4 times
 its share. The ring continues from one piece to the next. The next piece's keys are copied while this piece ends, and
 its queries are loaded during this piece's last product.
@@ -220,7 +220,7 @@ def attend_pieces(
         row_lse = gl.where(nothing, float("-inf"), row_max + gl.log2(row_sum))
         lse_row = (q_begin + row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + head
         gl.store(lse + lse_row, row_lse, mask=row < row_stop)
-        synchronize_group()  # no warp of the group reads its queries any more
+        synchronize_group()  # no warp of the group still reads its queries
         q_rows.store(acc.to(dtype))
         synchronize_group()
         # Rows are loaded again, because keeping them and their addresses since the queries would cost registers.
@@ -240,10 +240,10 @@ def attend_pieces(
     ],
 )
 def prefill_hopper_kernel(
-    q,  # [tokens, heads, HEAD_DIM], elements of a head one after another, heads at multiples of 16 bytes
+    q,  # [tokens, heads, HEAD_DIM], elements of a head contiguous, heads at multiples of 16 bytes
     k, v,  # descriptors by `pages_by_tma`
     qo_indptr, page_indptr, page_indices, last_page_len,  # int32
-    units, unit_indptr, taken,  # see `work_units`; items are rows, units of BLOCK_M
+    units, unit_indptr, taken,  # see `work_units`; an item is a query row, and a unit has at most BLOCK_M rows
     out, lse,  # [tokens, heads, HEAD_DIM] and, float32, [tokens, heads]; contiguous
     sinks,  # float32 [heads] or None
     scale, cap, window_left, batch,  # the first two by `score_factors`
@@ -329,7 +329,7 @@ def runs_on_hopper(
 def fits_hopper(
     q: torch.Tensor, cache: PagedCache, options: AttentionOptions, masking: Masking, division: PrefillWork
 ) -> bool:
-    """Returns whether the kernel supports such a launch, on any chip."""
+    """Returns whether the kernel supports this launch, on any chip."""
     rows = page_rows(cache.k)
     return (
         q.dtype in (torch.bfloat16, torch.float16)

@@ -129,7 +129,7 @@ def rotate_append(
     Args:
         heads: float16, bfloat16 or float32 `[tokens, query_heads + 2 * kv_heads, head_dim]`, dense in its last two
             dimensions: queries, keys and values of each token, as one matrix product gives them.
-        cosine: `[tokens, rotary_dim]` of any of these dtypes; the second half repeats the first.
+        cosine: `[tokens, rotary_dim]` float16, bfloat16 or float32; the second half repeats the first.
         sine: as `cosine`, with the same strides.
         slot_mapping: int64 `[tokens]`, slot = page * page_size + offset; negative for padding.
         paged_kv_cache: 5-D or a pair of 4-D tensors of the heads' dtype, dense in their last dimension.

@@ -10,7 +10,7 @@ So tokens with equal logits are kept or dropped together, and the likeliest toke
 number, so its result does not depend on the machine or on the rest of the batch, up to the rounding of sums.
 Temperature 0 is greedy: the likeliest token, or the first of several equal ones.
 
-Both top-k and top-p ask for the lowest value v such that the tokens above v weigh less than a limit. A token weighs 1
+Both top-k and top-p ask for the lowest value v for which the tokens above v weigh less than a limit. A token weighs 1
 for top-k, and e^(x - max x) for top-p. The kernel finds v bit by bit. Floats sort like their bits as integers once the
 sign bit is handled, so this is a search among 2^32 numbers, three bits per pass over the row:
 
@@ -60,7 +60,7 @@ def _load_scaled(row_ptr, start, vocabulary, stride, inverse_temperature, BLOCK:
 def _lowest_kept(
     row_ptr, vocabulary, stride, inverse_temperature, largest, limit, WEIGH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns the largest c such that the tokens at or above c weigh at least `limit`."""
+    """Returns the largest c that leaves the tokens at or above c a weight of at least `limit`."""
     found = tl.cast(0, tl.uint32)
     digit = tl.arange(0, 8).to(tl.uint32)
     shift = 30
@@ -200,15 +200,16 @@ def sample(
         logits: fp32, bf16 or fp16 `[batch, vocabulary]`, any strides; -inf is never drawn.
         uniform: fp32 `[batch]`, in [0, 1).
         temperature: a number, or fp32 `[batch]`, at least 1e-3; or 0 for greedy, which ignores all other options.
-        top_k: a number, or int32 `[batch]`; 0 keeps all. Tokens that equal the last kept one stay too.
-        top_p: a number, or fp32 `[batch]`, above 0; 1 keeps all. It is a share of the tokens that top_k keeps.
+        top_k: a number, or int32 `[batch]`; 0 keeps all. Tokens with the same logit as the last kept token stay, too.
+        top_p: a number, or fp32 `[batch]`, above 0; 1 keeps all. The probability is a share of the tokens that top_k
+            keeps.
         min_p: a number, or fp32 `[batch]`, in [0, 1]: the least probability as a share of the likeliest token's.
-        check: whether the values of tensors are checked too. This makes the host wait for the device, so it must be
-            False inside a CUDA graph.
+        check: whether the values of tensors are checked too. The check makes the host wait for the device, so it must
+            be False inside a CUDA graph.
         out: int32 `[batch]`, contiguous, written in place; None allocates it.
 
     Returns:
-        `out`, or a new int32 `[batch]`; -1 for a row that contains NaN or whose largest logit is not finite.
+        `out`, or a new int32 `[batch]`; -1 for a row with NaN, or without a finite largest logit.
 
     Raises:
         ValueError: a shape, dtype, device or number is not as described; the message names the argument.
@@ -231,7 +232,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
         logits: fp32, bf16 or fp16 `[batch, vocabulary]`, any strides.
 
     Returns:
-        int32 `[batch]`; -1 for a row that contains NaN or whose largest logit is not finite.
+        int32 `[batch]`; -1 for a row with NaN, or without a finite largest logit.
 
     Raises:
         ValueError: `logits` is not as described.
@@ -243,7 +244,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def weights_reference(
     logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Returns the probabilities from which `sample` draws a row, computed by sorting in plain torch.
+    """Returns the probabilities that `sample` uses for a row, computed by sorting in plain torch.
 
     Args:
         logits: floating `[vocabulary]`.

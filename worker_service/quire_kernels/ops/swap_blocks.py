@@ -2,8 +2,9 @@
 
     gather:   staging[i] = buffers[0][blocks[i]], buffers[1][blocks[i]], ...        scatter: the reverse
 
-`staging[i]` holds block `blocks[i]` of all buffers, one after another. It may be on the buffers' device or in pinned
-host memory, which the GPU reads and writes over the bus. So one launch replaces a copy per block and layer.
+`staging[i]` holds block `blocks[i]` of all buffers, one after another. The staging memory may be on the buffers' device
+or in pinned host memory, which the GPU reads and writes over the bus. So one launch replaces a copy per block and
+layer.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def gather_blocks(buffers: Buffers, blocks: Sequence[int], staging: torch.Tensor
     stream before it reads pinned memory.
 
     Args:
-        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. Or
-            the result of `describe_buffers`, which saves checking each tensor again.
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous; there may be gaps between
+            blocks. Or the result of `describe_buffers`, which saves checking each tensor again.
         blocks: block ids, in any order; repetitions are allowed.
         staging: uint8 `[blocks, bytes]` or longer, written in place, on the buffers' device or in pinned memory.
             `bytes` is the sum of a block's bytes in all buffers.
@@ -85,8 +86,8 @@ def scatter_blocks(staging: torch.Tensor, buffers: Buffers, blocks: Sequence[int
     """Copies the rows of `staging` into blocks of all buffers, the reverse of `gather_blocks`.
 
     Args:
-        staging: uint8 `[blocks, bytes]` or longer, as `gather_blocks` fills it; it must not change until the stream is
-            done.
+        staging: uint8 `[blocks, bytes]` or longer, as `gather_blocks` fills it; its bytes must not change until the
+            stream is done.
         buffers: as for `gather_blocks`; written in place.
         blocks: block ids, each at most once.
 

@@ -127,7 +127,7 @@ class Append:
         return triton.cdiv(self.cache.num_kv_heads, self.sizes["BLOCK_HEADS"])
 
     def launch(self, kernel: Any, *places: Any) -> None:
-        """Runs a kernel over all tokens; `places` are the arguments that give each token's destination."""
+        """Runs a kernel over all tokens; `places` are the kernel arguments with each token's destination."""
         if self.token_count == 0:
             return
         with device_of(kernel, paged_kv_cache=self.cache.k):
@@ -218,7 +218,7 @@ def store_reference(
     k_scale: Scale,
     v_scale: Scale,
 ) -> None:
-    """Writes each token to its (page, offset in the page) in plain torch; skips tokens whose slot is None."""
+    """Writes each token to its (page, offset in the page) in plain torch; skips tokens with slot None."""
     for source, pages, scale in ((append_key, cache.k, k_scale), (append_value, cache.v, v_scale)):
         data = source
         if is_fp8(cache.dtype) and source.dtype in QUANTISABLE:

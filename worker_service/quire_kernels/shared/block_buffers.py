@@ -23,7 +23,7 @@ import triton.language as tl
 from quire_kernels.shared.launch import device_of
 from quire_kernels.shared.upload import upload_tensor
 
-CHUNK_WORDS = 1024  # words that one program moves, of one block of one buffer: 8 KiB of 8-byte words
+CHUNK_WORDS = 1024  # words that one program moves in one block of one buffer: 8 KiB of 8-byte words
 NUM_WARPS = 4
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by size in bytes
 BUFFER_FIELDS = 3  # base, stride and size
@@ -83,11 +83,11 @@ def word_constexprs(word_bytes: int) -> dict[str, object]:
 
 
 def describe_buffers(buffers: Buffers) -> BlockBuffers:
-    """Makes the table of some tensors. It may be used in their place as long as they live.
+    """Makes the table of some tensors. The table replaces the buffers as an argument for as long as they live.
 
     Args:
-        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart. A
-            table is returned unchanged.
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous; there may be gaps between
+            blocks. A table is returned unchanged.
 
     Raises:
         ValueError: there are no buffers, one is empty, a block is not contiguous, or the devices differ.

@@ -37,7 +37,7 @@ class DecodeWork:
 def decode_tiling(
     chip: str, group: int, head_dim: int, v_head_dim: int, element_bytes: int, *, is_fp8: bool = False
 ) -> Tiling:
-    """Chooses tile sizes for `group` query heads per KV head, such that no registers spill.
+    """Chooses tile sizes for `group` query heads per KV head, so that no registers spill.
 
     Two or three tiles in flight, each about 32 KiB, hide the latency of memory.
 

@@ -5,10 +5,10 @@
 
 e4m3 has no infinity, and its NaN is 0x7f. e5m2 is the upper byte of a float16, with its infinities and NaNs.
 
-Where the device lacks the type, kernels see fp8 caches as bytes and convert here, so that every device gives the same
-numbers: sm_80 has no e4m3, gfx942 has other formats under the same names, and Triton's interpreter rounds wrongly.
-The dtype of the bytes tells the format: uint8 is e4m3, int8 is e5m2. So kernels need no argument for it. The kernels
-that convert wait for memory anyway.
+On a device without the type, kernels read fp8 caches as bytes and convert here, so that every device gives the same
+numbers: sm_80 has no e4m3, gfx942 has other formats under the same names, and Triton's interpreter rounds wrongly. The
+dtype of the bytes tells the format: uint8 is e4m3, int8 is e5m2. So kernels need no argument for the conversion. The
+kernels that convert wait for memory anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
-FP8_BYTES = {E4M3: torch.uint8, E5M2: torch.int8}  # dtype in which kernels see each format
+FP8_BYTES = {E4M3: torch.uint8, E5M2: torch.int8}  # the dtype of each format inside kernels
 FP8_NAMES = "float8_e4m3fn or float8_e5m2"  # for messages
 
 

@@ -47,7 +47,8 @@ def can_overlap(device: torch.device) -> bool:
     """Returns whether a kernel can start while the previous one ends ("programmatic dependent launch").
 
     A kernel launched with `launch_pdl=True` starts once every program of the previous kernel has called
-    `gdc_launch_dependents` or has ended. It must call `gdc_wait` before it reads the results of the previous kernel.
+    `gdc_launch_dependents` or has ended. The next kernel must call `gdc_wait` before it reads the results of this
+    kernel.
     """
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -121,7 +122,7 @@ def head_dim_blocks(head_dim: int, v_head_dim: int) -> dict[str, int]:
 def as_kernel_sees(cache: torch.Tensor, *, interpreted: bool) -> torch.Tensor:
     """Views a cache in the dtype for a kernel: an fp8 cache as bytes (see `fp8`) if the device lacks the type.
 
-    Triton could convert e5m2 on older chips too. Bytes are used all the same, so that those chips run the code that the
+    Triton could convert e5m2 on older chips too. Bytes are still used there, so that those chips run the code that the
     interpreter tests.
     """
     if not is_fp8(cache.dtype):

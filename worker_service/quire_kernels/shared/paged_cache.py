@@ -8,8 +8,8 @@ A cache has one of FlashInfer's forms:
 with any strides. `unpack_paged_cache` turns all four into two views with the dimensions `[pages, page_size, kv_heads,
 head_dim]`. The layout remains in their strides, and kernels need nothing else.
 
-A page table is FlashInfer's CSR triple, int32: request i owns the pages `indices[indptr[i] : indptr[i + 1]]`. They are
-full except the last page, which holds `last_page_len[i]` tokens. A request without pages has length 0.
+A page table is FlashInfer's CSR triple, int32: request i owns the pages `indices[indptr[i] : indptr[i + 1]]`. The pages
+are full except the last page, which holds `last_page_len[i]` tokens. A request without pages has length 0.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def check_indptr(name: str, indptr: torch.Tensor, *, batch: int | None = None, t
     Args:
         name: the argument's name, for the message.
         indptr: int32 `[batch + 1]`.
-        batch: the number of requests that it must have.
-        total: the value that its last entry must have.
+        batch: the required number of requests.
+        total: the required last entry.
 
     Raises:
         ValueError: one of these conditions does not hold; the message names the argument.
@@ -186,7 +186,7 @@ def check_page_table(
         last_page_len: int32 `[batch]`, in `1..page_size`; ignored for a request without pages.
         page_count: pages of the pool. None if it is not known yet: then only negative indices are refused.
         page_size: tokens per page.
-        prefix: put before the names in messages, such as "paged_kv_".
+        prefix: prefix of the names in messages, such as "paged_kv_".
 
     Raises:
         ValueError: an entry is out of range, `indptr` falls, or a dtype, shape or device differs. The message names the

@@ -141,7 +141,7 @@ class Masking:
         if not self.custom_mask.is_contiguous():
             raise ValueError("custom_mask must be contiguous")
         if self.mask_indptr is None or self.mask_indptr.dtype != torch.int64:
-            raise ValueError("mask_indptr must be an int64 tensor beside custom_mask")
+            raise ValueError("with custom_mask, mask_indptr must be an int64 tensor")
 
     @property
     def kind(self) -> int:
@@ -200,11 +200,11 @@ def prefill_tiling(
     masked: bool = False,
     is_fp8: bool = False,
 ) -> Tiling:
-    """Chooses tile sizes for blocks of query rows, such that no registers spill.
+    """Chooses tile sizes for blocks of query rows, so that no registers spill.
 
     Args:
         chip: the result of `launch.chip_of`.
-        rows_per_request: the mean over the batch, which is known without the lengths.
+        rows_per_request: the mean over the batch, which needs no lengths.
         head_dim: the head dim of keys.
         v_head_dim: the head dim of values.
         element_bytes: bytes per element of the queries. Products of 4-byte elements run without tensor cores, which
@@ -237,7 +237,7 @@ class PrefillWork:
     """The work division of a batch's query rows; launches with the same division must not run at the same time."""
 
     work: WorkUnits
-    taken: torch.Tensor  # int32 [1]: pieces that the programs of a launch have taken; 0 between launches
+    taken: torch.Tensor  # int32 [1]: number of pieces taken by the programs of a launch; 0 between launches
     tiling: Tiling
     group: int  # query heads per KV head
     token_count: int  # upper bound of query tokens
@@ -250,7 +250,7 @@ def divide_prefill(
 
     Args:
         qo_indptr: int32 `[batch + 1]`.
-        token_count: query tokens of all requests, or an upper bound. It determines the size of the grid.
+        token_count: query tokens of all requests, or an upper bound. This number determines the size of the grid.
         group: query heads per KV head.
         tiling: the result of `prefill_tiling`.
         out: an earlier division to overwrite; its `token_count` must suffice. None allocates a new one.

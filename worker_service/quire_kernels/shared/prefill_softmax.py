@@ -19,7 +19,7 @@ def softmax_tile(
 ):
     """Adds a tile of products to the online softmax. Returns p, row_max, row_sum and the factor for the earlier sums.
 
-    row_sum is `[64, 4]`, see `thread_sums`. Scores and row_max are in units of log2. `scale` is positive, so the
+    row_sum is `[64, 4]`, see `thread_sums`. Scores and row_max are base-2 logarithms. `scale` is positive, so the
     largest product gives the largest score.
     """
     if SOFT_CAP:
@@ -60,7 +60,9 @@ def thread_sums(p, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zeroes the rows of a tile outside `[low, high)`. Both groups do this, so neither has to wait for the other."""
+    """Zeroes the rows of a tile outside `[low, high)`. Both groups compute this, so neither has to wait for the
+    other.
+    """
     for i in gl.static_range(BLOCK_N // CLEARED_ROWS):
         if (i * CLEARED_ROWS < low) | ((i + 1) * CLEARED_ROWS > high):
             part = values.slice(i * CLEARED_ROWS, CLEARED_ROWS, dim=0)

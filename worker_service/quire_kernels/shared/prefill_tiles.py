@@ -1,7 +1,7 @@
 """The tiles of keys that a block of query rows needs; used by the kernel for Hopper, and as plain Python by its tests.
 
-Rows and their keys are those of `prefill_rows`. Tile j holds the keys `[j * BLOCK_N, (j + 1) * BLOCK_N)`. A block needs
-the tiles `[start, stop)`. The tiles `[free_start, free_stop)` need no mask: every row sees all of their keys.
+Rows and their keys are defined in `prefill_rows`. Tile j holds the keys `[j * BLOCK_N, (j + 1) * BLOCK_N)`. A block
+needs the tiles `[start, stop)`. The tiles `[free_start, free_stop)` need no mask: every row sees all of their keys.
 """
 
 from __future__ import annotations

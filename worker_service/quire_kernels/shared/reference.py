@@ -11,8 +11,8 @@ LOG2_E = 1.4426950408889634
 
 # Largest absolute and relative error that tests allow, by the dtype of the queries. Results are means of normal
 # numbers, so they rarely exceed 3. Half precision rounds the results, and on a GPU also the weights before the second
-# product. fp8 caches are compared with the values that they hold, so the tolerance of the queries' dtype applies.
-# Measured differences: `docs/attention.md`.
+# product. fp8 caches are compared with their stored values, so the tolerance of the queries' dtype applies. Measured
+# differences: `docs/attention.md`.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LSE_TOLERANCE = 1e-4
 # Tolerances of the worker's CPU path. PyTorch rounds bfloat16, where the interpreter truncates. No margin for a GPU is
@@ -32,7 +32,7 @@ def attend(
         q: `[q_len, query_heads, head_dim]`, any dtype.
         k: `[kv_len, kv_heads, head_dim]`.
         v: `[kv_len, kv_heads, v_head_dim]`.
-        seen: bool `[q_len, kv_len]`, on any device. It must include the window: `options.window_left` is ignored.
+        seen: bool `[q_len, kv_len]`, on any device. The mask must include the window: `options.window_left` is ignored.
         options: scale, soft cap and so on.
 
     Returns:

@@ -131,7 +131,7 @@ def page_ids_of_tile(
 ):
     """Loads the page ids of the keys `[start, start + BLOCK_N)`, int64: one per key, or one if a page holds the tile.
 
-    With ONCE_A_PAGE each id is loaded once and broadcast to the keys of its page. This helps where loads are the
+    With ONCE_A_PAGE each id is loaded once and broadcast to the keys of its page. The hint helps where loads are the
     bottleneck.
     """
     if PAGE_SIZE == 0:
@@ -210,7 +210,7 @@ def is_unmasked(mask, mask_row, keys, valid, MASK_KIND: tl.constexpr):
 
 @triton.jit
 def softmax_step(s, v, q, acc, row_max, row_sum, EDGE: tl.constexpr, UPCAST: tl.constexpr):
-    """Adds one tile to the online softmax; `s` is in units of log2."""
+    """Adds one tile to the online softmax; `s` holds base-2 logarithms."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
     if EDGE:  # -inf - -inf would be NaN
         base = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -26,7 +26,7 @@ class PageRows:
 
 
 def page_rows(part: torch.Tensor) -> PageRows | None:
-    """Returns how TMA can address `[pages, page_size, kv_heads, head_dim]`; None if it cannot.
+    """Returns how TMA can address `[pages, page_size, kv_heads, head_dim]`; None if that is impossible.
 
     Example: pages of 16 tokens, 8 heads of 128, keys and values interleaved. NHD has rows of 1024 elements, 32 rows
     from page to page, and heads 128 columns apart. HND has rows of 128 elements, 256 rows from page to page, and heads
@@ -51,6 +51,6 @@ def page_rows(part: torch.Tensor) -> PageRows | None:
 
 
 def pages_by_tma(part: torch.Tensor, rows: PageRows, block_n: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of K or V. It is passed by value, so a CUDA graph keeps it."""
+    """Returns a TMA descriptor of K or V. The descriptor is passed by value, so a CUDA graph stores it."""
     box = [min(part.shape[1], block_n), part.shape[3]]
     return TensorDescriptor(part, [rows.count, rows.width], [part.stride(1), 1], box, PAGE_LAYOUT)

@@ -12,8 +12,8 @@ A request with fewer items than two sizes stays whole. So requests of equal leng
 `unit_target` units. This matters because one more unit would start only when the others end.
 
 There are at most `unit_target + batch` units for any lengths. That many programs are launched, and programs past the
-last unit return at once. So a CUDA graph can be replayed with other lengths. A long request beside short ones is cut
-into enough units to fill the chip.
+last unit return at once. So a CUDA graph can be replayed with other lengths. A batch of one long request and many short
+ones cuts the long request into enough units to fill the chip.
 
 `units` is int32 `[capacity, 4]`: request, first item, end of items (exclusive), number of units of the same request.
 The units of request i are the rows `[indptr[i], indptr[i + 1])`, in order. The last entry of `indptr` is the number of
@@ -57,7 +57,7 @@ class WorkUnits:
 
 @triton.jit
 def cut(items, size, alignment, units_min, unit_target):
-    """Returns the number of units of requests with `items` items, and the items of each unit but the last."""
+    """Returns the number of units of requests with `items` items, and the items of each unit except the last."""
     rounding = tl.where(unit_target == 0, size - 1, 0)  # units of a fixed size: the remainder gets a unit of its own
     count = tl.maximum((items + rounding) // size, 1)
     per_unit = tl.where(unit_target == 0, size, ((items + count - 1) // count + alignment - 1) // alignment * alignment)
@@ -81,7 +81,7 @@ def divide_work_kernel(
     units_min,
     BLOCK: tl.constexpr,
 ):
-    """Counts the units of all requests before i, and writes the units of request i, in program i."""
+    """Program i counts the units of all requests before i, and writes the units of request i."""
     request = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     size = tl.full((), 0, tl.int64) + size_min
@@ -138,7 +138,8 @@ def divide_work(
         alignment: the size of a unit is a multiple of this.
         units_min: units of a request without items, 0 or 1; 1 if a program must write its zeros.
         capacity: the most units. Required without a target; otherwise it is `unit_target + batch`.
-        out: an earlier division to overwrite, so that a CUDA graph finds it at its address; None allocates a new one.
+        out: an earlier division to overwrite, so that its address stays the same for a CUDA graph; None allocates a new
+            one.
 
     Raises:
         ValueError: a dtype, shape or device differs, a count is out of range, or `out` is too small.

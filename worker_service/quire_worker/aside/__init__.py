@@ -1,6 +1,6 @@
 """Work on callers' input outside the event loop.
 
-It runs on daemon threads, or in processes that are killed at their deadline:
+Such work runs on daemon threads, or in processes that are killed at their deadline:
 
     threads    for work that is bounded by the size of its input: tokenizing, decoding
     bench      processes for unbounded work: running a chat template, compiling a structure

@@ -25,7 +25,7 @@ from quire.errors import QuireError, Reason
 from quire_worker.aside.child import LENGTH
 
 ANSWER_BYTES_MAX = 64 << 20
-WAITING_MAX = 256  # jobs that wait or run
+WAITING_MAX = 256  # jobs that wait or run, at most
 START_S_MAX = 60.0
 
 
@@ -40,7 +40,7 @@ class BenchLimits(NamedTuple):
         memory_bytes: memory that a child may use beyond its size when it was forked.
         cpu_s: CPU time, in whole seconds.
         wall_s: elapsed time, in whole seconds; it ends a job that gets too little CPU time.
-        places: number of children, and so of jobs at a time.
+        places: number of children, and thus of simultaneous jobs.
     """
 
     memory_bytes: int
@@ -63,7 +63,7 @@ class _Turn:
 
 
 class Bench:
-    """Runs jobs of one kind in child processes. It must be used on the event loop."""
+    """Runs jobs of one kind in child processes. Use a bench only on the event loop."""
 
     def __init__(self, kind: str, configuration: Callable[[], Any], limits: BenchLimits) -> None:
         """Creates the bench; the first job or `warm` starts its process.
@@ -88,7 +88,7 @@ class Bench:
 
         Args:
             job: the job's input, in JSON's types.
-            key: jobs of equal key run one at a time, so that no caller occupies all places.
+            key: jobs with the same key run one at a time, so that no caller occupies all places.
             timeout_s: seconds to wait for the answer.
 
         Raises:
@@ -175,7 +175,7 @@ class Bench:
         own, its = socket.socketpair()
         try:
             socket.send_fds(self._control, [b"f"], [its.fileno()])
-        except OSError:  # the process was killed, for example by the system for lack of memory
+        except OSError:  # the process was killed, perhaps because the system lacks memory
             self._end()
             await self.warm()
             socket.send_fds(self._control, [b"f"], [its.fileno()])
@@ -199,7 +199,7 @@ class Bench:
             own.close()
             self._end()
             raise ChildProcessError(f"the process for {self._kind} did not start")
-        own.setblocking(True)  # messages are one byte, and the process reads them at once
+        own.setblocking(True)  # messages have one byte, and the process reads them at once
         self._control = own
 
     def _popen(self, control: int) -> subprocess.Popen[bytes]:

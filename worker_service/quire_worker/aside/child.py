@@ -1,6 +1,6 @@
 """The process that `bench` starts, run as a module: it forks a child for each connection that it receives.
 
-1. prepared   it imports and reads once what all jobs need
+1. prepared it imports and reads everything that all jobs need
 2. forked     a child inherits that, and has one connection; its memory may grow by MEMORY_BYTES
 3. a job      one message in, one message out; its own alarms kill a child that takes too long
 4. ended      a child ends when its connection is closed, also because the process of `bench` ended
@@ -23,7 +23,7 @@ from quire_worker.aside.jobs import Job, job_of, memory
 
 LENGTH = struct.Struct("<I")
 READY = b"r"
-KEPT_BYTES_MAX = 16 << 20  # a child that has grown by more than this is not reused
+KEPT_BYTES_MAX = 16 << 20  # a child that has grown by more bytes than this is not reused
 
 
 def main(arguments: list[str]) -> None:
@@ -68,7 +68,7 @@ def _serve(connection: socket.socket, job: Job, memory_bytes: int, cpu_s: int, w
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, wall_s)
         found = _answer(job, json.loads(given))
-        ends = memory().resident > resident + KEPT_BYTES_MAX  # the next job would have that much less memory
+        ends = memory().resident > resident + KEPT_BYTES_MAX  # otherwise the next job would have that much less memory
         answer = json.dumps({**found, "ends": ends}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

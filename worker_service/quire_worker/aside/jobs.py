@@ -25,7 +25,7 @@ def _templates(configuration: Any) -> Job:
     from quire_worker.model.conversation import ChatTemplate, Conversation, ConversationError, TemplateError
 
     template = ChatTemplate(configuration["templates"], configuration["variables"])
-    template.faults()  # compiles the template now, so that the children need not
+    template.faults()  # compiles the template now, so that the children need not do it
 
     def write(given: Any) -> dict[str, Any]:
         try:
@@ -53,7 +53,7 @@ def _structures(configuration: Any) -> Job:
 
     tokenizer, vocabulary, ends = configuration["tokenizer"], configuration["vocabulary"], configuration["ends"]
     grammars = Grammars(lambda: tokenizer, vocabulary, ends)
-    with contextlib.suppress(BaseException):  # each job will raise the same error and report it
+    with contextlib.suppress(BaseException):  # each job will raise the same error, and report it
         grammars.prepare()
 
     def attempt(given: Any) -> dict[str, Any]:

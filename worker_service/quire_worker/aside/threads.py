@@ -17,7 +17,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Threads:
-    """Daemon threads that run calls of the event loop. They start when calls need them."""
+    """Daemon threads that run calls of the event loop. The threads start when calls need them."""
 
     def __init__(self, name: str, count: int, waiting_max: int) -> None:
         """Creates the queue; the first calls start the threads.

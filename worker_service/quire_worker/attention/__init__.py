@@ -31,9 +31,9 @@ __all__ = [
 def backend_for(device: torch.device | str) -> PagedAttention:
     """Returns a new implementation for a device, with its own workspace. No other code chooses an implementation.
 
-    A GPU gets the Triton kernels. A CPU gets those of `quire_cpu`, or plain torch if these can be neither found nor
-    built. With `TRITON_INTERPRET=1` in the environment, a CPU runs the Triton kernels in Triton's interpreter. That is
-    slow; tests use it to run the GPU path without a GPU.
+    A GPU gets the Triton kernels. A CPU gets the kernels of `quire_cpu`, or plain torch if these kernels are not found
+    and cannot be built. With `TRITON_INTERPRET=1` in the environment, a CPU runs the Triton kernels in Triton's
+    interpreter. The interpreter is slow; tests use it to run the GPU path without a GPU.
 
     Raises:
         ValueError: no implementation supports this kind of device, or Triton is not installed.

@@ -1,7 +1,7 @@
 """Attention on a CPU over pages of formats that its kernels do not read: fp8, and HND.
 
-Each layer converts the pages that a batch reads to the model's dtype and NHD, into one tensor. Then it attends to that
-tensor like to any other pages:
+Each layer converts the pages that a batch reads to the model's dtype and NHD, into one tensor. The layer then attends
+to that tensor as to any other pages:
 
     block tables   7 2 | 9 2       in the pool          used    2 7 9
                    1 0 | 2 0       in the converted pages
@@ -29,7 +29,7 @@ class ConvertedPlan(AttentionPlan):
     spec: PageSpec
     used: torch.Tensor  # int64 [pages]
     pages_of_tokens: torch.Tensor  # int64 [tokens]
-    places: torch.Tensor  # int64 [tokens], each token's place in its page
+    places: torch.Tensor  # int64 [tokens], the index of each token in its page
     inner: AttentionPlan
 
     @classmethod

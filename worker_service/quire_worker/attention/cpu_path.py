@@ -1,7 +1,7 @@
 """Paged attention for CPUs on the kernels of `quire_cpu`, for float32 and bfloat16.
 
 Plain torch computes other dtypes and latent attention. The kernels read block tables as they are, so planning a forward
-pass costs almost nothing: the structure of arguments is filled once for each kind of layer, and each layer adds its
+pass costs almost nothing. The structure of arguments is filled once for each kind of layer, and each layer adds its
 pointers.
 """
 

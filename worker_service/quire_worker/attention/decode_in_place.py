@@ -1,4 +1,4 @@
-"""Plans of decode batches of one size whose tensors keep their addresses, as a CUDA graph requires.
+"""Plans of decode batches of one size. Their tensors keep their addresses, as a CUDA graph requires.
 
 A graph replays launches with the addresses that they were captured with. So slots, page tables and the division of the
 work are written to these addresses, and a smaller batch is padded with empty sequences:
@@ -25,8 +25,8 @@ NO_SLOT = -1
 class DecodeInPlace(TritonAttentionPlan):
     """The plan of all layers with pages of one kind.
 
-    Lifecycle: 1. It is created with empty sequences. 2. The layers call `append` and `attend` while they are captured;
-    the first call of each kind of layer creates its wrapper. 3. `follow` is called before each replay.
+    Lifecycle: 1. The plan is created with empty sequences. 2. The layers call `append` and `attend` while they are
+    captured; the first call of each kind of layer creates its wrapper. 3. `follow` is called before each replay.
     """
 
     __slots__ = ("_indices", "_indptr", "_last_page_len", "_query_indptr")
@@ -37,8 +37,9 @@ class DecodeInPlace(TritonAttentionPlan):
         Args:
             size: number of sequences, each with one token.
             spec: shape of the pages.
-            indices: int32, room for the pages of all sequences; plans that are not used at the same time may share it.
-            workspace: the kernels' workspace; such plans may share it, too.
+            indices: int32, room for the pages of all sequences.
+            workspace: the kernels' workspace. Plans that are not
+                used at the same time may share `indices` and `workspace`.
         """
         device = workspace.device
         empty = AttentionBatch(

@@ -23,14 +23,14 @@ from quire_worker.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
-    """A flat batch's layout: which tokens belong to which sequence, and where their keys and values lie.
+    """A flat batch's layout: which tokens belong to which sequence, and where their keys and values are.
 
-    All tensors are on the host. An implementation uploads what its kernels need, and plans without waiting for the
+    All tensors are on the host. An implementation uploads its kernels' inputs, and plans without waiting for the
     device.
 
-    Sequence i owns the tokens `[query_indptr[i], query_indptr[i + 1])` of the batch, possibly none. They are its last
-    tokens, and their keys are included in its `kv_lengths[i]` keys. The last query sees all keys, the one before it all
-    but one, and so on (causal, right-aligned).
+    Sequence i owns the tokens `[query_indptr[i], query_indptr[i + 1])` of the batch, possibly none. The queries of a
+    sequence are its last tokens, and their keys are included in its `kv_lengths[i]` keys. The last query sees all keys,
+    the previous query all but one, and so on (causal, right-aligned).
 
     Entries of `block_tables` past the block that holds a sequence's last key are padding and never read.
     """
@@ -106,7 +106,7 @@ class AttentionPlan(Protocol):
 class PagedAttention(Protocol):
     """The operations of one device that are not part of the model: attention, copies of blocks, and choice of tokens.
 
-    It serves one forward pass at a time: a new plan invalidates the previous one.
+    The object serves one forward pass at a time: a new plan invalidates the previous one.
     """
 
     def plan(self, batch: AttentionBatch, spec: PageSpec) -> AttentionPlan:
@@ -162,10 +162,10 @@ class PagedAttention(Protocol):
         The tokens are int32 or int64 `[rows]`, on the device of the logits.
 
         Args:
-            logits: float32 `[rows, vocabulary]`, at least one row; the token of a row that is not
-                `sampling.choice.are_finite` may be any number.
+            logits: float32 `[rows, vocabulary]`, at least one row; if a row is not `sampling.choice.are_finite`, its
+                token may be any number.
             params: valid parameters of each row.
             draw: called once if a row is not greedy, after the last allocation that can fail. Returns a number in
-                [0, 1) for each such row, float64 on the CPU, in the order of the rows.
+                [0, 1) for each row that is not greedy, float64 on the CPU, in the order of the rows.
         """
         ...

@@ -36,8 +36,8 @@ from quire_worker.sampling.params import SamplingParams
 # block alone; then packing the heads of a KV head only pays if that makes at least 192 rows.
 ROWS_SMALL, ROWS_LARGE = 32, 192
 # In bfloat16 the kernel computes a single row without rearranging the keys. With up to three query heads per KV head,
-# head by head is faster in two cases: in blocks of queries, and in decode while a sequence's keys and values fit into
-# the CPU's cache (each head reads them again).
+# computing head by head is faster in two cases. One is blocks of queries. The other is decode while a sequence's keys
+# and values fit into the CPU's cache (each head reads them again).
 LONE_HEADS_MAX, LONE_BYTES_MAX = 3, 2 << 20
 
 
@@ -85,7 +85,7 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchAttentionPlan(AttentionPlan):
-    """The CPU's `AttentionPlan`. It plans each window when the first layer with that window calls."""
+    """The CPU's `AttentionPlan`. The object plans each window when the first layer with that window calls."""
 
     batch: AttentionBatch
     spec: PageSpec
@@ -175,7 +175,7 @@ class TorchAttentionPlan(AttentionPlan):
 
 
 class _Scores(NamedTuple):
-    """Parameters by which scores are computed from queries and keys."""
+    """Parameters of the scores that queries and keys have."""
 
     scale: float
     window_left: int
@@ -245,11 +245,11 @@ class _Scores(NamedTuple):
 
 
 class _CausalMasks:
-    """Masks of blocks of queries whose last query is at the position of the last key.
+    """Masks of blocks of queries. The last query of a block is at the position of the last key.
 
-    Counted from the end, query i sees the keys from i on, and with a window those up to i + window_left. So the mask of
-    a block is the lower right corner of a larger block's mask. One mask, as large as the largest block so far, serves
-    all layers of all forward passes.
+    Counting from the end, query i sees the keys from i on. With a window it sees only keys up to i + window_left. So
+    the mask of a block is the lower right corner of a larger block's mask. One mask, as large as the largest block so
+    far, serves all layers of all forward passes.
     """
 
     def __init__(self) -> None:
@@ -258,14 +258,14 @@ class _CausalMasks:
     def of(self, queries: int, keys: int, group: int, window_left: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the mask `[queries * group, keys]`: 0 where a query sees a key, else -inf.
 
-        Each query has `group` equal rows.
+        Each query gets `group` equal rows.
         """
         place = (group, window_left, dtype)
         mask = self._masks.get(place)
         if mask is None or mask.shape[1] < keys:
             with torch.inference_mode(False):
                 query = torch.arange(query_block(dtype) - 1, -1, -1).repeat_interleave(group)[:, None]
-                # Keys go up to a power of two, so that a growing prompt seldom needs a new mask.
+                # The number of keys is rounded up to a power of two, so that a growing prompt seldom needs a new mask.
                 key = torch.arange((1 << (keys - 1).bit_length()) - 1, -1, -1)
                 is_hidden = key < query
                 if window_left >= 0:
@@ -311,7 +311,7 @@ class _Workspace:
         _, _, page_size, kv_heads, head_dim = pages.shape
         shape = (KEY_AND_VALUE, unit.key_pages.shape[0], page_size * kv_heads * head_dim)
         element_count = shape[0] * shape[1] * shape[2]
-        # Outside of inference mode, so that the buffer is an ordinary tensor and can be reused anywhere.
+        # Allocates outside of inference mode, so that the buffer is an ordinary tensor and can be reused anywhere.
         with torch.inference_mode(False):
             if self.buffer.dtype != pages.dtype or self.buffer.numel() < element_count:
                 self.buffer = torch.empty(element_count, dtype=pages.dtype)

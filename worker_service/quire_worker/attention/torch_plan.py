@@ -1,6 +1,6 @@
 """Units: groups of sequences that the CPU gathers and attends to together, and the pages that each sequence reads.
 
-A unit is one gather and one attention call. Its sequences have the same number of queries:
+A unit is one gather and one attention call. The sequences of a unit have the same number of queries:
 
     one new token each (decode)   and similar lengths, so that padding costs less than a further call
     several (prefill, chunks)     and equal lengths
@@ -20,10 +20,10 @@ import torch
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import KEY_AND_VALUE, PageSpec
 
-# Bytes of keys and values in a unit, so that they are still in the CPU's cache when they are read. A longer sequence is
+# Bytes of keys and values in a unit. So few are still in the CPU's cache when they are read again. A longer sequence is
 # a unit alone.
 GATHER_BYTES_MAX = 8 << 20
-# This many bytes of padding cost less than another call.
+# Up to this many bytes of padding cost less than another call.
 PADDING_BYTES_MAX = 128 << 10
 # Queries in one call; keys that none of them sees are skipped. Half precision has larger blocks, because each call
 # rearranges all keys.
@@ -31,7 +31,7 @@ QUERY_BLOCK, QUERY_BLOCK_HALF = 128, 256
 
 
 class QueryBlock(NamedTuple):
-    """The queries `[start, stop)` of every sequence of a unit see some of its keys `[key_start, key_stop)`."""
+    """The queries `[start, stop)` of each sequence in a unit, and the keys `[key_start, key_stop)` that they see."""
 
     start: int
     stop: int
@@ -47,12 +47,12 @@ class GatheredBatch:
     alone is not enough: these slots may hold NaN, and 0 * NaN is NaN.
     """
 
-    tokens: slice | torch.Tensor  # the tokens in the flat batch, sequences x queries; int64 if not side by side
+    tokens: slice | torch.Tensor  # the tokens in the flat batch, sequences x queries; int64 if not contiguous
     sequence_count: int
     query_length: int  # queries of each sequence
-    key_pages: torch.Tensor  # int64 [sequences * pages], row of each page's keys (`rows_of`); values are one row after
+    key_pages: torch.Tensor  # int64 [sequences * pages], row of each page's keys (`rows_of`); the next row has values
     keys: slice  # the slots that attention reads, among a sequence's gathered slots
-    unseen: torch.Tensor | None  # int64, gathered slots to clear
+    unseen: torch.Tensor | None  # int64, the gathered slots to clear
     mask: torch.Tensor | None  # [sequences, 1, 1, keys], of the cache's dtype: -inf where unseen; None: all are seen
     blocks: tuple[QueryBlock, ...]
     is_prompt: bool  # the queries are all the keys, and there is no window: plain causal attention
@@ -115,7 +115,7 @@ def _plan_unit(batch: AttentionBatch, spec: PageSpec, parts: Sequence[_Part], wi
     """Plans a unit. Each sequence has the pages from its first to its last key, padded with its last page again."""
     page_size = spec.block_size
     first_pages = [part.first_key // page_size for part in parts]
-    starts = [part.first_key % page_size for part in parts]  # where each sequence's keys begin in its gathered slots
+    starts = [part.first_key % page_size for part in parts]  # index of each sequence's first key in its gathered slots
     stops = [start + part.key_count for start, part in zip(starts, parts, strict=True)]
     page_counts = [-(-stop // page_size) for stop in stops]
     page_count = max(page_counts)

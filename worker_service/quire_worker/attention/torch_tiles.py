@@ -4,10 +4,11 @@
              entry. For every query head, the pattern names the rows of the keys that it sees
     result   embedding_bag: for every query head, the weighted sum of its values' rows
 
-Both read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A token's heads
-lie side by side in its page, so every query head that shares a tile's keys finds them in the CPU's cache. Each tile has
-its own softmax, and these are merged over the tiles of a sequence, so sequences of any lengths form one batch. The
-padding of the last tile repeats the sequence's last key and is masked. Any other slot may hold NaN, and 0 * NaN is NaN.
+Both kinds of tile read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A
+token's heads are adjacent in its page, so all query heads that share a tile's keys find the keys in the CPU's cache.
+Each tile has its own softmax, and the results are merged over the tiles of a sequence, so sequences of any lengths form
+one batch. The padding of the last tile repeats the sequence's last key and is masked. Any other slot may hold NaN, and
+0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def key_rows(slots: torch.Tensor, spec: PageSpec) -> torch.Tensor:
     `slots` is int64 of any shape. A value's row is `block_size` rows after its key's.
     """
     between = spec.page_stride // spec.row_elements - spec.block_size
-    return slots + slots // spec.block_size * between  # page * (rows from page to page) + place in the page
+    return slots + slots // spec.block_size * between  # page * (rows from page to page) + index in the page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +53,7 @@ class Tiles:
     sequence_of_tile: torch.Tensor  # int64 [tiles]
     rows: torch.Tensor  # int64 [tiles, tile], rows of the keys' first heads if rows have `head_dim` elements
     padding: torch.Tensor | None  # bool [tiles, 1, tile]; None: all tiles are full
-    patterns: dict[tuple[int, int], Pattern] = field(default_factory=dict)  # by query heads and rows of a layer
+    patterns: dict[tuple[int, int], Pattern] = field(default_factory=dict)  # by number of query heads and of rows
 
     def pattern(self, query_heads: int, kv_heads: int, row_count: int, dtype: torch.dtype) -> Pattern:
         """Returns the rows that each query head of each tile reads. The first layer's call computes the pattern."""
@@ -60,7 +61,7 @@ class Tiles:
         if known is not None:
             return known
         index_dtype = torch.int32 if max(row_count, self.rows.numel() * query_heads) <= INT32_MAX else torch.int64
-        with torch.inference_mode(False):  # every layer writes to these tensors, in inference mode or not
+        with torch.inference_mode(False):  # every layer writes to these tensors, inside and outside inference mode
             heads = torch.arange(query_heads) // (query_heads // kv_heads)
             indices = (self.rows[:, None] + heads[:, None]).to(index_dtype).flatten()
             starts = torch.arange(0, indices.shape[0] + 1, self.rows.shape[1], dtype=index_dtype)
@@ -78,7 +79,7 @@ class Pattern:
     """Rows of keys that each query head reads, if a layer is viewed as rows of `head_dim` elements (`rows_of`)."""
 
     indices: torch.Tensor  # int32 or int64 [tiles * query_heads * tile]
-    starts: torch.Tensor  # same dtype, [tiles * query_heads], where each query head's indices begin
+    starts: torch.Tensor  # same dtype, [tiles * query_heads], start of each query head's indices
     scores: torch.Tensor  # sparse CSR [tiles * query_heads, rows]; each layer overwrites its values
 
 
@@ -120,7 +121,8 @@ def plan_tiles(batch: AttentionBatch, spec: PageSpec, window_left: int) -> Tiles
 def _tile_tokens(counts: torch.Tensor, token_bytes: int) -> int:
     """Returns the number of keys in a tile.
 
-    Tiles are as few as the cache's size allows, and as even as possible. They get shorter if much would be padding.
+    Tiles are as few as the cache's size allows, and as even as possible. The tiles get shorter if much of them would be
+    padding.
     """
     longest, total = int(counts.max()), int(counts.sum())
     most = max(TILE_TOKENS_MIN, TILE_BYTES_MAX // token_bytes)
@@ -158,7 +160,7 @@ def attend_tiles(
     sequences, query_heads, _ = query.shape
     keys = rows_of(pages, head_dim)
     pattern = tiles.pattern(query_heads, kv_heads, keys.shape[0], pages.dtype)
-    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is the value of key i; latents are both
+    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is the value of key i; a latent is both
     of_tile = tiles.sequence_of_tile
     is_whole = of_tile.shape[0] == sequences
     queries = query if is_whole else query[of_tile]

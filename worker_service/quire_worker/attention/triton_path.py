@@ -1,6 +1,6 @@
 """Paged attention on the Triton kernels, for GPUs, and for CPU tensors under Triton's interpreter.
 
-A plan turns block tables and lengths into the page table of the FlashInfer-named wrappers. It does so on the host,
+A plan turns block tables and lengths into the page table of the FlashInfer-named wrappers. A plan is made on the host,
 without waiting for the device. A wrapper's `plan` is called once per forward pass and kind of layer, its `run` once per
 layer. A batch whose sequences have one query each takes the decode kernel, which divides the keys. Any other batch
 takes the causal prefill kernel, which divides the queries.
@@ -29,7 +29,8 @@ from quire_worker.cache import PageSpec
 from quire_worker.page_format import UNSCALED, Scales, is_quantised
 from quire_worker.sampling.params import SamplingParams
 
-# For partial results of split decodes. It is more than any batch with usual query heads and head dims needs.
+# Workspace for partial results of split decodes. This workspace is more than any batch with usual query heads and head
+# dims needs.
 WORKSPACE_BYTES = 256 << 20
 BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
 
@@ -80,7 +81,7 @@ class TritonPagedAttention(PagedAttention):
         tokens = torch.empty(len(params), dtype=torch.int32, device=device)
         is_drawn = torch.tensor([not row.is_greedy for row in params])
         numbers = torch.zeros(len(params), dtype=torch.float32)
-        numbers[is_drawn] = draw().float().clamp_(max=BELOW_ONE)  # rounding may reach 1
+        numbers[is_drawn] = draw().float().clamp_(max=BELOW_ONE)  # rounding may give 1
         upload_tensor(numbers, device, into=uniform)
         return sample(logits, uniform, *settings, check=False, out=tokens)
 
@@ -181,7 +182,7 @@ class TritonAttentionPlan(AttentionPlan):
         output = wrapper.run(
             query, pages, k_scale=k_scale, v_scale=v_scale, sinks=None if sinks is None else sinks.float()
         )
-        assert isinstance(output, torch.Tensor)  # it would be a pair only with `return_lse`
+        assert isinstance(output, torch.Tensor)  # the result is a pair only with `return_lse`
         return output
 
     def _scales(self, scales: Scales) -> tuple[float | None, float | None]:
@@ -198,7 +199,7 @@ class TritonAttentionPlan(AttentionPlan):
         if wrapper is None:
             wrapper = self.latent_wrappers[kind] = self._planned_latents(kind)
         output = wrapper.run(query=query, kv_cache=pages[:, 0, :, 0])
-        assert isinstance(output, torch.Tensor)  # it would be a pair only with `return_lse`
+        assert isinstance(output, torch.Tensor)  # the result is a pair only with `return_lse`
         return output
 
     def _planned_latents(self, kind: Kind) -> BatchMLAPagedAttentionWrapper:

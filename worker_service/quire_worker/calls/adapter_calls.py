@@ -19,7 +19,7 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 
 class AdapterCalls(pb_grpc.WorkerServiceServicer):
-    """RPCs on adapters. Owners of the worker's pool may load and unload adapters; its observers may list them."""
+    """RPCs on adapters. Owners of the worker's pool may load and unload adapters. Observers may list them."""
 
     _engine: Engine
     _pool: str

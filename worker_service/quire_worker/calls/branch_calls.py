@@ -23,7 +23,7 @@ from quire_worker.calls.checks import Checks, check_namespace, require, wish_of
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 
-IDS_MAX = 4_096  # ids in one call
+IDS_MAX = 4_096  # the most ids in one call
 _DEFAULTS = SamplingParams()
 
 
@@ -124,7 +124,7 @@ class BranchCalls:
         *,
         time_left_s: float | None,
     ) -> AsyncIterator[Request]:
-        """Continues a branch. Yields the request, whose answer can be read inside the block."""
+        """Continues a branch. Yields the request, so that its answer can be read inside the block."""
         require(not message.namespace, "namespace must be left out: a branch keeps its own")
         require(not message.adapter, "adapter must be left out: branches work only with the model itself")
         for name in ("n", "best_of", "num_beams"):

@@ -38,13 +38,13 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.slots import NO_WISH, BranchTask, CacheWish, Scored
 
-BRANCH_COUNT_MAX = 1_024  # of one namespace; all namespaces together may have twice as many
+BRANCH_COUNT_MAX = 1_024  # limit for one namespace; twice as many for all namespaces together
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
 FORK_COUNT_MAX = 64
 CANDIDATE_COUNT_MAX = 256
-CANDIDATE_TOKENS_MAX = 65_536  # sum over all candidates
-BUSY_RETRY_S = 0.05  # seconds until the next look at a branch that is in use when its time ends
-COMPUTE_ALONE = SamplingParams(max_tokens=1)  # for requests that only compute their tokens
+CANDIDATE_TOKENS_MAX = 65_536  # sum over all candidates of a call
+BUSY_RETRY_S = 0.05  # seconds until the next look at a branch that was in use when it expired
+COMPUTE_ALONE = SamplingParams(max_tokens=1)  # parameters of requests that only compute their tokens
 
 
 class Branches:
@@ -53,7 +53,7 @@ class Branches:
     Args:
         engine: the engine that computes them.
         count_max: branches that one namespace may have while no other has any. There are twice as many places, and a
-            namespace may have as many as stay free.
+            namespace may have as many as remain free.
         clock: returns the time in seconds.
     """
 
@@ -80,13 +80,14 @@ class Branches:
         """Returns a branch that the caller may use, and renews its lifetime.
 
         Raises:
-            QuireError: BRANCH_UNKNOWN, also if the caller may not use its namespace, so that it learns nothing.
+            QuireError: BRANCH_UNKNOWN, also if the caller may not use the branch's namespace, so that the caller learns
+                nothing.
         """
         branch = self._branches.get(branch_id)
         if branch is None or not permissions.may_use(branch.namespace):
             raise QuireError.of(
                 Reason.BRANCH_UNKNOWN,
-                "there is no such branch: it was released or expired, or the worker was restarted",
+                "the branch does not exist: it was released or expired, or the worker was restarted",
             )
         self._renew(branch)
         return branch
@@ -111,7 +112,7 @@ class Branches:
         return branch, cached
 
     async def fork(self, parent: Branch, count: int, request_id: str) -> list[Branch]:
-        """Returns new branches with the same tokens. They share all blocks of a held branch.
+        """Returns new branches with the same tokens. The children share all blocks of a held branch.
 
         Raises:
             QuireError: LIMIT, there are too many branches.
@@ -236,7 +237,7 @@ class Branches:
             if branch is None or not permissions.may_use(branch.namespace):
                 continue
             async with branch.lock:
-                if branch.id in self._branches:  # Another call may have released it while this one waited.
+                if branch.id in self._branches:  # Another call may have released the branch while this one waited.
                     if branch.sample is not None:
                         await self._engine.settled(branch.sample)
                     self._end(branch)
@@ -274,7 +275,7 @@ class Branches:
     async def _compute(self, branch: Branch, tokens: list[int], request_id: str) -> int:
         """Computes all but the last of some tokens. Returns how many of them were cached.
 
-        The tokens begin with those of the branch.
+        The tokens must begin with the branch's tokens.
         """
         ready = tokens[:-1]
         if not ready or (self._is_held(branch) and branch.sample.computed == len(ready)):  # type: ignore[union-attr]
@@ -342,7 +343,7 @@ class Branches:
         return branch.sample is not None and branch.sample in self._engine.scheduler.roster.resting
 
     def _check_length(self, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # there must be room for one more token
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # the sample must have room for one more token
         if token_count > longest:
             raise QuireError.of(
                 Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens, but at most {longest} fit"
@@ -380,7 +381,7 @@ class Branches:
             self._engine.wake.set()
 
     def _sweep(self) -> None:
-        """Ends the branches whose time is over, and sets the timer for the next one."""
+        """Ends expired branches, and sets the timer for the next one."""
         now_s = self._clock()
         for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
             is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)

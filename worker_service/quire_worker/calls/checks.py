@@ -29,15 +29,16 @@ log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
 
-# The longest interval between messages of an answer. In a longer one, more tokens could come than fit a message.
+# The longest interval between messages of an answer. In a longer interval, more tokens could arrive than fit into a
+# message.
 INTERVAL_MS_MAX = 60_000
 SALT_BYTES_MAX = 128
 SECRET_BYTES = 16  # of a request that is not stored
 BREAKPOINTS_MAX = 4  # of one request, as at OpenAI and Anthropic
 # values in one message, with at most 7 bytes each: a prompt's tokens, and the likeliest ones at their places
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
-HELD_LOGPROB_VALUES_MAX = 1 << 21  # values of one request that are sent only at its end; 16 MiB
-HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request, each of which begins with the prompt
+HELD_LOGPROB_VALUES_MAX = 1 << 21  # logprob values of one request that are held until its end; 16 MiB
+HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request together; each text begins with the prompt
 SPELLED_MAX = 1 << 16  # tokens in one call of Detokenize
 
 
@@ -75,7 +76,7 @@ def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: i
 
 
 def check_echo(sampling: SamplingParams, echo: str) -> None:
-    """Refuses a request whose samples would all begin with a prompt that is too long for the worker to keep so often.
+    """Refuses a request that needs too much memory, because each of its samples keeps a copy of the prompt.
 
     Raises:
         QuireError: BAD_PARAMETER, the texts would be too long.
@@ -89,7 +90,7 @@ def check_echo(sampling: SamplingParams, echo: str) -> None:
 
 
 class Given(Protocol):
-    """A message with a text or its tokens, in a oneof group whose name the caller knows."""
+    """A message that has a text or its tokens, in a oneof group with a name that the caller knows."""
 
     @property
     def text(self) -> str:
@@ -161,7 +162,7 @@ class Checks:
         if given.WhichOneof("prompt") == "text":
             return given.text
         text = await self._computed(request_id, self._texts.written(prompt))
-        self.check_serving()  # The worker may have begun to drain in the meantime.
+        self.check_serving()  # The worker may have begun to drain since then.
         return text
 
     async def continuation(self, given: Given, request_id: str) -> list[int]:
@@ -177,11 +178,11 @@ class Checks:
         kind = given.WhichOneof(name)
         require(kind is not None, f"{name} is missing: give text or tokens")
         if kind == "tokens":
-            self._check_length(name, len(given.tokens.ids))  # before the ids are copied to a list
+            self._check_length(name, len(given.tokens.ids))  # checked before the ids are copied to a list
             tokens = list(given.tokens.ids)
         else:
             tokens = await self._computed(request_id, self._texts.encoded(given.text, encode))
-            self.check_serving()  # The worker may have begun to drain in the meantime.
+            self.check_serving()  # The worker may have begun to drain since then.
         if not tokens:
             raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token: give at least one")
         self._check_length(name, len(tokens))
@@ -189,7 +190,7 @@ class Checks:
         return tokens
 
     def _check_length(self, name: str, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # there must be room for one more token
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # the sample must have room for one more token
         if token_count > longest:
             message = f"the {name} has {token_count} tokens, but model and pool allow at most {longest}"
             raise QuireError.of(Reason.PROMPT_TOO_LONG, message, field=name)

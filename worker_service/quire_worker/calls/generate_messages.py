@@ -29,8 +29,8 @@ from quire_worker.sampling.params import (
 from quire_worker.scheduling.output import Delivery, FinishReason
 from quire_worker.scheduling.request import Request
 
-PIECE_VALUES_MAX = 1 << 14  # logprob values in one message; about 100 KB
-KNOWN_BYTES_MAX = 64  # size of sampling parameters that are cached; larger ones have texts or lists of tokens
+PIECE_VALUES_MAX = 1 << 14  # the most logprob values in one message; about 100 KB
+KNOWN_BYTES_MAX = 64  # largest sampling parameters that are cached; larger ones have texts or lists of tokens
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -76,7 +76,7 @@ def _checked(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
 
 def _unchecked(message: pb.SamplingParams) -> SamplingParams:
     tokens, biases = message.logit_bias_token_ids, message.logit_bias
-    # Counts are checked before the values are copied, because a message has room for a million of each.
+    # Counts are checked before the values are copied, because a message may have a million values of each kind.
     for name, values, most in (
         ("stop_token_ids", message.stop_token_ids, STOP_TOKEN_COUNT_MAX),
         ("stop", message.stop, STOP_TEXT_COUNT_MAX),

@@ -1,4 +1,4 @@
-"""A timer of an event loop: it rings at the earliest of the times that it was set to."""
+"""A timer of an event loop: it fires at the earliest of its set times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-LATE_S: Final = 0.1  # from this delay on, the loop counts as having stood still
+LATE_S: Final = 0.1  # after this delay, the loop counts as having stalled
 
 
 class LoopTimer:
@@ -15,7 +15,7 @@ class LoopTimer:
 
     A loop can stand still, for example because its process was stopped or the machine is overloaded. Afterwards, timers
     are due, and messages that came in time are still unread. A late timer waits `LATE_S` more, so that these messages
-    are read first: a branch that such a message renews must not have expired.
+    are read first. Otherwise a branch could expire before the message that renews it is read.
 
     Args:
         ring: called on the loop.

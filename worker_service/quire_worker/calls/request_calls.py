@@ -23,7 +23,7 @@ from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.waiting import Wait
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
-ENDED_MAX: Final = 256  # ended requests whose numbers are kept
+ENDED_MAX: Final = 256  # ended requests whose numbers are remembered
 LISTED_MAX: Final = 4_096
 
 
@@ -31,7 +31,7 @@ class RequestRecords:
     """Records the requests of one engine: their list, and a log line for each that ends.
 
     Args:
-        engine: the engine, whose `on_ended` is set to this object.
+        engine: the engine; its `on_ended` is set to this object.
         request_log: gets the lines.
         model_name: the model's name in the lines.
         pool: the pool's name in the lines.
@@ -48,7 +48,7 @@ class RequestRecords:
         engine.on_ended = self._note_end
 
     def listed(self, request_id: str, permissions: Permissions, *, with_ended: bool) -> pb.ListRequestsResponse:
-        """Returns the requests whose namespaces the caller may use. If an id is given, with their stages."""
+        """Returns the requests in the namespaces that the caller may use. If an id is given, with their stages."""
         engine = self._engine
         waits = waits_of(engine.scheduler, engine.asked_samples, is_connected=engine.session.connected)
         found = [info for info in self._ended if with_ended and permissions.may_use(info.namespace)]

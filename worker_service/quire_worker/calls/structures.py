@@ -1,8 +1,8 @@
 """Compiles the structures of requests outside of the event loop, within strict limits.
 
 A library compiles them, for an unpredictable time: a schema of 3 KB can take days and all memory. So each structure is
-first compiled in a process that may be killed (`aside/bench.py`). If that succeeded in time, it is compiled again on a
-thread here, in about the same time and memory.
+first compiled in a process that may be killed (`aside/bench.py`). If that succeeds in time, the structure is compiled
+again on a thread here, in about the same time and memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire_worker.sampling.grammar import GrammarError, Grammars, GrammarsFullEr
 from quire_worker.sampling.params import Structure
 
 log = structlog.get_logger()
-COMPILE_S_MAX = 10  # for one structure, with the time that it waits for others
+COMPILE_S_MAX = 10  # limit for one structure, including its wait for others
 LIMITS = BenchLimits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
 
 
@@ -43,9 +43,9 @@ class StructureCompiler:
         """Returns a matcher at the start of a text.
 
         Raises:
-            QuireError: BAD_PARAMETER, the structure cannot be compiled; TOO_LARGE, not within the limits;
-                TOKENIZER_FAILED, not with the tokenizer of this model; NOT_SUPPORTED, there is no tokenizer;
-                QUEUE_FULL, others take all memory.
+            QuireError: BAD_PARAMETER, the structure cannot be compiled; TOO_LARGE, compiling it exceeds the limits;
+                TOKENIZER_FAILED, this model's tokenizer cannot be used for it; NOT_SUPPORTED, the model has no
+                tokenizer; QUEUE_FULL, other structures take all memory.
         """
         field = structure.kind.value
         if not self._has_tokenizer:

@@ -1,9 +1,9 @@
 """Computations on callers' texts, outside of the event loop and within limits.
 
 Long texts and long lists of tokens have a thread of their own, so that they hardly delay short ones. Chat templates are
-programs, so they run in a process (`aside/bench.py`): short conversations at once, long ones one after another. Answers
-are built where they are computed: as Python's numbers, their tokens would take ten times as much memory, and building
-them later would need the thread once more.
+programs, so they run in a process (`aside/bench.py`): short conversations at once, long ones one after another. Each
+thread builds its own answers. As Python numbers, the tokens would take ten times as much memory, and building the
+answer later would need the thread again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 log = structlog.get_logger()
 
 TEXT_BYTES_MAX = 1 << 20
-SHORT_MAX = 16 << 10  # bytes of a text, or number of tokens; takes a few milliseconds
+SHORT_MAX = 16 << 10  # shorter texts, or lists of tokens, take at most a few milliseconds
 # A template that loops over all messages for each message takes 0.1 s for a conversation of this size.
 SHORT_CONVERSATION_BYTES_MAX = 64 << 10
 WAITING_MAX = 64  # waiting long texts
-ANSWER_TOKENS_MAX = 16 << 10  # built on the event loop up to this size; takes a few milliseconds
+ANSWER_TOKENS_MAX = 16 << 10  # shorter answers are built on the event loop, in at most a few milliseconds
 ResultT = TypeVar("ResultT")
-TEMPLATE_S_MAX = 10  # for one conversation, with the time that it waits for others
+TEMPLATE_S_MAX = 10  # limit for one conversation, including its wait for others
 LIMITS = BenchLimits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
 
 
@@ -58,7 +58,7 @@ class Texts:
         if self._tokenizer.chat_template.sources or self._trusts_templates:
             try:
                 await self._bench.warm()
-            except OSError as error:  # The first conversation tries again.
+            except OSError as error:  # A failure here is not final: the first conversation tries again.
                 log.error("the process for chat templates failed", error=str(error))
 
     def close(self) -> None:

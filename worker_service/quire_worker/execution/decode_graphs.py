@@ -1,8 +1,8 @@
 """Decode batches replayed from CUDA graphs: the host makes one launch in place of hundreds.
 
 A model of 32 layers makes about 15 launches per layer. At 5 us each from Python, its pass takes at least 2.4 ms on any
-GPU; a replay is one launch. A graph has one batch size. So there is a ladder of sizes, and a batch takes the smallest
-graph that holds it, padded with empty sequences (`attention.decode_in_place`):
+GPU; a replay is one launch. A graph has one batch size. So graphs are captured for a ladder of sizes. A batch runs in
+the smallest graph that holds it, padded with empty sequences (`attention.decode_in_place`):
 
     ladder    1 2 4 8 16 24 32 40 ...          11 sequences are computed as 16
 
@@ -11,7 +11,7 @@ graph that holds it, padded with empty sequences (`attention.decode_in_place`):
                    the addresses that the captured launches read
 
 A model cannot be captured if something in it waits for the device, for example a mixture of experts that asks which
-experts are used. Its passes are launched kernel by kernel, and the log says why.
+experts are used. The model's passes are launched kernel by kernel, and the log says why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import PagedStep, run
 
-SIZE_STEP = 8  # from size 8 on; at most 7 rows of a batch are empty
+SIZE_STEP = 8  # step between sizes, from size 8 on; so at most 7 rows of a batch are empty
 
 log = structlog.get_logger()
 Compute: TypeAlias = Callable[[], torch.Tensor]
@@ -67,7 +67,7 @@ class Capture:
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            compute()  # The first call creates plans and the like. They must not become part of the graph.
+            compute()  # The first call creates plans and other objects. The graph must not include these.
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

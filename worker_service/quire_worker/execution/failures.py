@@ -11,7 +11,7 @@ from quire.errors import Reason
 
 
 class FailureKind(enum.Enum):
-    """Cause of a request's failure. It is the label of a metric, so there are few values."""
+    """Cause of a request's failure. The result is the label of a metric, so it has few values."""
 
     NOT_FINITE = "not_finite"  # the request's logits hold NaN or infinity
     OUT_OF_MEMORY = "out_of_memory"  # the request did not fit into memory even alone

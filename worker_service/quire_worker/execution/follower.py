@@ -42,7 +42,7 @@ def follow(crew: Crew, model: PagedModel, cache: KVCache) -> None:
 
 
 def _attempt(crew: Crew, token_count: int, compute: Callable[[], object]) -> None:
-    """Computes this rank's part. If it fails, rank 0 retries it, or fails its requests."""
+    """Computes this rank's part. If the pass fails, rank 0 retries it, or fails its requests."""
     try:
         crew.together(token_count, compute, ending_of)
     except RankLostError:

@@ -21,7 +21,7 @@ class HostPages:
     """
 
     def __init__(self, cache: KVCache, slot_count: int) -> None:
-        """Reserves the memory. It is pinned if the pages are on a GPU."""
+        """Reserves the memory. The memory is pinned if the pages are on a GPU."""
         self._cache = cache
         is_pinned = cache.device.type == "cuda"
         self._slots = tuple(

@@ -1,7 +1,7 @@
 """One thread that runs the items of a queue in order.
 
-An executor of `concurrent.futures` would create a future, a condition and a semaphore for each item. That costs time
-between two passes. The results of a pass reach the event loop by another way (`model_thread.py`).
+An executor of `concurrent.futures` would create a future, a condition and a semaphore for each item. Creating these
+costs time between two passes. The results of a pass reach the event loop by another way (`model_thread.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _work(items: _Items) -> None:
             return
         run, arguments = item
         run(*arguments)
-        del item, run, arguments  # or the waiting thread would keep their tensors alive
+        del item, run, arguments  # otherwise the waiting thread would keep their tensors alive
 
 
 def _end(items: _Items, thread: threading.Thread) -> None:

@@ -1,7 +1,8 @@
-"""Passes that are launched without waiting for them, so that a GPU computes one after the other without a pause.
+"""Passes that are launched without waiting for their results, so that a GPU computes one after the other without a
+pause.
 
 A pass that samples only the likeliest tokens needs nothing from the previous pass but its tokens, and these are already
-on the device. So it is launched behind that pass, before the host has read the tokens:
+on the device. So the next pass is launched after the current one, before the host has read the tokens:
 
     model's thread    launch 1 | launch 2                | launch 3
     device              |  pass 1              |  pass 2              |  pass 3
@@ -53,7 +54,7 @@ class TokensToCome(NamedTuple):
     def put_into(self, ids: torch.Tensor) -> None:
         """Writes the tokens into the ids of a flat batch, int64 `[tokens]` on the device.
 
-        Where logits were not finite it writes token 0: that request has failed, and its further results are not used.
+        Where logits were not finite, token 0 is written: that request has failed, and its further results are not used.
         """
         if self.places is None or self.rows is None:
             ids[: len(self.tokens)].copy_(self.tokens.clamp_min(0))
@@ -70,7 +71,7 @@ class Launched:
     """The tokens of a pass that is under way on the device. `settle` may be called from any thread.
 
     Attributes:
-        tokens: int32 `[rows]` on the device, one for each part; negative where its logits are not finite.
+        tokens: int32 `[rows]` on the device, one for each part; negative if the part's logits are not finite.
         left_out: requests that failed in the previous pass; set by `settle`.
     """
 
@@ -105,7 +106,7 @@ class Launched:
         with self._lock:
             if self._settled is None:
                 self._settled = self._read()
-                self._before = None  # or every pass would keep all earlier ones alive
+                self._before = None  # otherwise every pass would keep all earlier passes alive
             return self._settled
 
     def _read(self) -> Before:

@@ -27,7 +27,8 @@ from quire_worker.model.batch import ForwardBatch, scratch_tables, with_tables
 class Layouts:
     """Lays out the batches of one engine, one after the other.
 
-    Consecutive batches share equal tensors. That is safe because only the tensor of token ids is ever written to.
+    Consecutive batches share equal tensors. Sharing them is safe, because only the tensor of token ids is ever written
+    to.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -135,7 +136,7 @@ def _with_blocks(tables: np.ndarray, entries: Sequence[tuple[int, Sequence[int],
 
     Args:
         tables: int32 `[batch, blocks]`.
-        entries: for each new block its row, the row's whole table, and the block's place in it.
+        entries: for each new block: its row, the row's whole table, and the block's index in it.
     """
     width = max(tables.shape[1], *(place + 1 for _, _, place in entries))
     wider = np.zeros((tables.shape[0], width), dtype=tables.dtype)

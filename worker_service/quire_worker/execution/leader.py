@@ -40,10 +40,11 @@ class Order(enum.IntEnum):
 
 
 class Leader:
-    """Sends orders to the other ranks. While there is no work it sends `WAIT`, so that they hear from rank 0.
+    """Sends orders to the other ranks. While there is no work, rank 0 sends `WAIT`, so that the other ranks know that
+    it lives.
 
     Attributes:
-        size: number of ranks, this one included.
+        size: number of ranks, including this one.
     """
 
     def __init__(self, crew: Crew, *, silence_s: float, on_lost: Callable[[str], None]) -> None:
@@ -58,7 +59,7 @@ class Leader:
         self._crew = crew
         self._silence_s = silence_s
         self._on_lost = on_lost
-        self._lock = threading.Lock()  # guards the crew and the attributes below
+        self._lock = threading.Lock()  # protects the crew and the attributes below
         self._said_s = time.monotonic()
         self._stopped = threading.Event()
         crew.serve()

@@ -2,21 +2,21 @@
 
 Both threads need the interpreter lock. The event loop needs it for half a millisecond a turn, to hand out tokens and to
 lay out the pass after the next one. The model's thread needs it between the kernels of two passes. So the event loop
-should hold the lock while kernels run, and not between two passes, where it would delay the kernels:
+should hold the lock while kernels run. Between two passes it would delay the kernels:
 
     model's thread   |  kernels of pass 1   | tokens of 1, begin 2 |  kernels of pass 2
     event loop         hand out 0, lay out 2                         hand out 1, lay out 3
 
 So the end of a pass is reported when the kernels of the next one begin (`before_kernels`). The model's thread keeps the
-lock while it writes to the pipe. If it released the lock, even for a system call or to destroy a tensor, it would get
-it back only when the event loop has finished its turn.
+lock while it writes to the pipe. If the model's thread released the lock, even for a system call or to destroy a
+tensor, it would wait until the event loop has finished its turn.
 
 Two exceptions make first tokens fast. When a pass is submitted to an idle thread, the event loop lets its kernels begin
 before it plans the next pass (`begun`). After a pass that brought only first tokens, the model's thread waits until the
 event loop has sent them (`go_on`).
 
-A pass that was only launched on a GPU (`launched.py`) is finished by another thread, the reader. It takes such passes
-in order, and tells the event loop at once.
+A pass that was only launched on a GPU (`launched.py`) is finished by another thread, the reader. This thread takes the
+passes in order, and reports each to the event loop at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quire_worker.execution.parts import Computed
 from quire_worker.execution.prepared import Later, PlainTokens, Prepared
 from quire_worker.scheduling.plan import Work
 
-# Computes a batch. It calls its second argument right before its kernels, if one call runs most of them.
+# Computes a batch. The function calls its second argument right before its kernels, if one call runs most of them.
 Result: TypeAlias = Computed | PlainTokens
 Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Result | Later]
 
@@ -54,7 +54,9 @@ class Pass(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A pass that was computed. It holds the inputs, so that the event loop destroys their tensors: see the module."""
+    """A pass that was computed. The result holds the inputs, so that the event loop destroys their tensors: see the
+    module.
+    """
 
     future: asyncio.Future[Result]
     result: Result | BaseException
@@ -62,7 +64,7 @@ class Done(NamedTuple):
 
 
 class ModelThread:
-    """Computes passes in order. Its methods must be called on the event loop's thread.
+    """Computes passes in order. Call the methods only on the event loop's thread.
 
     1. created
     2. submit    the first call makes the event loop watch one end of a pipe
@@ -78,10 +80,10 @@ class ModelThread:
         self._submitted_count = self._begun_count = 0
         self._done = deque[Done]()
         # Only the model's thread uses these two flags.
-        self._is_owed = False  # the event loop has to be notified, and was not yet
+        self._is_owed = False  # the event loop must be notified, and has not been yet
         self._has_kernels = False  # the pass under way has called `before_kernels`
         self._announces_kernels = False  # the last pass called `before_kernels`, so the next one will, too
-        # Set when a pass that was submitted to an idle thread calls `before_kernels` or ends.
+        # Set when a pass calls `before_kernels` or ends, if the thread was idle at its submission.
         self._begun: asyncio.Future[None] | None = None
         self._may_go_on = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -105,7 +107,7 @@ class ModelThread:
     async def begun(self) -> None:
         """Waits until the kernels run of a pass that was submitted to an idle thread.
 
-        If the previous pass did not call `before_kernels`, it only yields to the event loop once.
+        If the previous pass did not call `before_kernels`, this method only yields to the event loop once.
         """
         if self._begun is None:
             await asyncio.sleep(0)

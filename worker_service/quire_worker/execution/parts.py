@@ -145,7 +145,7 @@ class Computed(NamedTuple):
     """Results of a batch.
 
     Attributes:
-        work: the work that wrote its keys and values into pages, without that of failed requests.
+        work: the work that wrote its keys and values into pages, except failed requests.
         tokens: one for each draw of the requests that did not fail.
         prompt_logprobs: logprobs of prompt tokens, if requested.
         candidate_logprobs: logprobs of candidates' tokens.
@@ -217,7 +217,7 @@ def candidate_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> list[Cand
         first, end = end, end + part.row_count
         scored = part.sample.scored
         if scored is not None and part.needs_all_logits:
-            skipped = max(0, scored.start - 1 - part.start)  # rows before the first candidate token
+            skipped = max(0, scored.start - 1 - part.start)  # rows before the row of the first candidate token
             position = part.start + skipped + 1
             wanted = scored.tokens[position - scored.start :][: end - first - skipped]
             rows = logits[first + skipped : end].log_softmax(dim=-1)

@@ -8,7 +8,7 @@
     sampling    all at once; if that fails, in halves. Where the device has a kernel for both, the check of the logits
                 finds the likeliest tokens, too
 
-Most passes are greedy and finite. They take a short path that records nothing per part.
+Most passes are greedy and finite. Such passes take a short path that records nothing per part.
 
 Computing again is safe: a pass writes the same tokens to the same slots, no token counts as computed before the runner
 returns, and sampling draws its random numbers last. So the other requests of a failed batch get the same text as
@@ -91,12 +91,12 @@ class Run:
         self._model = model
         self._cache = cache
         self._shortcut = shortcut
-        self.before_kernels: Callable[[], None] | None = None  # passed on to `PagedModel.forward`
+        self.before_kernels: Callable[[], None] | None = None  # argument of `PagedModel.forward`
         self._drafts: dict[Sample, tuple[int, ...]] = {}
-        self._left_out: set[Request] = set()  # failed in the previous batch; the engine learns it from that one
+        self._left_out: set[Request] = set()  # failed in the previous batch; the engine learns this from that batch
         self._finiteness = Finiteness()
         self._rows: dict[Sample, Row] = {}  # the logits after each sample's last token
-        self.likeliest: list[int] | None = None  # the token after each part, if the pass took the short path
+        self.likeliest: list[int] | None = None  # the token after each part, if the batch took the short path
 
     def is_unharmed(self, sample: Sample) -> bool:
         """Returns whether the results of a sample are valid: its request did not fail and was not left out."""
@@ -108,7 +108,7 @@ class Run:
         return bool(self.failures or self._left_out)
 
     def unharmed(self, items: list[OfSample]) -> list[OfSample]:
-        """Returns the items whose samples have neither failed nor been left out."""
+        """Returns the items of samples that have neither failed nor been left out."""
         return [item for item in items if self.is_unharmed(item.sample)] if self.has_harmed else items
 
     def follow(
@@ -163,7 +163,7 @@ class Run:
             self.copy([copy])
 
     def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
-        """Fails the samples that hold a block whose copy failed."""
+        """Fails the samples that hold a block with a failed copy."""
         if not self.lost_blocks:
             return
         for part in parts:
@@ -232,7 +232,7 @@ class Run:
             right, count = self.tokens[known:], count + 1
 
     def read_rest(self) -> None:
-        """Reads the remaining finiteness flags, and fails the samples whose logits are not finite."""
+        """Reads the remaining finiteness flags, and fails the samples with logits that are not finite."""
         self._fail_not_finite(self._finiteness.read())
 
     def let_go_of_logits(self) -> None:
@@ -289,7 +289,7 @@ class Run:
                 if not has_masks or have_taken(samplers, likeliest, logits.shape[1]):
                     self.likeliest = likeliest
                     return None
-                likeliest = None  # `_known` would check the same masks again, in vain
+                likeliest = None  # `_known` would only check the same masks again
             may_wait = all(part.may_wait for part in parts)
             unread = are_finite(logits) if flags is None else None
             if unread is not None and not may_wait:
@@ -373,14 +373,14 @@ class Run:
         if isinstance(error, torch.AcceleratorError) and not self._device_answers():
             raise DeviceLostError(f"{self._model.device} is lost: {error}") from error
         failure = failure_of(error)
-        if count == 1 or not self.retry_count:  # log the first failure and single parts, not every half
+        if count == 1 or not self.retry_count:  # log the first failure and failures of single parts, not every half
             is_news = count == 1 and failure.kind is FailureKind.EXCEPTION
             log.warning(f"{what} failed", error=type(error).__name__, parts=count, exc_info=error if is_news else None)
         return failure
 
     def _free_memory_after(self, failure: Failure) -> None:
         if failure.kind is FailureKind.OUT_OF_MEMORY and self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch's cached free memory may be in pieces that are too small
+            torch.cuda.empty_cache()  # torch's cached free memory may be fragmented
 
     def _device_answers(self) -> bool:
         try:

@@ -1,7 +1,8 @@
-"""The batches of one engine, in order. Each is a `Run`, prepared while the previous one is computed.
+"""The batches of one engine, in order. Each batch is a `Run`, prepared while the previous one is computed.
 
-The next batch waits behind this one in the queue of the model's thread. That thread writes this batch's tokens into the
-next one, because the event loop does not know them yet. Requests that fail in this batch are left out of the next.
+The next batch waits behind this one in the queue of the model's thread. The model's thread writes this batch's tokens
+into the next batch, because the event loop does not know them yet. Requests that fail in this batch are left out of the
+next.
 
 A draft model (`speculation/drafter.py`) reads the tokens of each batch at its end, and proposes the next ones.
 """
@@ -79,7 +80,7 @@ class Runner:
         knows_likeliest = model.attention.likeliest(torch.empty(0, model.vocab_size)) is not None
         self._launches = knows_likeliest and os.environ.get("QUIRE_LAUNCH_AHEAD", "1") != "0"
         self._before: Before | Launched = Before([], NOBODY, NOTHING)
-        self._settled_s = 0.0  # when the last launched pass was finished; used only on the thread that finishes them
+        self._settled_s = 0.0  # time when the last launched pass was finished; used only by the finishing thread
         self._draws: list[Draw] = []  # the draws of the last prepared batch
         self._layouts = Layouts(cache)
 
@@ -130,7 +131,7 @@ class Runner:
             Part(sample, sample.computed, sample.tokens[sample.computed : sample.computed + token_count], [])
             for sample, token_count in wanted
         ]
-        with contextlib.suppress(Exception):  # `Run.forward` meets the same error, and finds the request that causes it
+        with contextlib.suppress(Exception):  # `Run.forward` raises it again, and finds the request that causes it
             self._layouts.sketch(parts)
 
     def compute(

@@ -29,10 +29,10 @@ from quire_worker.host_memory import available_bytes, host_bytes, size
 from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
-_STATE_SHARE = 0.4  # share of free memory for one copy of the states of a profiling pass; it holds two copies
+_STATE_SHARE = 0.4  # share of free memory for one copy of the states of a profiling pass; the pass holds two copies
 SMALL_BYTES = 256 << 20  # a pool on a CPU may have this much even if its samples need less
-CPU_SHARE = Fraction(1, 2)  # default share of the available memory for a pool on a CPU
-_MORE_ROOM = {  # the advice for a pool that is too small, by the option that set its size
+CPU_SHARE = Fraction(1, 2)  # default share of the available memory, for a pool on a CPU
+_MORE_ROOM = {  # the advice if a pool is too small, by the option that set its size
     "--blocks": "raise --blocks",
     "--kv-memory": "raise --kv-memory, lower --block-size, or use --kv-cache-dtype fp8_e4m3 or --dtype bfloat16",
 }
@@ -75,7 +75,7 @@ def size_pool(
     """Computes the size of the pool from the command line or the free memory, and logs the figures behind it.
 
     Args:
-        model: the model whose pages the pool holds.
+        model: the model that the pool is for.
         options: command line options.
         rank_count: ranks on this machine; each has a pool.
         draft_block_bytes: bytes that a draft model keeps for each block.
@@ -176,7 +176,7 @@ def profiled(model: PagedModel, options: argparse.Namespace, cuda: Any = torch.c
         sequence_count = profiled_sequences(model.cache_spec, sequence_count, cuda.mem_get_info()[0])
     page_bytes = _run_largest(model, options.max_batch_tokens, sequence_count)
     peak = cuda.memory_stats()["allocated_bytes.all.peak"] - page_bytes
-    cuda.empty_cache()  # or memory that torch keeps for reuse would count as used
+    cuda.empty_cache()  # otherwise memory that torch keeps for reuse would count as used
     free, total = cuda.mem_get_info()
     current = cuda.memory_stats()["allocated_bytes.all.current"]
     return DeviceMemory(total, total - free, peak, current, options.gpu_memory_utilization)
@@ -198,7 +198,7 @@ def _run_largest(model: PagedModel, token_count: int, sequence_count: int) -> in
     pages = KVCache(spec, block_count, device=model.device)
     chunks = [Chunk([0] * length, 0, own, needs_logits=True) for length, own in zip(lengths, tables, strict=True)]
     logits = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), pages)
-    torch.stack(list(logits)).softmax(1)  # the sampler allocates the same
+    torch.stack(list(logits)).softmax(1)  # the sampler will allocate the same
     return pages.pool_bytes
 
 

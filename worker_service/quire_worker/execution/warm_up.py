@@ -1,9 +1,9 @@
 """Compiles kernels before the first request, because Triton compiles a kernel when it is first launched.
 
 Triton compiles a variant for each set of dtypes, head dims, strides and block sizes, not for each length or batch size.
-So the model runs on scratch pages, once for each kind of batch that kernels distinguish: one query per sequence
-(decode), and a ladder of queries per sequence, because `prefill_rows.prefill_tiling` chooses the block size by their
-mean. Then one block is copied, as copy-on-write does, one token is chosen greedily, and one is drawn.
+So the model runs on scratch pages, once for each kind of batch that kernels distinguish. The kinds are one query per
+sequence (decode), and a ladder of queries per sequence, because `prefill_rows.prefill_tiling` chooses the block size by
+the mean. Then one block is copied, as copy-on-write does, one token is chosen greedily, and one is drawn.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.params import SamplingParams
 
-# Tokens of a single sequence. The block size depends on the mean number of rows: tokens times query heads per KV head.
-# Because the tokens double from step to step, every block size occurs, whatever the number of heads.
+# Tokens of a single sequence. The block size depends on the mean number of rows, which is tokens times query heads per
+# KV head. The tokens double from step to step, so every block size occurs, for any number of heads.
 LADDER = (2, 4, 8, 16, 32, 64, 128)
-# Sequences that decode beside a chunk of two tokens. 66 queries for 65 sequences are 1.02 each, so the block size is
-# that of decode, even with 64 query heads per KV head.
+# Sequences that decode together with a chunk of two tokens. 66 queries for 65 sequences are 1.02 each, so the block
+# size is the same as for decode, even with 64 query heads per KV head.
 COMPANY = 64
-SCRATCH_BYTES = 2 << 30  # limit of the scratch pages; `COMPANY_MIN` sequences are run even beyond it
+SCRATCH_BYTES = 2 << 30  # limit of the scratch pages; at least `COMPANY_MIN` sequences run even beyond it
 COMPANY_MIN = 3
 
 
@@ -30,7 +30,7 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
     """Runs a model over a batch of every kind.
 
     Args:
-        model: a model on its device. It runs on temporary pages.
+        model: a model on its device. The model runs on temporary pages.
         progress: called before each step and at the end, with the steps done, all steps, and the next step's name.
 
     Returns:
@@ -63,6 +63,6 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
 
 
 def company_of(spec: CacheSpec) -> int:
-    """Returns how many sequences decode beside a chunk: fewer if each of them has hundreds of MB of states."""
+    """Returns how many sequences decode together with a chunk: fewer if each of them has hundreds of MB of states."""
     sequence_bytes = len(spec.groups) * spec.bytes_per_block
     return max(COMPANY_MIN, min(COMPANY, SCRATCH_BYTES // sequence_bytes - 1))

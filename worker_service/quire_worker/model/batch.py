@@ -6,9 +6,9 @@
 
 A whole prompt, a part of a prompt and a decoding sequence differ only in their numbers.
 
-Attention gets one such layout for each group of layers, with the group's own pages. Keys that no query of a chunk reads
-are left out. That is possible because queries and keys are rotated already, and attention only counts back from the
-end. Examples with blocks of 16 tokens:
+Attention gets one layout of this kind for each group of layers, with the group's own pages. Keys that no query of a
+chunk reads are left out. This is possible because queries and keys are rotated already, and attention only counts back
+from the end. Examples with blocks of 16 tokens:
 
     sliding window of 20     B reads the keys 21 to 40: the blocks from 16 on, kv_length 25
     attention chunks of 16   C starts one: kv_length 2. A `Chunk` becomes a sequence for each attention chunk it touches
@@ -40,12 +40,12 @@ class Chunk:
     Attributes:
         tokens: token ids, at least one.
         start: position of the first token; the keys and values of the positions `[0, start)` are in the pages already.
-        block_tables: for each group the sequence's blocks in order, enough for `start + len(tokens)` tokens. Further
+        block_tables: for each group, the sequence's blocks in order, enough for `start + len(tokens)` tokens. Further
             blocks are ignored, and so are blocks before the windows of all tokens. The first block of a group of states
             is its running block.
-        needs_logits: whether the logits after the last token are wanted.
-        needs_all_logits: whether the logits after each token are wanted.
-        begun_with: number of tokens that the request began with; see `rotary.py`.
+        needs_logits: whether to compute the logits after the last token.
+        needs_all_logits: whether to compute the logits after each token.
+        begun_with: number of tokens at the request's beginning; see `rotary.py`.
         adapter: LoRA adapter of the request.
     """
 
@@ -64,9 +64,9 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
-    logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch after which logits are wanted
+    logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch that need logits after them
     lengths: torch.Tensor  # int64 [tokens] on the host, the length that each token is rotated for (`rotary.py`)
-    attention: tuple[AttentionBatch, ...]  # one for each group of attention
+    attention: tuple[AttentionBatch, ...]  # one layout for each group of attention
     spans: torch.Tensor  # int64 [3, chunks] on the host: first position, number of tokens, `begun_with`
     state_blocks: torch.Tensor  # int64 [groups of states, chunks], the running blocks
     adapters: tuple[Segment, ...] = ()  # empty if no chunk has an adapter
@@ -95,7 +95,7 @@ class _Spans:
     chunk: np.ndarray
     start: np.ndarray
     stop: np.ndarray
-    first: np.ndarray  # always the first position of a block
+    first: np.ndarray  # the first position of a block, always
 
 
 def build_batch(
@@ -192,7 +192,7 @@ def _state_blocks(states: list[list[int]], chunk_count: int) -> np.ndarray:
 
 
 def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
-    """Returns the places in the flat batch after which logits are wanted."""
+    """Returns the indices in the flat batch of the tokens that need logits after them."""
     if not any(chunk.needs_all_logits for chunk in chunks):
         return ends[np.array([chunk.needs_logits for chunk in chunks])] - 1
     counts = [len(chunk.tokens) if chunk.needs_all_logits else int(chunk.needs_logits) for chunk in chunks]
@@ -258,7 +258,7 @@ def _spans(group: GroupSpec, starts: np.ndarray, stops: np.ndarray) -> _Spans:
         if group.kind is GroupKind.SLIDING_WINDOW:
             first = np.maximum(0, starts - group.window + 1) // group.block_size * group.block_size
         return _Spans(np.arange(len(starts)), starts, stops, first)
-    counts = (stops - 1) // group.window - starts // group.window + 1  # spans of each chunk: crossed edges plus one
+    counts = (stops - 1) // group.window - starts // group.window + 1  # spans in each chunk: crossed edges plus one
     chunk = np.repeat(np.arange(len(starts)), counts)
     number = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = (starts[chunk] // group.window + number) * group.window

@@ -1,7 +1,7 @@
 """A model's folder: its files of weights, and its fingerprint.
 
 The worker reads only `config.json`, safetensors files, and the other files that transformers reads with them
-(tokenizer, generation defaults). It never loads a pickle, downloads a file or runs the checkpoint's own code.
+(tokenizer, generation defaults). The worker never loads a pickle, downloads a file or runs the checkpoint's own code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tokenizer_config.json"),
 )
-_VOCABULARIES = (*_TOKENIZERS[:-1], "*.model", "*.tiktoken", "tekken.json")  # the last of _TOKENIZERS needs one
+_VOCABULARIES = (*_TOKENIZERS[:-1], "*.model", "*.tiktoken", "tekken.json")  # the last file of _TOKENIZERS needs one
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -40,7 +40,7 @@ def check_folder(folder: Path) -> None:
     """Checks that the folder has all files of a model, in the order in which they are read.
 
     Raises:
-        CheckpointError: a file is missing, or `config.json` is not a configuration. The message says what to do.
+        CheckpointError: a file is missing, or `config.json` is not a configuration. The message says how to fix it.
     """
     if not folder.is_dir():
         is_id = len(folder.parts) == _ID_PARTS and not folder.is_absolute()

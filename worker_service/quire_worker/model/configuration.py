@@ -20,7 +20,7 @@ from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError
 from quire_worker.model.rotary import longest_of
 from quire_worker.model.support import check_ranks, layers_of
 
-# Model types whose vision and audio towers need a further library (timm). Only their text model is loaded.
+# Model types with vision and audio towers that need a further library (timm). Only their text model is loaded.
 _TOWERS_APART = frozenset({"gemma3n"})
 _REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
 
@@ -65,7 +65,7 @@ def configuration_of(folder: Path) -> Any:
     _check_layer_count(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each configuration class of transformers raises its own exceptions
+    except Exception as error:  # each configuration class of transformers may raise its own exceptions
         unknown = _unknown_layers(folder)
         if unknown is not None:
             raise UnsupportedModelError(unknown) from error

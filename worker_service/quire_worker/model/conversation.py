@@ -1,7 +1,7 @@
 """Rendering of conversations as text, by the checkpoint's chat template.
 
-A template is a program in the Jinja language. It runs in transformers' sandbox, and can read only its arguments. It is
-trusted as far as the checkpoint is.
+A template is a program in the Jinja language. The template runs in transformers' sandbox, and can read only its
+arguments. The template is trusted as far as the checkpoint is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENIZER_OPTIONS: Final = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"tokenizer_kwargs", "sanitize_control_tokens"}
 )
-MESSAGE_COUNT_MAX: Final = 16_384  # a template's time may grow with the square of this
+MESSAGE_COUNT_MAX: Final = 16_384  # a template's time may grow with the square of this length
 TOOL_COUNT_MAX: Final = 4_096
 DEPTH_MAX: Final = 100  # deepest nesting of arrays and objects, so that no recursion reaches Python's limit
 SIGN: Final = "\U0010fff0"  # a private-use character that marks where `sign` cuts a text
@@ -51,14 +51,14 @@ class ConversationError(Exception):
 
 
 class Conversation(NamedTuple):
-    """Arguments of a chat template. They also travel to the process that runs the template."""
+    """Arguments of a chat template. The arguments also travel to the process that runs the template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     variables: dict[str, Any]
     with_generation_prompt: bool
-    continues_final: bool = False  # the text ends with the last message's content
-    template: str = ""  # replaces the checkpoint's template, unless empty
+    continues_final: bool = False  # whether the text ends with the last message's content
+    template: str = ""  # replaces the checkpoint's template, if it is not empty
 
 
 def read_conversation(
@@ -255,7 +255,7 @@ class ChatTemplate:
         return str(rendered[0][0])
 
     def _message(self, source: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns a message whose content has the form that the template expects, if the content is only text."""
+        """Returns a message with its content in the form that the template expects, if the content is only text."""
         content = message.get("content")
         parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
         if not parts or not all(_is_text(part) for part in parts):

@@ -1,4 +1,4 @@
-"""Scales of keys and values in a checkpoint: small tensors beside the weights.
+"""Scales of keys and values in a checkpoint: small tensors in the files of weights.
 
     model.layers.3.self_attn.k_scale        also ...attn.k_scale and ...k_proj.k_scale, and v for k
     model.layers.3.self_attn.kv_scale       one for both
@@ -19,7 +19,7 @@ from quire_worker.model.checkpoint import CheckpointError, weight_files
 from quire_worker.page_format import Scales
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(kv|k|v)_scale|(k|v)_proj\.output_scale)$")
-SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # transformers reads no such tensor
+SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # transformers does not read these
 
 
 def read_scales(folder: Path) -> dict[int, Scales]:
@@ -32,7 +32,7 @@ def read_scales(folder: Path) -> dict[int, Scales]:
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - no dictionary
+                for name in file.keys():  # noqa: SIM118 - not a dictionary
                     match = _NAME.search(name)
                     if match is not None:
                         found.setdefault(int(match[1]), {})[match[2] or match[3]] = _number(

@@ -1,15 +1,15 @@
 """Loads a transformers model to be run on pages, and checks it.
 
-A model is loaded in steps. Each step refuses what it cannot serve, and names it:
+A model is loaded in steps. Each step refuses a part that it cannot serve, and names the part:
 
 1. Find the files in the folder (`checkpoint`).
-2. Read from the configuration what each layer keeps (`support`).
+2. Read from the configuration which cache each layer needs (`support`).
 3. Run a first pass with a dummy attention that records the layers, shapes and options of attention
    (`transformers_seam`).
-4. Compare logits: the model must give the same through its own attention and through pages. This is necessary because
-   the seam lies inside transformers: a lost mask or state would give wrong text without an error.
-5. Replace modules by kernels that compute the same, if the device has such kernels (`rewrites`). Then compare the
-   logits again with the model's own.
+4. Compare logits: the model must give the same through its own attention and through pages. This check is necessary
+   because the seam lies inside transformers: a lost mask or state would give wrong text without an error.
+5. Replace modules by kernels that compute the same results, if the device has such kernels (`rewrites`). Then compare
+   the logits again with the model's own.
 
 With several ranks, rank 0 computes the logits of the whole model before step 3. Then each rank keeps only its part
 (`splitting`). The comparison is between the sum of all parts and the whole model.
@@ -67,7 +67,7 @@ def load_model(
     kv_layout: str = "NHD",
     crew: Crew | None = None,
 ) -> PagedModel:
-    """Loads a checkpoint, and checks that it gives the same logits through pages as through its own attention.
+    """Loads a checkpoint, and checks that the model gives the same logits through pages as through its own attention.
 
     Args:
         folder: `config.json` and safetensors, as transformers saves them. Nothing is downloaded, and no code in the
@@ -194,7 +194,7 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: Own
 
     Raises:
         CheckpointError: the checkpoint's scales are invalid.
-        UnsupportedModelError: the device has no kernel for such pages.
+        UnsupportedModelError: the device has no kernel for pages of this format.
     """
     spec = model.cache_spec
     if spec.latent_dim is not None and model.device.type != "cpu":
@@ -232,7 +232,7 @@ def _split(module: Any, max_position: int, crew: Crew) -> OwnLogits:
 
 
 def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
-    """Runs the first pass. Returns what arrived at each layer's attention, and the size of the vocabulary."""
+    """Runs the first pass. Returns the inputs of each layer's attention, and the size of the vocabulary."""
     model_type = module.config.model_type
     batch = build_batch([Chunk([0] * PROBE_TOKENS, 0, [], needs_logits=True)], groups=[], device=device)
     step = ProbeStep(batch)
@@ -250,7 +250,7 @@ def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
 
 
 def _rewritten(model: PagedModel, rewrite: RewriteModel, own: OwnLogits, prove: Callable[[], None]) -> PagedModel:
-    """Returns the model with kernels in place of modules that compute the same, after comparing the logits again.
+    """Returns the model with kernels in place of modules, after comparing the logits again.
 
     Candidates are tried on tokens near the end of the longest sequence as well as on early ones. A counterexample to
     early tokens alone: Ministral scales its queries by a temperature that is 1 up to position 16,384.

@@ -21,7 +21,7 @@ ROUNDINGS = 4  # number of computations with changed rounding
 # Logits may differ by a share of their norm. A lost mask or state moves them by tens of percent.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
-_QUIET = 0.2  # share of the tolerance; with kernels, differences were up to four times those of pages alone
+_QUIET = 0.2  # share of the tolerance; with kernels, differences were up to four times as large as with pages alone
 _ROUNDING_MARGIN = 2.0  # a few samples do not find the largest effect
 
 
@@ -45,7 +45,7 @@ class OwnLogits:
 def may_be_rounding(logits: torch.Tensor, own: OwnLogits, dtype: torch.dtype) -> bool:
     """Returns whether logits in half precision differ so much that the effect of rounding should be measured.
 
-    It has to be measured before kernels replace modules, because afterwards it cannot be.
+    Measure it before kernels replace modules. Afterwards it cannot be measured.
     """
     return dtype != torch.float32 and own.difference(logits) > _QUIET * TOLERANCES[dtype]
 

@@ -30,7 +30,7 @@ class PagedModel:
     vocab_size: int  # logits per row
     max_position: int  # tokens of the longest sequence
     eos_token_ids: frozenset[int]  # tokens that end a text; may be empty
-    rotation: Rotation | None = None  # how keys depend on the length of the request; None if they do not
+    rotation: Rotation | None = None  # how keys depend on the length of the request; None if they do not depend on it
     lengths: TokenLengths | None = None  # the lengths that a pass's tokens are rotated for, if keys depend on them
     sites: Sites | None = None  # layers that adapters can change; None if the model takes no adapters
     rank_count: int = 1  # processes that each have a part of the model
@@ -52,7 +52,7 @@ class PagedModel:
                 and positions below `max_position`. Two batches must not run at once.
             cache: a cache of this model's `cache_spec`; written in place.
             before_kernels: called right before the one call that takes most of the pass and releases the interpreter
-                lock. It is not called if the pass has no such call.
+                lock. The function is not called if the pass has no such call.
 
         Returns:
             float32 `[rows, vocabulary]`: one row per chunk that needs logits, or one per token of a scored chunk.

@@ -1,7 +1,7 @@
-"""Rotary embeddings whose frequencies depend on the length of the request: `dynamic` and `longrope`.
+"""Rotary embeddings with frequencies that depend on the length of the request: `dynamic` and `longrope`.
 
 transformers takes the length from the largest position of a batch, so one long request would change the text of all
-others. Here every token has its own length, the one that `generate` of its request alone would use:
+others. Here every token has its own length: the length that `generate` would use for its request alone:
 
     length of a token = max(tokens that its request began with, its position + 1)
 
@@ -11,8 +11,8 @@ others. Here every token has its own length, the one that `generate` of its requ
 Transformers' own functions compute both. At load, the results are compared once with transformers' results.
 
 So the content of a page depends on its tokens and on the length that the request began with, and its digest covers
-both. A request that began with more than `original_tokens` has an extra key in its first block. It finds only pages
-that are rotated like its own.
+both. A request that began with more than `original_tokens` has an extra key in its first block. A request finds only
+pages with the same rotation as its own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire_worker.model.checkpoint import UnsupportedModelError
 
-# Model types whose `generate` recomputes all keys with the long frequencies once a request outgrows the short ones. For
-# other types, `generate` continues with the keys that it has.
+# For these model types, `generate` recomputes all keys with the long frequencies once a request outgrows the short
+# ones. For other types, `generate` continues with the present keys.
 _BEGINNING_AGAIN = frozenset({"phi3", "phimoe", "phi4_multimodal"})
-_CHECK_TOKENS = 4  # tokens beyond the original length in the comparison at load
+_CHECK_TOKENS = 4  # number of tokens beyond the original length in the comparison at load
 _CHECK_TOLERANCE = 1e-5
 _KEY = b"rotary/1"
 
@@ -185,7 +185,7 @@ def _compare(part: Any, own: Callable[..., Tables], original: int, lengths: Toke
     x = torch.zeros(1, 1, 1, device=device)
     for token_count in (original, original + _CHECK_TOKENS, original):
         positions = torch.arange(token_count, device=device)[None]
-        own(x, positions[:, :1])  # resets the frequencies; without it, those of a longer request would stay
+        own(x, positions[:, :1])  # resets the frequencies; otherwise the frequencies of a longer request would stay
         expected = own(x, positions)
         lengths.of_pass = torch.full((token_count,), token_count, device=device)
         try:

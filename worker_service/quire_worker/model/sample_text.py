@@ -47,7 +47,7 @@ class StopTexts:
 
     def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
         """Begins with no text. `stops` must not be empty. With `keeps_stop` the text ends after the stop text."""
-        self.found = ""  # the stop text, once there is one
+        self.found = ""  # the stop text that ended the sample, once there is one
         self._keeps_stop = keeps_stop
         self._stops = sorted(stops, key=len, reverse=True)
         self._held = ""
@@ -67,7 +67,7 @@ class StopTexts:
             found = [(whole.find(stop, max(0, held_count - len(stop) + 1)), len(stop)) for stop in self._stops]
             ends = [(start + length, start) for start, length in found if start >= 0]
             if ends:
-                end, start = min(ends)  # the one that ends first; among equal ends the longest
+                end, start = min(ends)  # the stop text that ends first; among equal ends the longest
                 self._held, self.found = "", whole[start:end]
                 return whole[: end if self._keeps_stop else start], True
         keep = self._beginning_count(whole)
@@ -80,7 +80,7 @@ class StopTexts:
         return held
 
     def _beginning_count(self, text: str) -> int:
-        """Returns the length of the longest end of a text that is the beginning of a stop text."""
+        """Returns the length of the longest end of a text that could be the beginning of a stop text."""
         for count in range(min(len(self._stops[0]) - 1, len(text)), 0, -1):
             end = text[-count:]
             if any(len(stop) > count and stop.startswith(end) for stop in self._stops):
@@ -122,8 +122,8 @@ class SampleText:
     def take(self, token: int) -> bool:
         """Decodes a token, and returns whether its text ends the sample.
 
-        If there are stop texts, it must be called for every token, before `push`. Without stop texts it must not be
-        called.
+        If there are stop texts, this method must be called for every token, before `push`. Without stop texts it must
+        not be called.
 
         Raises:
             TokenizerError: the tokenizer fails.

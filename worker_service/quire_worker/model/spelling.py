@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import tokenizers
 
-REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # decoders write it for bytes that form no character
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # decoders write this for bytes that form no character
 _BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
-# Decoders that decode each token separately, except the first token and bytes. In other decoders a token's text depends
-# on its neighbors: CTC drops repeated tokens, BPEDecoder ends a word when the next token comes.
+# Decoders that decode each token separately, except for the first token and bytes. In other decoders a token's text
+# depends on its neighbors: CTC drops repeated tokens, BPEDecoder ends a word when the next token comes.
 _SEPARATE: Final = frozenset({"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
 
 
@@ -62,7 +62,7 @@ class Spelling:
         if found is None:
             name = self._backend.id_to_token(token_id)
             if name is None:
-                return b""  # not cached, because callers can name four billion such ids
+                return b""  # not cached, because callers can name four billion unknown ids
             found = self._known[token_id] = self._special.get(token_id) or self._spelled(token_id, name)
         return found
 
@@ -98,7 +98,7 @@ class Spelling:
         if self._alphabet is not None:
             if all(character in self._alphabet for character in name):
                 return bytes(self._alphabet[character] for character in name)
-            return name.encode()  # like in the decoder, an added token stands for its own name
+            return name.encode()  # as in the decoder, an added token stands for its own name
         byte = _BYTE.fullmatch(name) if self._has_bytes else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
@@ -122,7 +122,7 @@ class Spelling:
 
 
 def _decoder_parts(description: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a list of all decoders in a description, in the order in which they are applied."""
+    """Returns all decoders of a description, in the order of their application."""
     if description.get("type") == "Sequence":
         return [part for each in description.get("decoders", ()) for part in _decoder_parts(each)]
     return [description]
@@ -130,12 +130,12 @@ def _decoder_parts(description: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _are_separate(parts: list[dict[str, Any]]) -> bool:
     """Returns whether decoders decode each token separately, except the first token and bytes."""
-    is_fused = bool(parts) and parts[0].get("type") == "ByteLevel"  # it makes one text of all tokens
+    is_fused = bool(parts) and parts[0].get("type") == "ByteLevel"  # this decoder joins all tokens to one text
     for part in parts[is_fused:]:
         kind = part.get("type")
         if kind not in _SEPARATE or (is_fused and kind not in {"Fuse", "Strip"}):
             return False
         if kind == "Strip" and (part.get("stop") or (is_fused and part.get("start", 0) > 1)):
-            return False  # the result depends on the end of the text, or on more than its first character
+            return False  # the result depends on the end of the text, or on several characters at its start
         is_fused = is_fused or kind == "Fuse"
     return True

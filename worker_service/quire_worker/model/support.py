@@ -1,9 +1,9 @@
 """Checks whether a model can be served from pages.
 
-There are three checks. The first reads the configuration before any weights are read: it finds what each layer keeps
-(`quire.planning`), and refuses by name what is known not to work. The second compares the input of each layer's
-attention in the first pass with the configuration. The third checks every call of attention and refuses an option that
-is not implemented: ignoring the option would give wrong text without an error.
+There are three checks. The first reads the configuration before any weights are read: it finds each layer's cache
+(`quire.planning`), and refuses by name the parts that are known not to work. The second compares the input of each
+layer's attention in the first pass with the configuration. The third checks every call of attention and refuses an
+option that is not implemented: ignoring the option would give wrong text without an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from quire_worker.state_pages import StateKey, StateTensor, in_order
 # Models pass these options, but attention over pages does not need them: queries and keys are rotated already.
 _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 
-# Model types whose attention chunks are known to begin at multiples of `attention_chunk_size`. The first pass cannot
-# check that, because the model does not pass its chunks to attention.
+# Model types with attention chunks that are known to begin at multiples of `attention_chunk_size`. The first pass
+# cannot check that, because the model does not pass its chunks to attention.
 _CHUNKED_TYPES = frozenset({"llama4_text"})
 
-# Configuration entries that show that a model keeps a state besides keys and values.
+# Configuration entries that show that a model keeps a state in addition to keys and values.
 _STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads")
 
-# Model types that cannot be served for a reason that their configuration does not show.
+# Model types that cannot be served. Their configuration does not show why.
 _UNLIKE_OTHERS = {
     "zamba": "its attention layers share one block of weights and one layer index",
     "zamba2": "its attention layers share one block of weights and one layer index",
@@ -41,12 +41,12 @@ class Arrival(NamedTuple):
     """Input of one layer's attention in the first pass."""
 
     key: torch.Tensor  # [tokens, kv_heads, head_dim]
-    latent_dim: int | None  # latent attention: number of leading key elements that are also the value
-    sliding_window: int | None  # tokens that a query sees, itself included
+    latent_dim: int | None  # for latent attention, the number of leading key elements that are also the value
+    sliding_window: int | None  # tokens that a query sees, including itself
 
 
 def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
-    """Reads from the configuration what each layer keeps, and refuses models that cannot be served.
+    """Reads each layer's cache from the configuration, and refuses models that cannot be served.
 
     Args:
         config: transformers' configuration.
@@ -109,8 +109,8 @@ def layers_as_they_arrive(
 ) -> tuple[LayerSpec, ...]:
     """Returns the layers with this rank's heads, as they arrived in the first pass, and checks everything else.
 
-    Phi 3.5 MoE has a window that it does not pass to attention. Such a window is ignored if it is as long as the
-    `longest` sequence.
+    Phi 3.5 MoE has a window that it does not pass to attention. A window of this kind is ignored if it is as long as
+    the `longest` sequence.
 
     Raises:
         UnsupportedModelError: a layer of the configuration does not attend, another layer does, a layer has another

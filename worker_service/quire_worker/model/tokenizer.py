@@ -17,8 +17,8 @@ from quire_worker.model.checkpoint import CheckpointError
 from quire_worker.model.conversation import SIGN, Conversation, chat_template_of, sign
 from quire_worker.model.spelling import REPLACEMENT, Spelling
 
-_CHARACTER_BYTES_MAX = 4  # bytes of a character in UTF-8
-CONTEXT_TOKENS = 4  # tokens of a text that decide about the next token's bytes
+_CHARACTER_BYTES_MAX = 4  # most bytes of a character in UTF-8
+CONTEXT_TOKENS = 4  # number of a text's last tokens that may affect the next token's bytes
 _REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
 
 
@@ -58,7 +58,7 @@ class Tokenizer:
         Raises:
             CheckpointError: the folder has no tokenizer, or one that cannot be read.
         """
-        if not Path(folder).is_dir():  # transformers would take the path for a model id
+        if not Path(folder).is_dir():  # transformers would take the path for a model's id
             raise CheckpointError(f"there is no folder {folder}")
         try:
             wrapped = AutoTokenizer.from_pretrained(Path(folder), local_files_only=True, trust_remote_code=False)
@@ -204,10 +204,11 @@ class Tokenizer:
         """Returns the bytes that each token adds to a text.
 
         Args:
-            tokens: the tokens; their order has no meaning.
+            tokens: the tokens, in any order.
             text: the tokens of the text.
             places: for each of `tokens`, how many tokens of the text are before it.
-            keeps_special: whether the text has the names of special tokens. Their bytes are their names in any case.
+            keeps_special: whether the text has the names of special tokens. A special token's bytes are its name in any
+                case.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -228,7 +229,7 @@ class Tokenizer:
             ]
 
     def is_settled(self, text: Sequence[int], *, keeps_special: bool = False) -> bool:
-        """Returns whether the bytes of each token behind this text are those of `spell`."""
+        """Returns whether each token after this text has the same bytes as `spell` returns."""
         is_visible = functools.partial(self.is_visible, keeps_special=keeps_special)
         return self._spelling.is_separate and (self._spelling.is_same_at_start or any(map(is_visible, text)))
 
@@ -309,7 +310,7 @@ class StreamDecoder:
 
 
 class WindowDecoder(StreamDecoder):
-    """Decodes for tokenizers whose decoders look at more than one token, such as `BPEDecoder`.
+    """Decodes for tokenizers with decoders that look at more than one token, such as `BPEDecoder`.
 
     1. A token is *pending* while the text so far ends within a character, but at most for a few tokens.
     2. New text is handed out. Its tokens stay as the *context* for decoding the tokens that follow.

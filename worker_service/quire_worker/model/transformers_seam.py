@@ -7,7 +7,7 @@ passes it unchanged through every layer, so no global state is needed:
     run -> module(..., quire_step=step) -> each layer -> paged_attention_forward -> step.attend
 
 No mask function is registered under that name, so transformers leaves `attention_mask` None. Its cache is a view that
-stores nothing (`PositionsView`), so attention gets keys and values of the new tokens only.
+stores nothing (`PositionsView`), so attention gets only the keys and values of the new tokens.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PagedStep:
 
 
 class ProbeStep:
-    """The step of a model's first pass. It computes no attention, and records what arrives at each layer."""
+    """The step of a model's first pass. The step computes no attention, and records each layer's inputs."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.arrivals: dict[int, Arrival] = {}
@@ -126,8 +126,8 @@ class ProbeStep:
 class PositionsView(CacheView):
     """The cache that a model sees in a forward pass.
 
-    It stores no keys and values, because these are in pages. The number of earlier tokens differs for each token of a
-    flat batch. Only mixers read states; each gets a view of one segment.
+    The view stores no keys and values, because these are in pages. The number of earlier tokens differs for each token
+    of a flat batch. Only mixers read states; each gets a view of one segment.
     """
 
     def __init__(self, position_ids: torch.Tensor, states: StatePass | StateProbe | None = None) -> None:
@@ -218,7 +218,7 @@ def run(module: torch.nn.Module, batch: ForwardBatch, step: Step, lengths: Token
         module: a model of transformers.
         batch: a batch on the model's device.
         step: the step that the model's layers call.
-        lengths: the object that its rotary embeddings read lengths from, if their frequencies depend on lengths.
+        lengths: the object with the lengths for the rotary embeddings, if their frequencies depend on lengths.
 
     Returns:
         float32 `[rows, vocabulary]`, one row per chunk that needs logits.

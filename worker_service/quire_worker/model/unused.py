@@ -24,10 +24,10 @@ from quire_worker.model.kv_scales import SCALE_NAME
 _NAMES_SHOWN = 5
 # Layers for multi-token prediction follow the others, under the same name: DeepSeek V3's README, "MTP Modules".
 _DRAFT_LAYER_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-# Names of tensors that do not affect the text, each with its source. The number is the tensor's count of dimensions,
-# because a mask and a bias can have the same name; None means any.
+# Names of tensors that do not affect the text, each with the source for this. The number is the tensor's count of
+# dimensions, because a mask and a bias can have the same name; None means any count.
 _MEANINGLESS: tuple[tuple[re.Pattern[str], int | None], ...] = (
-    # Computed from the configuration (transformers, modeling_utils.py, `_adjust_missing_and_unexpected_keys`).
+    # Computed from the configuration: transformers, modeling_utils.py, `_adjust_missing_and_unexpected_keys`.
     (re.compile(r"(^|[._])(original_)?inv_freq$"), None),
     (re.compile(r"(^|\.)position_ids$"), None),
     # Causal masks, saved as buffers: GPT-2 and GPT-J (`attn.bias`), GPT-Neo and GPT-NeoX (`attention.bias`), CodeGen
@@ -50,7 +50,7 @@ def check_unused(folder: Path, module: Any, names: Collection[str], entries: Map
         entries: entries of the checkpoint's files, by tensor name.
 
     Raises:
-        CheckpointError: such a tensor is unused; the message names it.
+        CheckpointError: an unused tensor belongs to the text; the message names it.
     """
     text = _Text(module)
     unused = sorted(name for name in names if not SCALE_NAME.search(name))

@@ -34,7 +34,7 @@ from quire_worker.model.unused import check_unused, some
 
 PROGRESS_S = 2.0  # seconds between two lines of the log
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes of weights that are not quantised
-# Options of glibc's `mallopt`, each with the largest value that glibc sets by itself in a process that frees much.
+# Options of glibc's `mallopt`, each with the largest value that glibc itself sets in a process that frees much memory.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
 _APART_BYTES = 128 << 10
 _REASON_CHARACTERS_MAX = 300  # longest part of transformers' message that an error quotes
@@ -48,7 +48,7 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     Args:
         folder: the checkpoint's folder.
         loader: one of transformers' auto classes.
-        dtype: dtype of the weights; "auto" is the dtype that they were saved in.
+        dtype: dtype of the weights; "auto" is the dtype in the file.
 
     Returns:
         A module of transformers on the CPU, for inference.
@@ -81,7 +81,7 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
                 f"weights in {folder} are quantized by {quantised_by}, and cannot be loaded here: {_one_line(error)}"
             ) from error
         raise CheckpointError(f"weights in {folder} cannot be loaded: {_one_line(error)}") from error
-    module, report = loaded  # a pair, because of `output_loading_info`
+    module, report = loaded  # the result is a pair because of `output_loading_info`
     _compare(folder, module, report, entries)
     return module.eval()
 
@@ -210,7 +210,7 @@ def large_tensors_apart() -> Iterator[None]:
     """Returns freed memory to the system at once, for as long as the context lasts.
 
     While a model is loaded, each weight is read, converted, packed for kernels and freed. glibc adapts to that by
-    keeping freed pieces of up to 32 MiB between the memory in use. That was a quarter of the weights.
+    keeping freed pieces of up to 32 MiB between the memory in use. These pieces took a quarter of the weights.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):  # not glibc
@@ -228,7 +228,7 @@ def large_tensors_apart() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Switches off transformers' progress bars and its table of mismatched tensors.
 
-    They would appear between the lines of the log. The report has the same information.
+    The bars and the table would appear between the lines of the log. The report has the same information.
     """
     bars: Any = transformers_logging
     shown, verbosity = bars.is_progress_bar_enabled(), bars.get_verbosity()

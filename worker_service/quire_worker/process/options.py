@@ -24,16 +24,16 @@ from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 
 BLOCK_SIZE = 16  # default, in tokens
-BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
+BLOCKS_PER_STEP_MAX = 8_192  # most blocks that one forward pass may fill, so that their digests fit into a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
-# Defaults. A GPU computes hundreds of tokens in the time in which it reads the weights. If a prompt of 4 k tokens is
-# one pass, the weights are read once.
+# Defaults. In the time of one read of the weights, a GPU computes hundreds of tokens. If a prompt of 4 k tokens is
+# computed in one pass, the weights are read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 MODEL_NAMES_MAX = 16
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
-# vLLM's names of the same options, for users who know vLLM. --help leaves them out.
+# vLLM's names of the same options, for users who know vLLM. `--help` does not show them.
 VLLM_NAMES = {
     "max_running": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),
@@ -44,7 +44,7 @@ VLLM_NAMES = {
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COUNT_MAX = 2**31 - 1
 THREADS_MAX = 1_024
-_COUNTS = {  # lower and upper bound of each
+_COUNTS = {  # lower and upper bound of each option
     "block_size": (1, COUNT_MAX),
     "blocks": (1, COUNT_MAX),
     "max_batch_tokens": (1, COUNT_MAX),
@@ -93,7 +93,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--vllm-metrics",
         action="store_true",
-        help="also serve the numbers under the names of vLLM's metrics, as vllm:kv_cache_usage_perc",
+        help="also serve the metrics under vLLM's names, such as vllm:kv_cache_usage_perc",
     )
     _add_pool(parser)
     add_policy(parser)
@@ -130,8 +130,8 @@ def make_parser() -> Parser:
         "--max-cuda-graph-batch",
         type=int,
         default=CUDA_GRAPH_BATCH_MAX,
-        help="on a GPU, the largest batch of decoding samples for which a CUDA graph is captured at start, besides "
-        "smaller ones; 0: no graphs (default: %(default)s)",
+        help="on a GPU, the largest batch of decoding samples with a CUDA graph; graphs of smaller batches are "
+        "captured, too; 0: no graphs (default: %(default)s)",
     )
     parser.add_argument(
         "--threads", type=int, default=1, help="CPU threads of the model, per rank (default: %(default)s)"
@@ -156,7 +156,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=model_name,
         metavar="NAME",
-        help=f"names that requests may use for the model, up to {MODEL_NAMES_MAX}; answers have the first one "
+        help=f"names that requests may use for the model, up to {MODEL_NAMES_MAX}; answers name the first one "
         "(default: the folder's name)",
     )
     parser.add_argument(
@@ -203,8 +203,8 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
         type=memory_bytes,
         help="memory for the pool, such as 2GiB, or a share of the machine's or the GPU's memory, such as 80%% "
         "(default on a CPU: half of the memory that is available once the model is loaded, at most the need of "
-        "--max-running whole contexts, or 256MiB; default on a GPU: what --gpu-memory-utilization leaves beside "
-        "model and passes, which is measured)",
+        "--max-running whole contexts, or 256MiB; default on a GPU: the rest of --gpu-memory-utilization after "
+        "model and passes, as measured)",
     )
     memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
     parser.add_argument(
@@ -333,8 +333,8 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="COUNT",
-        help="tokens drafted for each sample in a pass, by --draft-model, or from what followed the same last tokens "
-        "earlier; 0: none (default: %(default)s)",
+        help="tokens drafted for each sample in a pass, by --draft-model, or copied from the text after an earlier "
+        "occurrence of the last tokens; 0: none (default: %(default)s)",
     )
     speculation.add_argument(
         "--draft-model",
@@ -395,5 +395,5 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument(
         "--trusted-rank-network",
         action="store_true",
-        help="allow ranks on several machines, whose messages are neither encrypted nor authenticated",
+        help="allow ranks on several machines; their messages are neither encrypted nor authenticated",
     )

@@ -1,7 +1,7 @@
 """Checks of the command line before anything is loaded or started, without torch.
 
-They check that the model's folder has all its files, that ports are free and safe, that keys exist, and that the pool
-fits the machine's memory.
+The functions check that the model's folder has all its files, that ports are free and safe, that keys exist, and that
+the pool fits the machine's memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Runs all checks except those of addresses.
+    """Runs all checks except the checks of addresses.
 
     Raises:
         CheckpointError, UsageError: see `check`.
@@ -58,7 +58,7 @@ def check_temporary_folder() -> None:
     """Checks that there is a folder where torch can put files while it is loaded.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: the folder does not exist.
     """
     try:
         tempfile.gettempdir()
@@ -77,7 +77,7 @@ def check_model(folder: str | Path) -> None:
 
 
 def check_memory(options: argparse.Namespace) -> None:
-    """Refuses more memory than this machine has. Only torch knows a GPU's memory, so that is checked later.
+    """Refuses more memory than this machine has. Only torch knows a GPU's memory, so the memory is checked later.
 
     Raises:
         UsageError: the memory is too small.

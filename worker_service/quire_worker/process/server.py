@@ -73,7 +73,7 @@ TURN_S = 2.0  # seconds for the last turn, after the drain
 class Loaded(NamedTuple):
     """A loaded model: the contents of its folder, and the pages for it."""
 
-    names: tuple[str, ...]  # answers have the first of them
+    names: tuple[str, ...]  # answers name the first of them
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
@@ -88,11 +88,11 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
 
     Args:
         options: the result of `parse_arguments`.
-        ranks: the crew whose rank 0 is this process. None or a crew of one if it is alone.
+        ranks: the crew; this process is its rank 0. None or a crew of one if it is alone.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
-        UsageError: there is not enough memory for the pool, or no such device.
+        UsageError: there is not enough memory for the pool, or the device does not exist.
         RankLostError: another rank is gone.
     """
     # Checked first, because weights take minutes to load.
@@ -266,7 +266,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
 
     Args:
         options: the result of `parse_arguments`.
-        ranks: the crew whose rank 0 is this process; it may be the only one.
+        ranks: the crew; this process is its rank 0, perhaps its only rank.
 
     Raises:
         UsageError: an address is unsafe or taken, or a file is unusable.
@@ -276,7 +276,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         RankLostError: another rank is gone; callers of the last requests got the error.
     """
     stop = stop_event()
-    # far above the limit of the queue, which refuses calls with a reason
+    # far above the queue's limit, which refuses calls with a reason
     calls_max = 4 * (options.max_waiting + options.max_running)
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
@@ -310,7 +310,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     service.drain()
     await server.withdraw()
-    # Drain even without an allocator: samples that have room can end, and the allocator may come back.
+    # Drains even without an allocator: samples with room can end, and the allocator may come back.
     if not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())
         await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -318,7 +318,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker has ended"))
     engine.stop()
     if not session.connected or lost.done():
-        running.cancel()  # It may be waiting for an allocator that is down, or for a rank.
+        running.cancel()  # The engine may be waiting for an allocator that is down, or for a rank.
     await asyncio.wait((running,), timeout=TURN_S)
     running.cancel()
     warming.cancel()
@@ -337,7 +337,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         loaded.leader.stop()
     log.info("stopped")
     with contextlib.suppress(asyncio.CancelledError):
-        await running  # Raises the error that ended it. Only a cancellation is suppressed.
+        await running  # Raises the error that ended the loop. Only a cancellation is suppressed.
 
 
 async def _run(engine: Engine, server: Server, events: Follower | None) -> None:

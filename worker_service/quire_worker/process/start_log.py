@@ -1,4 +1,4 @@
-"""Log lines of a worker's start: its progress, and that it waits for the allocator."""
+"""Log lines of a worker's start: its progress, and its waiting for the allocator."""
 
 from __future__ import annotations
 

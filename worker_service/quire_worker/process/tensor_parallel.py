@@ -1,4 +1,4 @@
-"""A worker as several processes, called ranks. Each computes a part of the model.
+"""A worker as several processes, called ranks. Each rank computes a part of the model.
 
     rank 0       has the session with the allocator, the scheduler, the tokenizer and the server. All ranks share one
                  pool, one lease and one block table per sequence. Each rank keeps its own heads of every block
@@ -51,15 +51,15 @@ from quire_worker.speculation.drafter import Drafter
 
 log = structlog.get_logger()
 
-SILENCE_S = 2.0  # An idle rank 0 sends messages at this interval, and so notices ranks that are gone.
-# If another rank fails while it loads, rank 0 gets this time to find the same reason in its own loading.
+SILENCE_S = 2.0  # An idle rank 0 sends messages at this interval, and so notices lost ranks.
+# If another rank fails while it loads, rank 0 gets this time to fail by itself for the same reason.
 REASON_S = 5.0
 
 ResultT = TypeVar("ResultT")
 
 
 class RankPart(NamedTuple):
-    """One rank's part of the model and of every page, and the memory from which its pool was sized.
+    """One rank's part of the model and of every page, and the memory that its pool was sized from.
 
     Only a rank that is alone has a drafter, because a draft model is not split.
     """
@@ -74,11 +74,11 @@ LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], RankPart]
 
 
 def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[RankPart, Leader]:
-    """Loads rank 0's part, while the other ranks load theirs, and leads them from then on.
+    """Loads rank 0's part while the other ranks load theirs. From then on rank 0 leads them.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
-        UsageError: there is no such device, or too little memory for the pool.
+        UsageError: the device does not exist, or has too little memory for the pool.
         RankLostError: a rank is gone.
     """
     crew, device = _join(options, ranks.identity)
@@ -92,7 +92,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
-        UsageError: there is no such device, or too little memory for the pool.
+        UsageError: the device does not exist, or has too little memory for the pool.
     """
     if identity.is_by_torchrun:  # torchrun signals all ranks, but rank 0 needs the others while it drains.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,7 +104,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
     except RankLostError as error:
         log.error("a rank is lost", error=str(error))
         sys.stderr.flush()
-        os._exit(1)  # Threads of torch may be waiting for the rank that is gone.
+        os._exit(1)  # Threads of torch may be waiting for the lost rank.
     crew.close()
 
 

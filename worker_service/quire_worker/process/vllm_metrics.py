@@ -1,6 +1,6 @@
 """A worker's numbers under the names of vLLM's metrics, for dashboards and autoscalers made for vLLM.
 
-Names, labels and meanings are those of vLLM 0.32. vLLM has further series; buckets are the worker's own.
+Names, labels and meanings are as in vLLM 0.32. vLLM has further series; buckets are the worker's own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from quire_worker.engine import Engine
 from quire_worker.scheduling.explaining import waits_of
 
 LABELS: Final = ("model_name", "engine")
-ANSWER_S: Final = 1.0  # time for the event loop to say why samples wait
+ANSWER_S: Final = 1.0  # time for the event loop to report why samples wait
 CAPACITY, DEFERRED = "capacity", "deferred"
-# Waits that end without a free place or block.
+# Reasons for waiting that end without a free place or block.
 _DEFERRED: Final = (WaitReason.PREFIX, WaitReason.NO_SESSION)
 
 

@@ -47,14 +47,14 @@ class WorkerCollector(Collector):
 
     Args:
         engine: the worker's engine.
-        beside: yields further families; None if there are none.
+        beside: yields further families; None for no others.
     """
 
     def __init__(self, engine: Engine, beside: Collector | None = None) -> None:
         self._engine, self._beside = engine, beside
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the families of `METRIC_NAMES`, and those of `beside`."""
+        """Yields the families of `METRIC_NAMES`, and the families of `beside`."""
         if self._beside is not None:
             yield from self._beside.collect()
         yield from self._gauges()

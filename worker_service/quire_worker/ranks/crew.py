@@ -9,9 +9,9 @@ Lifecycle:
     3. lost      a rank is gone or silent. Every call raises RankLostError, and the process has to end
 
 All ranks compute a pass at the same time, with the same sums. If the pass fails on one rank, the others would wait
-forever in the next sum. So the failed rank adds zeros to the remaining sums; it knows their sizes since the first pass.
-At the end of each pass the ranks exchange outcomes. A pass that failed on one rank counts as failed on all, and all
-ranks are ready for the next one.
+forever in the next sum. So the failed rank adds zeros to the remaining sums; it has known their sizes since the first
+pass. At the end of each pass the ranks exchange outcomes. A pass that failed on one rank counts as failed on all, and
+all ranks are ready for the next one.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Crew:
         self._device = device
         self._sums_per_token: list[tuple[int, torch.dtype]] = []  # for each sum of a pass, its elements per token
         self._learned_tokens: int | None = None  # tokens of the pass that `learn` is recording
-        self._sum_count = 0  # sums so far in the pass under way
+        self._sum_count = 0  # number of sums so far in the pass under way
         if identity.is_on_loopback and (name := loopback_interface()) is not None:
-            # Overrides inherited settings: the ranks' messages must stay on this machine (docs/security.md).
+            # Overrides inherited settings, because the ranks' messages must stay on this machine (docs/security.md).
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
             for variable in _STRONGER:
                 os.environ.pop(variable, None)
@@ -139,7 +139,7 @@ class Crew:
         Args:
             token_count: tokens of the pass; 0 if the computation has no sums.
             compute: computes this rank's part.
-            ending_of: returns the outcome that an error is reported as to the other ranks.
+            ending_of: returns the outcome of an error, for the other ranks.
 
         Raises:
             RankFailedError, RankOutOfMemoryError: the pass failed on another rank.

@@ -7,8 +7,8 @@ There are two ways to start several ranks:
     torchrun --nproc-per-node 2 -m quire_worker ...       torchrun starts all of them, on any machines; they meet at the
                                                           address that it names (MASTER_ADDR, MASTER_PORT)
 
-The ranks' messages are neither encrypted nor authenticated. They stay on this machine's loopback interface, unless
-torchrun names another address and `--trusted-rank-network` allows it (docs/security.md).
+The ranks' messages are neither encrypted nor authenticated. The messages stay on this machine's loopback interface,
+unless torchrun names another address and `--trusted-rank-network` allows it (docs/security.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from quire._transport.address import is_local
 from quire.errors import UsageError
 
-RENDEZVOUS = "QUIRE_RANKS_RENDEZVOUS"  # names the file where ranks meet if a worker started them
+RENDEZVOUS = "QUIRE_RANKS_RENDEZVOUS"  # this variable names the file where ranks meet, if a worker started them
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -65,7 +65,8 @@ def identity_of(environment: Mapping[str, str], *, size: int | None, may_leave_m
         may_leave_machine: whether ranks may meet on a network.
 
     Returns:
-        The rank. It is 0 if no ranks were started before: this process is the only rank, or has to start the others.
+        The rank. The rank is 0 if no ranks were started before: this process is the only rank, or has to start the
+        others.
 
     Raises:
         UsageError: torchrun started a different number of ranks, or they would meet on a network that is not trusted.
@@ -82,7 +83,7 @@ def identity_of(environment: Mapping[str, str], *, size: int | None, may_leave_m
     if not is_on_loopback and not may_leave_machine:
         raise UsageError(
             f"the ranks would connect through {address}, but their messages are neither encrypted nor "
-            "authenticated: give --trusted-rank-network if nobody else can reach that network"
+            "authenticated: give --trusted-rank-network if only trusted machines can reach that network"
         )
     rank = int(environment["RANK"])
     local_rank = int(environment.get("LOCAL_RANK", rank))

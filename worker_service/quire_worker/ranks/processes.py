@@ -41,7 +41,7 @@ class Ranks:
     def lose(self, reason: str) -> None:
         """Reports that a rank does not answer. May be called from any thread, and more than once.
 
-        It first waits a moment for the end of a process, because that is a better reason.
+        This method first waits a moment for the end of a process, because that is a better reason.
         """
         if self._processes:
             with contextlib.suppress(TimeoutError):
@@ -53,7 +53,7 @@ class Ranks:
         self._is_ending = True
 
     def start(self, file: Path, arguments: Sequence[str]) -> None:
-        """Starts all ranks but 0. They meet this one over a file.
+        """Starts all ranks but 0. The ranks meet this process over a file.
 
         Args:
             file: a path in a folder that only this user may read.
@@ -63,8 +63,8 @@ class Ranks:
         for rank in range(1, self.identity.size):
             own = {"RANK": str(rank), "WORLD_SIZE": str(self.identity.size), RENDEZVOUS: str(file)}
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "quire._child", "quire_worker", *arguments],  # -P as in quire.local
-                stdin=subprocess.PIPE,  # the lifeline; nothing is ever written
+                [sys.executable, "-P", "-m", "quire._child", "quire_worker", *arguments],  # -P: see quire.local
+                stdin=subprocess.PIPE,  # the lifeline: nothing is ever written to it
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **own},
                 start_new_session=True,  # Ctrl-C in a terminal reaches only rank 0, which stops the others in order
             )
@@ -88,7 +88,7 @@ class Ranks:
             )
 
     def _lose(self, reason: str) -> None:
-        with contextlib.suppress(InvalidStateError):  # the first reason stays
+        with contextlib.suppress(InvalidStateError):  # only the first reason is kept
             self.lost.set_result(reason)
 
 
@@ -104,7 +104,7 @@ def starting(identity: RankIdentity, arguments: Sequence[str]) -> Iterator[Ranks
     if identity.size == 1 or identity.is_by_torchrun:
         yield ranks
         return
-    with tempfile.TemporaryDirectory(prefix="quire-ranks-") as folder:  # its mode is 0700
+    with tempfile.TemporaryDirectory(prefix="quire-ranks-") as folder:  # the folder's mode is 0700
         try:
             ranks.start(Path(folder) / "rendezvous", arguments)
             yield ranks

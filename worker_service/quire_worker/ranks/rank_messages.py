@@ -43,7 +43,7 @@ def pack(value: object) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, types: Mapping[str, type]) -> Any:
-    """Returns the value that was packed. Its tensors own their memory.
+    """Returns the value that was packed. The value's tensors own their memory.
 
     Args:
         packed: uint8 `[bytes]`, the result of `pack`.

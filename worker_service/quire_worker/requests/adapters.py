@@ -1,4 +1,4 @@
-"""The adapters of a worker, by name. They are loaded at its start or by a call, and requests choose among them.
+"""The adapters of a worker, by name. A worker loads adapters at its start or by a call, and requests choose among them.
 
 Lifecycle of a name:
 
@@ -75,7 +75,7 @@ class Adapters:
         return self._by_name[name]
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Loads an adapter, and blocks meanwhile.
+        """Loads an adapter, and blocks until it is loaded.
 
         Raises:
             AdapterError: it cannot be served, or a limit is exceeded.
@@ -93,7 +93,7 @@ class Adapters:
 
         Raises:
             QuireError: NOT_SUPPORTED, calls may not load adapters; ADAPTER_EXISTS, another adapter has the name;
-                ADAPTER_UNUSABLE, it cannot be served, or a limit is exceeded.
+                ADAPTER_UNUSABLE, the adapter cannot be served, or exceeds a limit.
         """
         path = self._below_root(folder)
         async with self._loading:

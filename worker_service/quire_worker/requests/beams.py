@@ -8,7 +8,7 @@
                   blocks. If it has no blocks, it and the forks are queued to be computed again
     4. pruned     or it was not chosen: it ends, and its blocks are freed with the step that forks the others
 
-The texts are known when the search ends. They are delivered then, the best first.
+The texts are known when the search ends. The texts are delivered then, the best first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire_worker.scheduling.slots import Beam, RequestBeams
 def begin_search(
     sampling: SamplingParams, end_token_ids: frozenset[int], texts: Sequence[StreamDecoder | SampleText]
 ) -> tuple[RequestBeams, Beam]:
-    """Returns the search of a request, with its first beam. Its texts end with any of the given tokens."""
+    """Returns the search of a request, with its first beam. The search's texts end with any of the given tokens."""
     rule = BeamRule(
         sampling.num_beams,
         sampling.length_penalty,
@@ -90,7 +90,7 @@ class BeamTurns:
             self._deliver(request, beams, beams.search)
 
     def _go_on(self, samples: Sequence[Sample], chosen: Sequence[Chosen]) -> list[Sample]:
-        """Returns the samples of the next turn, in the order in which their tokens were chosen."""
+        """Returns the samples of the next turn, in the order of the search's choices."""
         roster = self._scheduler.roster
         kept = {samples[each.beam] for each in chosen}
         for sample in samples:
@@ -102,7 +102,7 @@ class BeamTurns:
         following: list[Sample] = []
         for each, longer in zip(chosen, tokens, strict=True):
             sample = samples[each.beam]
-            if sample in following:  # A further fork shares the blocks of this beam.
+            if sample in following:  # A further fork shares this beam's blocks.
                 following.append(_fork_of(sample, next(places), longer, is_held=sample in roster.running))
             else:
                 following.append(sample)
@@ -144,7 +144,7 @@ def _told_of(sample: Sample) -> Likeliest:
 
 
 def _fork_of(parent: Sample, index: int, tokens: list[int], *, is_held: bool) -> Sample:
-    """Returns a new sample with these tokens. It shares the blocks of `parent` if that holds any."""
+    """Returns a new sample with these tokens. The sample shares the blocks of `parent` if `parent` holds any."""
     child = Sample(parent.request, index, tokens, parent.sampler, parent.detokenizer, begun_with=parent.begun_with)
     child.beam = Beam(_beam_of(parent).continuation_count)
     if is_held:

@@ -42,17 +42,17 @@ class Noted(NamedTuple):
     """Noted tokens of one sample, with their logprobs."""
 
     tokens: list[int]
-    logprobs: PackedLogprobs  # of each token if they were requested; otherwise empty
+    logprobs: PackedLogprobs  # logprobs of each token if they were requested; otherwise empty
 
 
 class Outbox:
     """Holds generated tokens until they go to the queues of their requests. For the event loop alone.
 
     Args:
-        interval_s: least seconds between two messages of one request, except its first message and those that end a
-            sample. A request may have a longer interval.
-        on_failure: called with a request whose tokens cannot be decoded, or whose caller does not read them. Its
-            further tokens are dropped.
+        interval_s: least seconds between two messages of one request, except its first message and the last message of
+            each sample. A request may have a longer interval.
+        on_failure: called with a request with tokens that cannot be decoded, or with a caller that does not read them.
+            The request's further tokens are dropped.
         unread_bytes_max: the most unread bytes of a single namespace.
     """
 
@@ -66,9 +66,9 @@ class Outbox:
         self._unread = Unread(unread_bytes_max)
         self._on_failure = on_failure
         self._noted: dict[Request, dict[Sample, Noted]] = {}
-        self._first: list[Request] = []  # requests whose first tokens were noted since the last `deliver_first`
+        self._first: list[Request] = []  # requests with first tokens that were noted since the last `deliver_first`
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = math.inf  # when the timer rings, by the event loop's clock
+        self._timer_s = math.inf  # time when the timer fires, by the event loop's clock
 
     def note(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Adds new tokens of a sample; no tokens if the sample ended without one."""
@@ -141,7 +141,7 @@ class Outbox:
             request.output.deliveries.put_nowait(delivery._replace(is_last=is_last))
 
     def discard(self, request: Request) -> None:
-        """Drops the noted tokens of a request, because nobody reads its queue any more."""
+        """Drops the noted tokens of a request, because its queue is no longer read."""
         self._noted.pop(request, None)
         self._unread.give_back(request, request.output.unread_bytes)
 

@@ -32,7 +32,7 @@ from quire_worker.scheduling.roster import Roster
 from quire_worker.scheduling.trace import Stage
 from quire_worker.telemetry import WorkerTelemetry
 
-# tokens that wait for one namespace, 48 bytes each; all namespaces together may have twice as many
+# most waiting tokens of one namespace, 48 bytes each; twice as many for all namespaces together
 QUEUED_TOKENS_MAX = 1 << 22
 LOOK_S = 0.1  # seconds between two checks of all deadlines
 
@@ -41,14 +41,14 @@ class Reception:
     """Creates and numbers the requests of one engine, and creates their samples.
 
     Args:
-        roster: the samples, with those that wait.
+        roster: the samples, including waiting ones.
         telemetry: measures the time that requests wait.
         waiting_max: samples of one namespace that may wait while no other namespace has any. There are twice as many
-            places, and a namespace may have as many as stay free.
+            places, and a namespace may have as many as remain free.
         clock: returns the time in seconds, for arrivals and deadlines.
 
     Attributes:
-        is_closed: whether the worker shuts down, so that no request is created any more.
+        is_closed: whether the worker is shutting down, so that requests are refused.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Reception:
     ) -> None:
         self.is_closed = False
         self._model = model
-        self._layout = cache.spec.layout  # computed once, not for each request
+        self._layout = cache.spec.layout  # computed once for all requests
         self._tokenizer = tokenizer
         self._session = session
         self._roster = roster

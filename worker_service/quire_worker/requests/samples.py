@@ -39,7 +39,7 @@ def begin_samples(
         request: a request without samples.
         model: the model that computes them.
         tokenizer: the tokenizer that decodes them.
-        echo: a text with which each sample's text begins.
+        echo: the beginning of each sample's text.
         matcher: the compiled structure of the texts; None if they are free.
     """
     sampling = request.sampling
@@ -51,7 +51,7 @@ def begin_samples(
         sample.beam = beam
         request.samples.append(sample)
         return
-    # All samples share one list until they begin, because the queue has requests of 64 samples.
+    # All samples share one list until they begin, because waiting requests may have 64 samples each.
     unbegun = list(request.prompt)
     for index in range(sampling.sample_count):
         first = request.samples[0].sampler if request.samples else None
@@ -72,7 +72,7 @@ def begin_sample(
     matcher: Matcher | None = None,
     first: Sampler | None = None,
 ) -> Sample:
-    """Returns a new sample of a request, with tokens to compute. It is not added to the request.
+    """Returns a new sample of a request, with tokens to compute. The sample is not added to the request.
 
     If `first` is given, it is the sampler of the request's first sample, and this sample gets a copy of it.
     """
@@ -140,7 +140,7 @@ class TokenIntake:
     def take(self, computed: Computed) -> None:
         """Stores the logprobs of prompts and candidates, and extends every sample by its tokens.
 
-        Ends samples whose tokens were only to be computed.
+        Ends samples that only needed their tokens computed.
         """
         for request, position, told in computed.prompt_logprobs:
             self._outbox.note_prompt(request, position - 1, told)
@@ -165,9 +165,9 @@ class TokenIntake:
     def _extend(self, tokens: Sequence[Token]) -> None:
         now_s = self._clock()  # the same for all tokens of a pass
         for (drawn, parent, drafted_count), token, logprobs in tokens:
-            if drawn.has_ended:  # It was cancelled while the model ran, or ended with the token before.
+            if drawn.has_ended:  # The request was cancelled while the model ran, or ended with the previous token.
                 continue
-            if drafted_count:  # The token before was drafted, and is already in the pages.
+            if drafted_count:  # The previous token was drafted, and is already in the pages.
                 drawn.computed = len(drawn.tokens)
                 self._telemetry.accepted_token_count += 1
             if drawn is not parent:

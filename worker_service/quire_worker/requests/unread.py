@@ -18,12 +18,12 @@ from quire_worker.scheduling.request import Request
 if TYPE_CHECKING:
     from quire_worker.sampling.logprobs import TokenLogprobs
 
-# Unread bytes of a namespace that is alone. All namespaces together may have twice as many, and each may have as many
-# as stay free.
+# Most unread bytes of a namespace while it is alone. All namespaces together may have twice as many, and each at most
+# as many as remain free.
 UNREAD_BYTES_MAX = 32 << 20
-VALUE_BYTES = 8  # a logprob and its token, packed
-TOKEN_BYTES = 44  # a token as a Python number, with its place in a list
-PLACE_BYTES = 8  # its place in another list
+VALUE_BYTES = 8  # bytes of a packed logprob and its token
+TOKEN_BYTES = 44  # bytes of a token as a Python number, with its place in a list
+PLACE_BYTES = 8  # bytes of its index in another list
 DELIVERY_BYTES = 1_024
 
 
@@ -59,7 +59,7 @@ class Unread:
                 del self._requests[request.namespace]
 
     def most_of(self, request: Request) -> Request:
-        """Returns the request of the same namespace whose end frees most bytes; of equal ones, this request."""
+        """Returns the request of the same namespace with the most bytes to free; of equal ones, this request."""
         others = self._requests.get(request.namespace, {})
         most = max(others, key=_droppable, default=request)
         return most if _droppable(most) > _droppable(request) else request
@@ -76,7 +76,7 @@ class Unread:
 
 
 def bytes_of(delivery: Delivery, *, with_values: bool = True) -> int:
-    """Returns the bytes of a delivery until it is read. Its logprobs may have been counted before."""
+    """Returns the bytes of a delivery until it is read. The delivery's logprobs may have been counted before."""
     size = DELIVERY_BYTES + TOKEN_BYTES * len(delivery.token_ids) + sys.getsizeof(delivery.text)
     if not with_values:
         return size
@@ -85,7 +85,9 @@ def bytes_of(delivery: Delivery, *, with_values: bool = True) -> int:
 
 
 def bytes_of_tokens(request: Request) -> int:
-    """Returns the bytes for the tokens of a request that has ended. It keeps them until its answer is read."""
+    """Returns the bytes for the tokens of a request that has ended. The request keeps these bytes until its answer is
+    read.
+    """
     return PLACE_BYTES * sum(len(sample.tokens) for sample in request.samples) + TOKEN_BYTES * len(request.prompt)
 
 

@@ -9,8 +9,8 @@ A *beam* is a text that may continue. A *hypothesis* is a text that has ended. E
                   length includes the ending token. The best `beam_count` hypotheses are kept
     beams         the first `beam_count` candidates that do not end
 
-The search is over when all texts have their longest length. It is also over when there are `beam_count` hypotheses and,
-by the rule of early stopping, no beam can become better than the worst of them:
+The search is over when all texts have their longest length. The search is also over when there are `beam_count`
+hypotheses and, by the rule of early stopping, no beam can become better than the worst of them:
 
     ALWAYS       the beams are not looked at
     HEURISTIC    the best beam's score at its present length is not better
@@ -44,7 +44,7 @@ class Hypothesis(NamedTuple):
 
     Attributes:
         token_ids: its tokens without the ending token.
-        score: hypotheses are compared by it.
+        score: decides between hypotheses.
         is_stopped: True if a token ended it; False if it reached the longest length.
     """
 

@@ -24,10 +24,10 @@ Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[
 
 
 # For each row of logits, on the host: the greedy choice, and 1 if the row is finite or 0 if not. A plain tuple, because
-# it is created between two passes, where time counts.
+# it is created between two passes, where each microsecond counts.
 Look: TypeAlias = tuple[list[int], bytes]
 
-FINITE_MAX = torch.finfo(torch.float32).max * TEMPERATURE_MIN  # a logit up to this stays finite at any temperature
+FINITE_MAX = torch.finfo(torch.float32).max * TEMPERATURE_MIN  # smaller logits stay finite at any temperature
 
 
 def are_finite(logits: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def are_finite(logits: torch.Tensor) -> torch.Tensor:
     Args:
         logits: float32 `[rows, vocabulary]`; -inf rules out a token, and a row may have it for all tokens but one.
     """
-    return logits.amax(dim=-1).abs() <= FINITE_MAX  # amax returns NaN if there is one, and NaN <= x is False
+    return logits.amax(dim=-1).abs() <= FINITE_MAX  # amax returns NaN if any entry is NaN, and NaN <= x is False
 
 
 def sample(
@@ -50,7 +50,7 @@ def sample(
     Random numbers are drawn last, so no generator has advanced if memory runs out.
 
     Args:
-        logits: float32 `[rows, vocabulary]`; the token of a row that is not `are_finite` is meaningless.
+        logits: float32 `[rows, vocabulary]`; if a row is not `are_finite`, its token is meaningless.
         params: valid parameters of each row.
         generators: each row's generator from `new_generator`; greedy rows do not use theirs, and may have None.
         choose: the device's implementation (`PagedAttention.choose_tokens`); default `choose_by_sorting`.
@@ -83,7 +83,7 @@ def choose_by_sorting(
         probabilities = probabilities_of(logits[rows], [params[row] for row in rows])
         cumulative = probabilities.to(torch.float64).cumsum(dim=-1)
         threshold = draw().to(logits.device).unsqueeze(1) * cumulative[:, -1:]  # [rows, 1]
-        drawn = torch.searchsorted(cumulative, threshold, right=True)  # never a token of probability 0
+        drawn = torch.searchsorted(cumulative, threshold, right=True)  # never chooses a token of probability 0
         tokens[rows] = drawn.flatten()
     return tokens
 
@@ -111,7 +111,7 @@ def probabilities_of(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
 def _keep_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
     vocabulary = scores.shape[1]
     counts = [min(k, vocabulary) or vocabulary for k in top_k]
-    best = scores.topk(max(counts), dim=-1).values  # [rows, largest count], descending
+    best = scores.topk(max(counts), dim=-1).values  # shape [rows, largest count], descending
     index = torch.tensor(counts, device=scores.device).unsqueeze(1) - 1
     return scores.masked_fill(scores < best.gather(1, index), float("-inf"))
 

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 ERROR_CHARACTERS_MAX = 300
 CACHED_GRAMMAR_COUNT_MAX = 64
 CACHED_BYTES_MAX = 64 << 20  # of cached grammars
-BYTES_MAX = 128 << 20  # of cached grammars and the grammars that requests use
-GRAMMAR_BYTES_MIN = 64 << 10  # a smaller grammar counts as this many bytes
-WAITING_MAX = 1024  # collected tokens of a free text; parsing them takes 1 to 2 ms, and a pass waits for that
+BYTES_MAX = 128 << 20  # of cached grammars, and of grammars that requests use
+GRAMMAR_BYTES_MIN = 64 << 10  # a grammar counts as at least this many bytes
+WAITING_MAX = 1024  # most collected tokens of a free text; a pass waits 1 to 2 ms for their parsing
 INTEGER_MAX: Final = 1 << 53  # llguidance keeps numbers as float64, and rounds larger ones silently
-INT64_MAX: Final = (1 << 63) - 1  # a common bound; llguidance rounds it up, and clamps it back to this value
+INT64_MAX: Final = (1 << 63) - 1  # a bound for all grammars; llguidance rounds it up, and clamps it back to this
 # JSON without optional whitespace: an uncertain model could fill any number of tokens with whitespace.
 JSON_OPTIONS = {"whitespace_flexible": False}
 
@@ -64,13 +64,13 @@ class Matcher:
         Args:
             matcher: the matcher; nothing else may use it afterwards.
             eos_token_ids: the model's end-of-text tokens.
-            openings: the text is free until one of these; None if it never was, or already has one of them.
+            openings: the text is free until one of these; None if the text was never free, or already has one of them.
             begun: the end of the text so far that an opening may begin with.
         """
         self._matcher = matcher
         self._openings, self._begun = openings, begun
         self._waiting: list[int] = []  # tokens of a free text that the matcher has not taken yet
-        self._whole: Matcher | None = None  # in a copy: the compiled matcher, so that it lives as long as any copy
+        self._whole: Matcher | None = None  # in a copy: the compiled matcher, which must live as long as any copy
         self._eos_token_ids = eos_token_ids
         self.has_ended = False
 
@@ -97,9 +97,9 @@ class Matcher:
     def allows(self, token: int, vocabulary: int) -> bool:
         """Returns whether a token may follow. May return False for an end-of-text token that the mask would allow.
 
-        It avoids computing the whole mask where it can. That would walk all tokens of the vocabulary, usually missing
-        the CPU's caches after a pass, and release the interpreter lock. The mask is needed only where the grammar
-        determines the next bytes: of all tokens that could spell them, the mask allows one.
+        The method avoids computing the whole mask where possible. Computing it would walk all tokens of the vocabulary,
+        usually missing the CPU's caches after a pass, and release the interpreter lock. The mask is needed only where
+        the grammar determines the next bytes: of all tokens that could spell them, the mask allows one.
 
         Args:
             token: the token.
@@ -164,10 +164,10 @@ class Grammars:
         self._describe_tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocabulary)
-        self._lock = threading.RLock()  # reentrant: garbage collection may call `_let_go` while it is held
+        self._lock = threading.RLock()  # reentrant: garbage collection may call `_let_go` while the lock is held
         self._tokenizer: LLTokenizer | None = None
         self._kept: dict[Structure, tuple[Matcher, int]] = {}  # matchers and their bytes, the most recently used last
-        self._byte_count = 0  # of all compiled matchers that are alive
+        self._byte_count = 0  # bytes of all living compiled matchers
 
     def known(self, structure: Structure) -> Matcher | None:
         """Returns the matcher of an empty text if the structure is cached, else None."""
@@ -269,7 +269,7 @@ def _grammar_of(structure: Structure) -> str:
     if structure.kind is StructureKind.JSON_SCHEMA:
         check_numbers(text, "json_schema")
         if text.strip() == "true":
-            text = "{}"  # means the same; llguidance takes only objects
+            text = "{}"  # has the same meaning; llguidance takes only objects
         if not text.lstrip().startswith("{"):
             raise GrammarError("json_schema must be a JSON object, or true, which allows any value")
         try:

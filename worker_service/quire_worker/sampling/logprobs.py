@@ -15,7 +15,7 @@ class TokenLogprobs(NamedTuple):
     Attributes:
         token_id: the token.
         logprob: the token's logprob.
-        top_token_ids: the likeliest tokens in its place, the likeliest first.
+        top_token_ids: the alternatives to the token, the likeliest first.
         top_logprobs: the logprobs of `top_token_ids`.
     """
 

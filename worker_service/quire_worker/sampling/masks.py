@@ -23,7 +23,7 @@ def contains(words: np.ndarray, token: int) -> bool:
 
 
 def apply_masks(logits: torch.Tensor, rows: Sequence[int], words: np.ndarray) -> None:
-    """Sets the logits of tokens whose bits are not set to -inf.
+    """Sets the logits of tokens that a mask forbids to -inf.
 
     Args:
         logits: float32 `[rows, vocabulary]`; written in place.
@@ -33,7 +33,7 @@ def apply_masks(logits: torch.Tensor, rows: Sequence[int], words: np.ndarray) ->
     vocabulary = logits.shape[1]
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocabulary]  # [masks, vocabulary]
     is_out = torch.from_numpy(bits == 0).to(logits.device)
-    if len(rows) == len(logits):  # `rows` are all rows, in order
+    if len(rows) == len(logits):  # `rows` has all rows, in order
         logits.masked_fill_(is_out, float("-inf"))
         return
     index = torch.tensor(rows, device=logits.device)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # The worker's options import the scheduler, and must not loa
 class PackedLogprobs:
     """Logprobs of several tokens, each with the same number of likeliest alternatives.
 
-    They are the columns of `quire.v1.Logprobs`, with 4 bytes per number.
+    The logprobs are stored as the columns of `quire.v1.Logprobs`, with 4 bytes per number.
     """
 
     __slots__ = ("token_ids", "token_logprobs", "top_count", "top_logprobs", "top_token_ids")
@@ -34,7 +34,9 @@ class PackedLogprobs:
         return len(self.token_ids) + len(self.top_token_ids)
 
     def put(self, place: int, tokens: Sequence[TokenLogprobs]) -> None:
-        """Stores tokens from a place on, replacing those that are there. All tokens before the place must be stored."""
+        """Stores tokens from an index on, in place of the tokens that are there. All tokens before the place must be
+        stored.
+        """
         if not tokens:
             return
         self.top_count = count = len(tokens[0].top_token_ids)

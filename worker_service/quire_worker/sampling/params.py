@@ -11,18 +11,18 @@ MAX_TOKENS_DEFAULT = 16
 SAMPLE_COUNT_MAX = 64
 STOP_TOKEN_COUNT_MAX = 64
 STOP_TEXT_COUNT_MAX = 16
-STOP_CHARACTER_COUNT_MAX = 256  # per stop text; delivery may hold back this much of a text
-TEMPERATURE_MIN = 1e-3  # below it, logits of common size overflow float32; 0 means greedy
+STOP_CHARACTER_COUNT_MAX = 256  # limit per stop text; delivery may hold back this much of a text
+TEMPERATURE_MIN = 1e-3  # at lower temperatures, logits of common size overflow float32; 0 means greedy
 TEMPERATURE_MAX = 100.0
 REPETITION_PENALTY_MIN = 0.01
 REPETITION_PENALTY_MAX = 100.0
 PENALTY_MAX = 2.0  # presence and frequency penalties are from -2 to 2
-BAD_WORD_COUNT_MAX = 256  # every token is compared with each of them
+BAD_WORD_COUNT_MAX = 256  # every token is compared with each bad word
 BIAS_MAX = 100.0  # biases are from -100 to 100
 BIAS_COUNT_MAX = 1024
-TOKEN_LIST_COUNT_MAX = 1 << 16  # of allowed tokens, and of banned tokens
+TOKEN_LIST_COUNT_MAX = 1 << 16  # limit for allowed tokens, and for banned tokens
 LOGPROB_COUNT_MAX = 20
-LENGTH_PENALTY_MAX = 5.0  # from -5 to 5, so that the power of any length fits into float32
+LENGTH_PENALTY_MAX = 5.0  # penalties are from -5 to 5, so that the power of any length fits into float32
 STRUCTURE_BYTES_MAX = 64 << 10
 CHOICE_COUNT_MAX = 1024
 INT32_MAX = 2**31 - 1
@@ -54,9 +54,9 @@ class Structure:
 class EarlyStopping(enum.Enum):
     """Rules that end a beam search once it has as many finished texts as beams, with transformers' values."""
 
-    HEURISTIC = "false"  # ends if the best beam, at its present length, is not better than the worst finished text
+    HEURISTIC = "false"  # the search ends if the best beam, at its present length, is not above the worst text
     ALWAYS = "true"  # ends at once
-    NEVER = "never"  # ends if no beam can become better at any length
+    NEVER = "never"  # the search ends if no beam can become better at any length
 
 
 class ParameterError(ValueError):
@@ -76,16 +76,16 @@ class SamplingParams:
     """Parameters that decide how the tokens of a request are chosen, and where its texts end."""
 
     max_tokens: int = MAX_TOKENS_DEFAULT  # per sample
-    temperature: float = 0.0  # 0 is greedy, and ignores top_k, top_p, min_p and seed
+    temperature: float = 0.0  # 0 is greedy: top_k, top_p, min_p and seed have no effect
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
-    seed: int | None = None  # None: different every time
-    n: int = 1  # samples of the prompt
-    stop_token_ids: tuple[int, ...] = ()  # each ends a sample, like the model's end-of-text token
+    seed: int | None = None  # None: a different seed every time
+    n: int = 1  # number of samples of the prompt
+    stop_token_ids: tuple[int, ...] = ()  # each token ends a sample, like the model's end-of-text token
     ignore_eos: bool = False
     min_p: float = 0.0  # smallest probability, as a share of the likeliest token's
-    repetition_penalty: float = 1.0  # for tokens in the prompt or the text
-    presence_penalty: float = 0.0  # for tokens in the text
+    repetition_penalty: float = 1.0  # penalty for tokens in the prompt or the text
+    presence_penalty: float = 0.0  # penalty for tokens in the text
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()  # empty: all tokens are allowed
@@ -100,7 +100,7 @@ class SamplingParams:
     num_beams: int = 1  # beams of a beam search; 1: no beam search
     length_penalty: float = 1.0  # a beam's sum of logprobs is divided by its length to this power
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
-    skip_special_tokens: bool = True  # special tokens are left out of the text
+    skip_special_tokens: bool = True  # whether special tokens are left out of the text
     include_stop_in_output: bool = False  # whether the text includes the stop text or stop token
     bad_words: tuple[str, ...] = ()  # texts
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the tokens of `bad_words`

@@ -9,7 +9,7 @@ import torch
 
 
 def new_generator(seed: int | None, sample_index: int) -> torch.Generator:
-    """Returns the random number generator of one sample. It is on the CPU, wherever the model runs.
+    """Returns the random number generator of one sample. The generator is on the CPU, also for models on a GPU.
 
     Args:
         seed: the request's seed, 0 to 2**64 - 1; None for a random one.

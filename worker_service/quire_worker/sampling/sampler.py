@@ -1,8 +1,8 @@
 """Samplers: the state that one sample's choices depend on, and the function that draws tokens for many samples.
 
 A sampler follows its sample token by token on the model's thread, because that thread knows a token first. So the next
-pass finds the token counted. Whenever a token is drawn for a sample, its sampler and generator advance by one. A
-preempted sample keeps both, and continues with the same text. Tokens drawn for a sample that has ended are not used.
+pass finds the token already counted. Whenever a token is drawn for a sample, its sampler and generator advance by one.
+A preempted sample keeps both, and continues with the same text. Tokens drawn for a sample that has ended are not used.
 
     logits of the model     logprobs are computed from these
     edits, then masks       `token_edits.py`, `masks.py`, `grammar.py`: single tokens, and the set of allowed tokens
@@ -30,7 +30,7 @@ from quire_worker.sampling.words import word_count
 
 @dataclass(slots=True, eq=False)
 class Sampler:
-    """The sampling state of one sample. Its attributes are never reassigned.
+    """The sampling state of one sample. A sampler's attributes are never reassigned.
 
     Attributes:
         params: parameters of the sample's request.
@@ -143,7 +143,7 @@ class Drawn(NamedTuple):
     """Tokens that were drawn, one for each sampler.
 
     Attributes:
-        tokens: the drawn tokens; None for a sampler that had no token left to choose from.
+        tokens: the drawn tokens; None for a sampler without an allowed token.
         logprobs: logprobs of the tokens; None for a sampler without logprobs.
         flags: the flags that were read with the tokens.
     """

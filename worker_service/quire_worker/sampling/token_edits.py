@@ -100,7 +100,7 @@ class TokenEdits:
 
     def copy(self) -> TokenEdits:
         """Returns a copy for another sample that continues from here."""
-        self._is_shared = True  # Both use the same arrays until one counts a token. Most never do.
+        self._is_shared = True  # Both samples use the same arrays until one of them counts a token. Most never do.
         twin = object.__new__(TokenEdits)
         twin.__dict__.update(self.__dict__)
         return twin
@@ -115,7 +115,9 @@ class TokenEdits:
 
 
 def _without(columns: EditColumns, tokens: np.ndarray) -> EditColumns:
-    """Rules out tokens, int64 `[tokens]`. Their other entries are dropped, or those would overwrite the -inf."""
+    """Rules out tokens, int64 `[tokens]`. Other entries of these tokens are dropped, because they would overwrite the
+    -inf.
+    """
     others = ~np.isin(columns.token, tokens)
     ruled_out = EditColumns(
         tokens,

@@ -1,9 +1,9 @@
 """Admission of waiting samples: in order, while there are enough blocks, tokens and places.
 
-A sample needs its blocks, less those that it will share with running samples. It is admitted when that many blocks are
-free, plus one for itself and for each running sample, because the next token may need a new block. The first sample
-that does not fit is the head: no later sample is admitted before it, except by backfilling (`backfill.py`). If nothing
-else runs, the head is admitted in any case.
+A sample needs its blocks, except the ones that it will share with running samples. The sample is admitted when that
+many blocks are free, plus one for itself and one for each running sample, because the next token may need a new block.
+The first sample that does not fit is the head: no later sample is admitted before it, except by backfilling
+(`backfill.py`). If nothing else runs, the head is admitted in any case.
 
 If another sample is computing the first block of a sample's prompt right now, the sample waits for that block, but
 later samples may pass it. So identical prompts cost one prefill.
@@ -39,7 +39,7 @@ class TurnLimits(NamedTuple):
     Attributes:
         tokens: tokens left in the forward pass.
         samples: the number of samples that may still start to run.
-        blocks: free blocks at the allocator, plus blocks held ahead; None while the allocator has not told.
+        blocks: free blocks at the allocator, plus blocks held ahead; None while the allocator has not reported them.
         digest_bytes: bytes of digests left in the step.
     """
 
@@ -52,8 +52,9 @@ class TurnLimits(NamedTuple):
 class Peaks:
     """The most blocks that a sequence holds at a time.
 
-    Of a group with full attention, it holds all blocks; of a window, those that the tokens of a pass read; of recurrent
-    states, the running one. Like all block counts here, the result is in units of one block of every attention group.
+    Of a group with full attention, it holds all blocks; of a window, the blocks that the tokens of a pass read; of
+    recurrent states, the running block. Like all block counts here, the result counts one block of every attention
+    group as 1.
 
     Args:
         groups: the pool's groups, with blocks of one size.
@@ -70,7 +71,7 @@ class Peaks:
         self._state_count = len(groups) - len(attention)
 
     def block_count(self, length: int) -> int:
-        """Returns the blocks of a sequence whose tables have `length` entries."""
+        """Returns the blocks of a sequence that has `length` entries in each table."""
         full = (self._group_count - len(self._windowed)) * length
         windowed = sum(min(length, peak) for peak in self._windowed)
         return -(-(full + windowed + self._state_count) // self._group_count)
@@ -85,7 +86,7 @@ class Applicants:
         block_size: tokens per block.
         peaks: the most blocks that sequences hold at a time.
         sequence_tokens_max: the most tokens of a sequence; a sample ends with the last of them.
-        resting: samples of branches, whose blocks may be shared.
+        resting: samples of branches; their blocks may be shared.
     """
 
     def __init__(
@@ -116,9 +117,9 @@ class Applicants:
         """Chooses admissions from `waiting`. Changes nothing except caches of digests.
 
         Args:
-            waiting: samples in the order in which they are considered.
+            waiting: samples in the order of consideration.
             may_preempt: whether backfilled samples may be preempted for the head that they passed. If not, and the head
-                needs that, neither the head nor any later sample is admitted.
+                needs a preemption, neither the head nor any later sample is admitted.
             waits: gets the reasons why samples wait; None if they are not needed.
         """
         looked_at, self._waits = 0, waits
@@ -136,7 +137,7 @@ class Applicants:
                 looked_at += 1
                 self._backfill(sample, digests)
             elif not self._let_in(sample, digests, self._running):
-                # These samples passed this one, or one behind it.
+                # These samples passed this one, or a later one.
                 passed = [each for each in self._running if each.passed is not None]
                 if passed and self._fits_without(sample, digests, passed):
                     if not may_preempt:
@@ -149,7 +150,7 @@ class Applicants:
         return self.chosen
 
     def _let_in(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
-        """Admits a sample if it fits beside the running ones."""
+        """Admits a sample if it fits together with the running ones."""
         shared = self._shared(digests, running)
         needed = self._needed(sample, shared)
         is_alone = not running and not self.chosen.admissions
@@ -174,7 +175,7 @@ class Applicants:
             self._waits[sample] = Wait(reason, missing_block_count)
 
     def _note_shortage(self, sample: Sample, digests: list[bytes]) -> None:
-        """Records what a sample lacks if it does not fit beside the running ones."""
+        """Records the resources that a sample lacks if it does not fit together with the running ones."""
         if self._left.samples < places_of(sample):
             self._note(sample, WaitReason.PLACES)
         elif self._waits is not None:
@@ -186,7 +187,7 @@ class Applicants:
     ) -> None:
         tokens, samples, blocks, digest_bytes = self._left
         token_count = min(len(sample.tokens) - shared * self._block_size, tokens)
-        sent = digests[: digest_bytes // DIGEST_BYTES]  # With fewer digests, only the hit gets shorter.
+        sent = digests[: digest_bytes // DIGEST_BYTES]  # With fewer digests, the hit is only shorter.
         self.chosen.admissions.append(Admission(sample, token_count, needed, sent, passed))
         self._note(sample, WaitReason.NEXT_PASS)
         self._being_computed.update(digests[shared:])
@@ -253,7 +254,7 @@ class Applicants:
         if (
             places_of(sample) == 1
             and not sample.is_beam
-            and sample.passed is not self._head  # It was preempted for this head before.
+            and sample.passed is not self._head  # This head preempted the sample before.
             and self._fits(sample, needed, len(self._running))
             and self._reservation.admits(turn_count, at_end)
         ):

@@ -11,9 +11,9 @@ A later sample is *backfilled* if it fits now, and either ends before that start
 
 A stop token can end a sample sooner, and then the head could start sooner, too. Counted in turns, the head still never
 starts later than without backfilling: a backfilled sample uses only resources that are left over while its head waits.
-It gets tokens of a pass after all others. If the head or a running sample's next token needs its blocks, it is
-preempted in the same step. A sample that was preempted for a head does not pass it again. Prompts with several samples
-and beams are never backfilled, because a step that frees a sequence cannot fork it.
+A backfilled sample gets tokens of a pass after all others. If the head or a running sample's next token needs its
+blocks, the backfilled sample is preempted in the same step. A sample that was preempted for a head does not pass it
+again. Prompts with several samples and beams are never backfilled, because a step that frees a sequence cannot fork it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from quire.protocol.outcomes import NULL_BLOCK
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.room_ahead import block_count_of, last_of
 
-DEPTH = 32  # samples behind a head that are considered in a turn
+DEPTH = 32  # most samples behind a head that are considered in a turn
 
 
 class Reservation(NamedTuple):
-    """A reservation for the head: its latest start, and the blocks that it leaves free then.
+    """A reservation for the head: its latest start, and the blocks that remain free after it.
 
     Attributes:
         turn_count: turns until the latest start of the head.
@@ -45,7 +45,7 @@ class Reservation(NamedTuple):
         return turn_count <= self.turn_count or block_count <= self.spare
 
     def after(self, turn_count: int, block_count: int) -> Reservation:
-        """Returns the reservation after such a sample is admitted."""
+        """Returns the reservation after this sample is admitted."""
         return self if turn_count <= self.turn_count else self._replace(spare=self.spare - block_count)
 
 
@@ -86,7 +86,7 @@ def reserve(
 
 
 def turns_left(sample: Sample, sequence_tokens_max: int) -> int:
-    """Returns the turns after which a sample has ended at the latest, if its prompt takes one turn."""
+    """Returns the number of turns until a sample has ended at the latest, if its prompt takes one turn."""
     return last_of(sample, sequence_tokens_max) + 1 - len(sample.tokens) + (sample.computed < len(sample.tokens) - 1)
 
 
@@ -104,7 +104,7 @@ def places_of(sample: Sample) -> int:
 
 
 def own_block_count(samples: Collection[Sample], others: Iterable[Sample], block_size: int) -> int:
-    """Returns the blocks per group that only these samples hold, without those that already count as held ahead."""
+    """Returns the blocks per group that only these samples hold, except blocks that already count as held ahead."""
     tables = [each.tables for each in others]
     counts = []
     for group in range(max((len(sample.tables) for sample in samples), default=0)):

@@ -12,8 +12,8 @@ from quire_worker.scheduling.request import Sample
 def displaced_by_head(waiting: WaitingQueue, running: Sequence[Sample]) -> Sample | None:
     """Returns the sample that is preempted for the head of the queue, if the head does not fit otherwise.
 
-    It is the last sample of the namespace with the most running samples. Returns None if that namespace has fewer than
-    two running samples, or the head's own namespace has any.
+    The victim is the last sample of the namespace with the most running samples. Returns None if that namespace has
+    fewer than two running samples, or the head's own namespace has any.
     """
     head = next(waiting.in_turn(), None) if len(waiting) else None
     if head is None:

@@ -6,10 +6,11 @@
     pass        b  c  d  e                      the last token, and three drafted ones
     logits say  c  d  x                         c and d are what would be sampled; e is not, x is sampled instead
 
-A token is sampled after each position until it differs from the drafted one. So a text is the same with drafts as
-without, also with random sampling. Each pass adds 1 to `token_count` + 1 tokens to it.
+A token is sampled after each position until it differs from the drafted one. So a text is the same with and without
+drafts, also with random sampling. Each pass adds 1 to `token_count` + 1 tokens to the text.
 
-Interval map of a sample's room in such a pass, where `length` counts its tokens and `count` the drafted ones:
+Interval map of a sample's room in such a pass; `length` is its number of tokens, and `count` the number of drafted
+ones:
 
     [0, length)                its own tokens, which are in the pages after the pass
     [length, length + count)   room ahead that was granted before. Correct tokens of the draft become the sample's. The

@@ -26,7 +26,7 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
     assert all((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
     if outcome.swaps:
         by_id = {sample.sequence_id: sample for sample in roster.holders()}
-        for swap in outcome.swaps:  # Samples that this step freed need no swaps.
+        for swap in outcome.swaps:  # Samples that were freed by this step need no swaps.
             if swap.sequence_id in by_id:
                 by_id[swap.sequence_id].swap(swap)
     for commit in plan.commits:
@@ -49,13 +49,13 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
     if entering is not None:
         sample.sequence_id = grown.sequence_id
         sample.request.trace.note_sequence(grown.sequence_id)
-    if entering is not None and sample.has_ended:  # The sample was cancelled while the allocator was asked.
+    if entering is not None and sample.has_ended:  # The sample was cancelled while the allocator's answer was awaited.
         roster.leaving.append(sample)
         return False
     tables, states = grown.blocks[: roster.group_count], grown.blocks[roster.group_count :]
     usage = sample.request.usage
     matched_block_count = grown.matched_token_count // roster.block_size
-    if not sample.has_ended:  # A sample that has ended does not use them.
+    if not sample.has_ended:  # The usage of an ended sample does not count them.
         usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
     if entering is not None:
         roster.start(sample, entering.passed)
@@ -83,7 +83,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
 
 
 def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -> list[Work]:
-    """Returns the plan's work on samples that have room. It comes after the work under way."""
+    """Returns the plan's work on samples that have room. This work comes after the work under way."""
     before, work = {item.sample: item for item in under_way}, []
     for sample, token_count in plan.wanted:
         at = standing(sample, before.get(sample))

@@ -2,10 +2,10 @@
 
     urgency = min(deadline, arrival + 600 s) - 60 s * priority        smaller is sooner
 
-Every request has a due time, and the earliest is first. It is the deadline, but at most 600 s after the arrival. Each
-step of priority makes it 60 s earlier (Jackson's urgency number, 1960). So priorities decide among requests that arrive
-at about the same time. No request waits forever: a request that arrives more than 20 minutes and 600 s after another
-one is behind it, whatever their priorities and deadlines.
+Every request has a due time, and the earliest is first. It is the deadline, but at most 600 s after the request's
+arrival. Each step of priority makes it 60 s earlier (Jackson's urgency number, 1960). So priorities decide among
+requests that arrive at about the same time. No request waits forever. A request that arrives more than 20 minutes and
+600 s after another one is always behind it, for all priorities and deadlines.
 
 Running samples have the same order across namespaces: the first gets its blocks first and is preempted last. A sample's
 place never changes, so the first sample always makes progress, and in the end all samples do. Backfilled samples
@@ -15,7 +15,7 @@ Virtual token counters decide between namespaces (Sheng et al., "Fairness in Ser
 A namespace's counter rises by 1 for each computed token of its prompts, and by 2 for each generated token. The first
 sample of the namespace with the smallest counter is considered next. When a namespace begins to wait, its counter is
 raised to the smallest counter of the waiting ones, or to that of the last one that waited. So time without requests
-earns nothing. The service of two waiting namespaces differs by a bound that does not grow with time: the number of
+earns no credit. The service of two waiting namespaces differs by a bound that does not grow with time: the number of
 tokens that may run at a time.
 
 Unlike in the paper, cached tokens are not charged, because they cost nothing. Tokens that are computed again after a
@@ -30,27 +30,27 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from quire_worker.scheduling.request import Request, Sample
 
-DUE_S_MAX = 600.0  # the default deadline of clients, too
+DUE_S_MAX = 600.0  # also the default deadline of clients
 PRIORITY_S = 60.0
 
 PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
-NAMESPACES_MAX = 4_096  # namespaces whose counters are kept
+NAMESPACES_MAX = 4_096  # number of namespaces with stored counters
 
 
 def urgency_of(request: Request) -> float:
-    """Returns the time by which requests of a namespace are sorted. The most urgent request has the smallest."""
+    """Returns the sort key of a namespace's requests: a time. The most urgent request has the smallest."""
     return min(request.deadline_s, request.arrived_s + DUE_S_MAX) - PRIORITY_S * request.priority
 
 
 def order_of(sample: Sample) -> tuple[float, int, int]:
-    """Returns the key by which waiting samples are sorted. It never changes."""
+    """Returns the sort key of waiting samples. It never changes."""
     request = sample.request
     return urgency_of(request), request.number, sample.index
 
 
 def rank_of(sample: Sample) -> tuple[bool, float, int, int]:
-    """Returns the key by which running samples are sorted. The last one gets blocks last, and is preempted first."""
+    """Returns the sort key of running samples. The last one gets blocks last, and is preempted first."""
     return sample.passed is not None, *order_of(sample)
 
 
@@ -64,7 +64,7 @@ class Shares:
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
-        self._floor = 0  # counter of a new namespace while no other one waits
+        self._floor = 0  # counter of a new namespace if no other namespace waits
 
     def __len__(self) -> int:
         return len(self._counters)
@@ -81,7 +81,7 @@ class Shares:
             self._forget({namespace, *waiting})
 
     def leave(self, namespace: str) -> None:
-        """Notes that a namespace has no waiting sample any more.
+        """Notes that a namespace has no more waiting samples.
 
         The next one to join an empty queue gets at least its counter.
         """
@@ -104,7 +104,7 @@ class Shares:
 
 
 class WaitingQueue:
-    """Samples that hold no block, in the order in which they are considered.
+    """Samples that hold no block, in the order of consideration.
 
     Args:
         shares: the counters of the namespaces.
@@ -121,7 +121,7 @@ class WaitingQueue:
         return isinstance(sample, Sample) and sample in self._by_namespace.get(sample.request.namespace, ())
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yields all samples by urgency, whatever their namespaces."""
+        """Yields all samples by urgency, regardless of their namespaces."""
         return iter(sorted(self.in_any_order(), key=order_of))
 
     def in_any_order(self) -> Iterator[Sample]:
@@ -156,13 +156,13 @@ class WaitingQueue:
     def in_turn(self) -> Iterator[Sample]:
         """Yields all samples in the order of admission, as if each were admitted.
 
-        The queue must not change meanwhile.
+        The queue must not change during the iteration.
         """
         if len(self._by_namespace) == 1:  # no other namespace waits
             (own,) = self._by_namespace.values()
             yield from own
             return
-        # The counter of a namespace includes the prompts of its samples that were yielded before.
+        # The counter of a namespace includes the prompts of its samples that were considered earlier.
         heap = [
             (self._shares.counter(namespace), order_of(own[0]), 0, namespace)
             for namespace, own in self._by_namespace.items()

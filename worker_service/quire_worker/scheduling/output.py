@@ -13,7 +13,7 @@ from quire.errors import QuireError
 if TYPE_CHECKING:  # The worker's options read numbers from this folder without torch.
     from quire_worker.sampling.packed_logprobs import PackedLogprobs
 
-# Seconds between two deliveries of a request, except for its first one and those that end a sample.
+# Seconds between two deliveries of a request, except for its first delivery and the last delivery of each sample.
 STREAM_INTERVAL_S = 0.02
 
 
@@ -31,7 +31,7 @@ class Delivery(NamedTuple):
         is_last: whether it is the last delivery of the request.
         logprobs: logprobs of the tokens; None if they were not requested.
         prompt_logprobs: logprobs of the prompt; only in the request's first delivery.
-        score: the score of a text that a beam search has found.
+        score: the score of a beam search's text.
         stop_reason: the stop text or stop token that ended the sample.
     """
 

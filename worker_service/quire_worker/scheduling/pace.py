@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-PASSES = 128  # number of remembered passes
+PASSES = 128  # number of passes to remember
 
 
 class Pace:
-    """The latest passes: the tokens that each computed, and the seconds that it took."""
+    """The latest passes: the number of tokens and the seconds of each."""
 
     def __init__(self) -> None:
         self._passes = deque[tuple[int, float]](maxlen=PASSES)

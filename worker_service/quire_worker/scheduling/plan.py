@@ -22,7 +22,7 @@ class Work(NamedTuple):
     Attributes:
         is_complete: whether the next token can be sampled after it.
         is_restored: whether its pages are copied from host memory instead of being computed.
-        draft: drafted tokens that are computed after its own; see `drafts.py`.
+        draft: drafted tokens that are computed after the sample's own; see `drafts.py`.
     """
 
     sample: Sample
@@ -51,8 +51,8 @@ def is_for_first_tokens(work: Sequence[Work]) -> bool:
 class Draw(NamedTuple):
     """One token to sample for `sample`.
 
-    It is sampled from the logits after the last token of `parent`, or after `drafted_count` drafted tokens. The parent
-    is the sample itself, unless the sample is a fork.
+    The token is sampled from the logits after the last token of `parent`, or after `drafted_count` drafted tokens. The
+    parent is the sample itself, unless the sample is a fork.
     """
 
     sample: Sample
@@ -61,7 +61,9 @@ class Draw(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Batch of one turn. It runs the moves first, in order, then restores pages, then computes one forward pass."""
+    """Batch of one turn. The runner first makes the moves, in order. It then restores pages, and computes one forward
+    pass.
+    """
 
     moves: list[Copy | SwapOut]
     work: list[Work]
@@ -115,10 +117,11 @@ class Committing(NamedTuple):
     """Commit of a sample that has computed `token_count` tokens.
 
     Attributes:
-        sequence_id: its sequence when the plan was made. It may have lost it by the time of the answer.
+        sequence_id: its sequence when the plan was made. The sample may have lost its sequence by the time of the
+            answer.
         digests: digests of the blocks that became full.
-        keep_token_count: the number of tokens that the sample keeps room for; it gives back the blocks behind. 0: it
-            gives nothing back.
+        keep_token_count: the number of tokens that the sample keeps room for; it gives back the blocks after them. 0:
+            it gives nothing back.
     """
 
     sample: Sample
@@ -174,7 +177,7 @@ class Dropping(NamedTuple):
 class Plan:
     """The plan of one turn, before the allocator has answered.
 
-    The requests, in the order in which the allocator applies them; all may be empty:
+    The requests, in the order of the allocator's phases. Each list may be empty:
 
     Attributes:
         commits: samples that commit.
@@ -188,9 +191,9 @@ class Plan:
 
     Attributes:
         wanted: samples in order, each with the number of tokens to compute if its room is granted.
-        victims: backfilled samples that are preempted for others. Their sequences are in `frees`.
+        victims: backfilled samples that are preempted for others. The victims' sequences are in `frees`.
         is_unfair: whether the head of the queue got no place or no blocks while its namespace has no running sample.
-        is_whole: whether no running sample is left out for lack of room.
+        is_whole: whether every running sample has room.
         tokens_left: tokens left in the forward pass after the samples that are not backfilled.
         chosen: samples that would be admitted in addition; None if that was not examined.
     """

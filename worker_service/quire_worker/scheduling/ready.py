@@ -1,8 +1,8 @@
 """Plans turns of samples that already have all their blocks, so that the allocator need not be asked.
 
-Such a turn can be planned while the previous pass is computed. Only the tokens that this pass samples are not known
-yet. Each has a position behind its sample's last token, and the next pass computes the token that is stored there. If a
-stop token ended the sample, the next pass computes it once in vain, and the result is dropped a turn later.
+A turn of this kind can be planned while the previous pass is computed. Only the tokens that this pass samples are not
+known yet. Each token has a position after its sample's last token, and the next pass computes the token that is stored
+there. If a stop token ended the sample, the next pass computes it once in vain, and the result is dropped a turn later.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def ready_after(
                 plan.is_whole = False
                 continue
             if len(sample.tokens) >= last_of(sample, longest):
-                continue  # It ends with the token that is being sampled.
+                continue  # The text ends with the token that is being sampled.
         at = standing(sample, work)
         token_count = pass_token_count(sample, at, budget)
         is_parted = sample.fork_of is not None or sample in parents

@@ -7,12 +7,12 @@ Lifecycle of a sample:
     3. leaving   it finished or was cancelled; the next step frees its sequence
     4. gone      its sequence is freed
 
-When a branch's sample has finished its task, it goes from 2 to `resting` instead. It keeps its blocks, and returns to 2
-with its next task (`resting.py`).
+When a branch's sample has finished its task, it goes from 2 to `resting` instead. A resting sample keeps its blocks,
+and returns to 2 with its next task (`resting.py`).
 
-A preempted sample goes from 2 back to 1. It keeps its tokens and its sampler, so it continues with the same text.
-Samples beyond the first are in no state until the prefill of the first has finished, and share one list of tokens. Then
-they start in 2, as forks of the first.
+A preempted sample goes from 2 back to 1. A preempted sample keeps its tokens and its sampler, so it continues with the
+same text. Samples beyond the first are in no state until the prefill of the first has finished, and share one list of
+tokens. Then they start in 2, as forks of the first.
 
 Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # The worker's options read numbers from this folder without 
 
 @dataclass(slots=True)
 class Usage:
-    """The usage of a request; its fields are those of `quire.v1.Usage`."""
+    """The usage of a request, with the same fields as `quire.v1.Usage`."""
 
     cached_token_count: int = 0
     output_token_count: int = 0
@@ -70,11 +70,11 @@ class Request:
         rotation: how the rotation of its keys depends on its length; None if it does not.
         adapter: LoRA adapter of the request; None for the plain model.
         cache_salt: within the namespace, prefixes are shared only among requests of equal salt.
-        output: what goes to its caller.
+        output: the output for its caller.
         priority: the caller's priority within its namespace; see `order.py`.
         deadline_s: when its caller stops waiting, by the clock of `arrived_s`.
         admitted_s: when it was first admitted.
-        beams: its beam search, whose beams are its samples; None without one.
+        beams: its beam search, if it has one; the beams are its samples.
         trace: its history, for logs.
         wish: what the cache should do with its blocks.
     """
@@ -203,7 +203,9 @@ class Sample:
 
     @property
     def draws(self) -> bool:
-        """Tells whether a token is sampled after its last one. If not, it ends when all its tokens are computed."""
+        """Tells whether a token is sampled after its last one. If not, the sample ends when all its tokens are
+        computed.
+        """
         return self.branch is None or self.branch.draws
 
     @property
@@ -213,7 +215,7 @@ class Sample:
 
     @property
     def scored(self) -> Scored | None:
-        """Returns those of its tokens whose logprobs are wanted; None if there are none."""
+        """Returns the tokens that need logprobs; None if there are none."""
         return None if self.branch is None else self.branch.scored
 
     @property
@@ -226,7 +228,7 @@ class Sample:
 
     @property
     def matchable_token_count(self) -> int:
-        """Returns how many leading tokens may be hit in the cache: none of those after which logits are wanted."""
+        """Returns how many leading tokens may be hit in the cache: no token that needs logits after it."""
         if self.needs_all_logits:
             return 0 if self.scored is None else self.scored.start - 1
         return len(self.tokens) - 1
@@ -243,7 +245,7 @@ class Sample:
 
     @property
     def table_length(self) -> int:
-        """Returns the number of entries of each of its tables."""
+        """Returns the number of entries of each table of the sample."""
         return len(self.tables[0]) if self.tables else 0
 
     @property
@@ -258,7 +260,7 @@ class Sample:
         return held
 
     def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
-        """Returns the digests of the blocks `[first, end)` of its tokens. Each is computed only once."""
+        """Returns the digests of the blocks `[first, end)` of its tokens. Each digest is computed only once."""
         known = len(self._digests)
         if end > known:
             if self._chain is None:
@@ -289,16 +291,16 @@ class Sample:
 
     @property
     def is_outgrown(self) -> bool:
-        """Tells whether its keys are rotated for a shorter sequence, so that they must be computed again."""
+        """Returns whether its keys are rotated for a shorter sequence, so that they must be computed again."""
         return self.is_outgrown_by(len(self.tokens))
 
     def is_outgrown_by(self, token_count: int) -> bool:
-        """Tells whether its keys would have to be computed again if it had so many tokens."""
+        """Returns whether its keys would have to be computed again at this number of tokens."""
         rotation = self.request.rotation
         return rotation is not None and rotation.is_outgrown(self.begun_with, token_count)
 
     def begin_again(self) -> None:
-        """Makes it begin again with all its tokens so far. It holds no blocks any more."""
+        """Makes it begin again with all its tokens so far. The sample no longer holds blocks."""
         self.forget_blocks()
         self.begun_with = len(self.tokens)
         self._digests, self._chain, self.hidden_from = [], None, None
@@ -328,7 +330,7 @@ class Sample:
         self.states = [own[0] if own else now for now, own in zip(self.states, states, strict=True)]
 
     def swap(self, swap: Swap) -> None:
-        """Replaces its own block by the equal one that was published first.
+        """Replaces the sample's own block with the equal block that was published first.
 
         Groups of states come after those of tables.
         """

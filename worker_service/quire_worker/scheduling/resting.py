@@ -8,12 +8,12 @@ Lifecycle of a branch's sample, in addition to the one in `request.py`:
     4. running    it was woken for another request on the same sequence
     5. leaving    it was dropped, or its task failed; the next step frees its sequence
 
-Running samples have precedence. If blocks are missing, those of the least recently used branch are taken back first,
-before any running sample is preempted. Lost blocks are computed again when the branch is used, unless the cache still
-has them. So a branch never makes a request wait, and a pool full of branches is as good as an empty one.
+Running samples have precedence. If blocks are missing, the blocks of the least recently used branch are taken back
+first, before any running sample is preempted. Lost blocks are computed again when the branch is used, unless the cache
+still has them. So a branch never makes a request wait, and a pool full of branches is as good as an empty one.
 
-A resting sample has computed all tokens of its branch except the last one. That one is computed again, because its
-logits are needed.
+A resting sample has computed all tokens of its branch except the last one. The last token is computed again, because
+its logits are needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Resting:
     def __init__(self) -> None:
         self.forking: list[Sample] = []
         self.settling: list[Sample] = []
-        self._held: dict[Sample, None] = {}  # least recently used first
+        self._held: dict[Sample, None] = {}  # the least recently used first
 
     def __iter__(self) -> Iterator[Sample]:
         return iter(self._held)
@@ -58,12 +58,12 @@ class Resting:
         self.settling.append(sample)
 
     def add_fork(self, child: Sample) -> None:
-        """Adds a child of a resting sample. It gets its share of the blocks with the next step."""
+        """Adds a child of a resting sample. The child gets its share of the blocks with the next step."""
         child.has_ended = child.rests
         self.forking.append(child)
 
     def take_forks(self, place_count: int | None = None) -> list[Sample]:
-        """Removes and returns the children that are to run: as many as there are places, or all of them."""
+        """Removes and returns the children that should run: as many as there are places, or all of them."""
         to_run = [child for child in self.forking if not child.rests]
         taken = to_run if place_count is None else to_run[: max(0, place_count)]
         self.forking = [child for child in self.forking if child not in taken]
@@ -77,15 +77,15 @@ class Resting:
                 self.add(child)
 
     def to_commit(self) -> list[Sample]:
-        """Returns the samples that must commit: those that came to rest since the last step, and parents of forks."""
+        """Returns the samples that must commit: samples that came to rest since the last step, and parents of forks."""
         parents = dict.fromkeys(child.fork_of for child in self.forking)
         return [*self.settling, *[each for each in parents if each is not None and each in self._held]]
 
     def settled(self, block_size: int, *, has_states: bool) -> list[Sample]:
         """Returns the samples that came to rest since the last step and hold room behind their computed tokens.
 
-        They are returned once. The room must be a block, or with states a token: a state is shared and published only
-        at the end of the room.
+        The samples are returned once. The room must be a block, or with states a token: a state is shared and published
+        only at the end of the room.
         """
         settling, self.settling = self.settling, []
         unit = 1 if has_states else block_size
@@ -111,7 +111,7 @@ class Resting:
         Args:
             block_count: the number of blocks needed in each group.
             holders: other samples that may hold the same blocks.
-            parents: parents of forks to come, which are not chosen.
+            parents: parents of coming forks; these are never chosen.
         """
         if not self._held:
             return []

@@ -34,9 +34,9 @@ def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Seque
 def next_chunks(
     running: Iterable[Sample], work: Iterable[Work], budget: int, block_size: int
 ) -> list[tuple[Sample, int]]:
-    """Returns the samples whose prompt is unfinished after this pass, and whose next chunk has no room yet.
+    """Returns the samples that have an unfinished prompt after this pass, and no room yet for the next chunk.
 
-    Each comes with the number of tokens that it needs room for. The next pass has `budget` tokens.
+    Each sample comes with the number of tokens that it needs room for. The next pass has `budget` tokens.
     """
     chunks, counts = [], {item.sample: item.token_count for item in work}
     for sample in running:
@@ -54,18 +54,18 @@ def next_chunks(
 def grow_block_count(sample: Sample, token_count: int, block_size: int) -> int:
     """Returns the number of blocks that a grow takes.
 
-    For a fork, it includes a copy of its last, partly filled block.
+    For a fork, the count includes a copy of its last, partly filled block.
     """
     return -(-(token_count - sample.granted) // block_size)
 
 
 def block_count_of(sample: Sample, block_size: int) -> int:
-    """Returns how many blocks of each group a sample holds beyond those of its tokens."""
+    """Returns how many blocks of each group a sample holds beyond the blocks of its tokens."""
     return max(0, sample.table_length - -(-len(sample.tokens) // block_size))
 
 
 def last_of(sample: Sample, sequence_tokens_max: int) -> int:
-    """Returns how many tokens of a sample are ever computed: all except the last one, after which nothing follows.
+    """Returns how many tokens of a sample are ever computed: all except the last one, because no token follows it.
 
     If no token is sampled, all tokens of the sample are computed.
     """

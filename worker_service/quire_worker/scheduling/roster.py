@@ -1,4 +1,4 @@
-"""Roster of a worker's samples: those that wait, run or rest, and those that have ended but still hold blocks."""
+"""Roster of a worker's samples: waiting, running and resting samples, and ended samples that still hold blocks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from quire_worker.scheduling.swap import SwapOut, SwapSpace, can_swap
 
 
 class Roster:
-    """The samples of one worker. Each is in one place.
+    """The samples of one worker. Each sample is in one list.
 
     Args:
-        groups: the pool's groups: those of attention, with blocks of one size, then those of states.
+        groups: the pool's groups: first attention, with blocks of one size, then states.
         swap_slot_count: the number of blocks of preempted samples that fit into host memory.
 
     Attributes:
@@ -41,7 +41,7 @@ class Roster:
         preemption_count: how many times a running sample was preempted.
         recomputed_token_count: number of tokens that were computed again after preemptions.
         backfilled_count: how many times a sample passed a head.
-        yield_count: how many times a backfilled sample was preempted in the step that gave others its blocks.
+        yield_count: how many times a backfilled sample was preempted in favor of others, in the same step.
         on_filled: called with a sample and the range of its blocks that are full and about to be committed.
         noted: requests whose blocks were already counted since the last pass, because one of their samples ended.
         preempted: requests with preempted samples; `Reception.note_admitted` clears the list.
@@ -92,7 +92,7 @@ class Roster:
         return not self.resting.forking and not all(sample.awaits_choice for sample in self.running)
 
     def parents(self) -> set[Sample | None]:
-        """Returns the samples whose forks have no share of their blocks yet."""
+        """Returns the samples with forks that still lack their share of the blocks."""
         return {sample.fork_of for sample in (*self.running, *self.resting.forking)}
 
     def holders(self) -> tuple[Sample, ...]:
@@ -109,8 +109,8 @@ class Roster:
         insort(self.running, child, key=rank_of)
 
     def start(self, sample: Sample, passed: Sample | None = None) -> None:
-        """Makes an admitted sample run. It is backfilled if the head that it `passed` still waits. Samples that passed
-        this one no longer count as backfilled."""
+        """Makes an admitted sample run. The sample is backfilled if the head that it `passed` still waits. Samples that
+        passed this one no longer count as backfilled."""
         self.waiting.remove(sample)
         self._let_down(sample)
         sample.passed = passed if passed in self.waiting else None
@@ -126,7 +126,7 @@ class Roster:
         """Ends a sample. The next step frees its blocks."""
         if sample.has_ended:
             return
-        if sample.request not in self.noted:  # once per pass, because the samples of a request often end together
+        if sample.request not in self.noted:  # once per pass, because several samples of a request often end together
             self.noted.add(sample.request)
             sample.request.trace.note_blocks(sample.request.block_count)
         sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)
@@ -152,8 +152,8 @@ class Roster:
             self.resting.remove(sample)
 
     def _is_beyond(self, sample: Sample, reason: FinishReason) -> bool:
-        """Tells whether a sample's states may be a token ahead of its tokens. They then include a stop token, or a
-        token that is being computed, and they cannot step back."""
+        """Tells whether a sample's states may be a token ahead of its tokens. The states then include a stop token,
+        or a token that is being computed, and cannot step back."""
         return self.has_states and sample.draws and reason is FinishReason.STOP
 
     def _let_down(self, head: Sample) -> None:
@@ -171,7 +171,7 @@ class Roster:
             self._let_down(sample)
 
     def stop(self, sample: Sample) -> None:
-        """Ends a sample whose text is complete. The reason is STOP, even if the text also reached its limit."""
+        """Ends a sample with a complete text. The reason is STOP, even if the text also reached its limit."""
         self.finish(sample, FinishReason.STOP)
         sample.finish_reason = FinishReason.STOP
 
@@ -224,8 +224,8 @@ class Roster:
             self.preempt_last()
 
     def make_room(self, plan: Plan) -> None:
-        """Preempts the victims of a plan, whose blocks others get in its step. Only called while no answer is pending.
-        Commits of the plan may name the victims."""
+        """Preempts the victims of a plan. Others get their blocks in the same step. Only called while no answer is
+        pending. Commits of the plan may name the victims."""
         self.yield_count += len(plan.victims)
         for victim in plan.victims:
             plan.frees.append(victim.sequence_id)
@@ -253,9 +253,9 @@ class Roster:
             self.waiting.add(sample)
 
     def begin_outgrown_again(self, plan: Plan) -> None:
-        """Requeues samples that outgrew the length for which their keys are rotated, to be computed from the start.
-        Only called while no answer is pending. The plan frees them, and its commits may name them. Frees come before
-        forks, so parents and forks stay for one more turn."""
+        """Requeues samples that outgrew the length of their keys' rotation, to be computed from the start. Only called
+        while no answer is pending. The plan frees them, and its commits may name them. Frees come before forks, so
+        parents and forks stay for one more turn."""
         forking = {sample for fork in plan.forks for sample in (fork.parent, fork.child)}
         for sample in [each for each in self.running if each.is_outgrown and each not in forking]:
             self.running.remove(sample)
@@ -321,7 +321,8 @@ class Roster:
 
     def given_back(self, block_count: int, increment: Increment) -> dict[Sample, int]:
         """Returns the samples that give back blocks held ahead, with the tokens that each keeps room for. With states,
-        ended samples are left out: a state that is ahead of its commit is a checkpoint only without room behind it."""
+        ended samples are left out: a state ahead of its commit becomes a checkpoint only if there is no room after it.
+        """
         if block_count <= 0:
             return {}
         samples = self.running + ([] if self.has_states else self.leaving)
@@ -339,7 +340,7 @@ class Roster:
         insort(self.running, sample, key=rank_of)
 
     def forks_due(self, running_max: int) -> list[tuple[Sample, Sample]]:
-        """Makes children of resting samples run, as far as there are places. Returns all (child, parent) to fork."""
+        """Makes children of resting samples run, as long as there are places. Returns all (child, parent) to fork."""
         for child in self.resting.take_forks(running_max - len(self.running)):
             self.shares.charge(child.request.namespace, prompt_tokens=len(child.tokens) - child.computed)
             self.add_fork(child)

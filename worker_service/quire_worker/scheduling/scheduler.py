@@ -13,7 +13,7 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     4. extend     adds sampled tokens; `finish` records why a sample ends
 
 If a group has a window, a prompt is granted chunk by chunk: blocks that fall out of one chunk's window serve the next.
-Tables of all groups grow alike, so block counts here are those of one group: "a block" is one of each group.
+Tables of all groups grow equally, so block counts here are per group: "a block" is one block of each group.
 
 Order never changes (`order.py`): the first sample is asked for first and preempted last, so it always makes progress.
 `admission.py` decides which samples are admitted, `passes.py` where a pass over a prompt ends, and
@@ -45,14 +45,14 @@ class Scheduler:
     """Schedules the samples of one worker.
 
     Args:
-        groups: the pool's groups: those of attention, with blocks of one size, then those of states.
+        groups: the pool's groups: first attention, with blocks of one size, then states.
         sequence_tokens_max: the longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
         running_max: the most samples that run at a time.
-        ahead_tokens: the number of tokens beyond its next one for which a decoding sample asks for room.
+        ahead_tokens: how many tokens of room a decoding sample asks for, beyond its next token.
         digest_bytes_max: the most bytes of digests for new sequences in one step.
-        commit_blocks_max: the most committed blocks in one step, at least those of a forward pass. If the allocator is
-            down, samples compute no further than that.
+        commit_blocks_max: the most committed blocks in one step, at least those of a forward pass. While the allocator
+            is down, samples compute at most this far.
         swap_slot_count: the number of blocks of preempted samples that fit into host memory.
         drafting: makes drafts; None without them. Models with states have none, because states cannot step back.
     """
@@ -90,8 +90,8 @@ class Scheduler:
         """Plans the requests to the allocator: for running samples in order, then admitted ones, then backfilled ones.
 
         Args:
-            chosen: admissions that `has_to_ask` has found in the same turn. They are chosen again only if room was
-                given back since.
+            chosen: admissions that `has_to_ask` has found in the same turn. They are chosen again only if room has been
+                given back since then.
         """
         plan, filled = Plan(), self.roster.take_filled()
         cut = self._cut(filled)
@@ -200,7 +200,7 @@ class Scheduler:
         return Batch(moves, work)
 
     def take_in(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
-        """Applies the answer to any plan. Moves wait for the next batch. Returns the samples that got no room; they ask
+        """Applies the answer to any plan. Moves wait for the next batch. Returns the samples that got no room. They ask
         again when they need it.
 
         Raises:
@@ -280,7 +280,7 @@ class Scheduler:
     def _keep(self, sample: Sample, token_count: int) -> None:
         """Limits a sample's room to so many tokens, and drops the blocks behind."""
         end = -(-token_count // self.roster.block_size)
-        if not sample.has_ended:  # The usage of an ended sample no longer includes them.
+        if not sample.has_ended:  # The usage of an ended sample no longer includes its blocks.
             sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
         for table in sample.tables:
             del table[end:]
@@ -353,7 +353,7 @@ class Scheduler:
 
     def room(self) -> int | None:
         """Returns the number of blocks that are free, or can be taken: blocks held ahead, of ended samples, or only of
-        branches. None while the allocator has not told."""
+        branches. None while the allocator has not reported them."""
         return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
@@ -379,7 +379,7 @@ class Scheduler:
         )
 
     def _let_in(self, plan: Plan, chosen: Round) -> int:
-        """Admits the chosen samples. Returns the most blocks that they take, beyond those of their victims."""
+        """Admits the chosen samples. Returns the most blocks that they take, beyond their victims'."""
         block_count = -chosen.victim_block_count
         for sample, token_count, needed, digests, passed in chosen.admissions:
             prompt, request = self._round_up(len(sample.tokens)), sample.request

@@ -35,10 +35,10 @@ NO_WISH: Final = CacheWish()
 
 @dataclass(slots=True, eq=False)
 class RequestBeams:
-    """The beam search of a request, whose beams are its samples; see `requests/beams.py`.
+    """The beam search of a request; its beams are the request's samples (see `requests/beams.py`).
 
     Attributes:
-        rule: the rule of the search, as the request gives it.
+        rule: the rule of the search, from the request.
         texts: decoders of tokens, one for each text of the answer.
         search: the search itself; None before the first turn.
     """
@@ -50,7 +50,7 @@ class RequestBeams:
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """Slot of a sample that is one of the beams of its request.
+    """Slot of a sample that is a beam of its request.
 
     Attributes:
         continuation_count: the number of likeliest next tokens that are returned for it. No token is sampled.
@@ -63,7 +63,7 @@ class Beam:
 
 @dataclass(slots=True, eq=False)
 class Scored:
-    """Tokens at the end of a sample whose logprobs are wanted.
+    """Tokens at the end of a sample that need logprobs.
 
     Attributes:
         tokens: these tokens. The last one is not among the sample's tokens, because nothing is computed after it.
@@ -91,7 +91,7 @@ class BranchTask:
     Attributes:
         rests: whether it keeps its blocks after a successful end.
         draws: whether a token is sampled after its last one. If not, it ends when all its tokens are computed.
-        scored: the tokens of a candidate whose logprobs are wanted; None if there are none.
+        scored: the tokens of a candidate that need logprobs; None if there are none.
     """
 
     rests: bool = False
@@ -100,10 +100,10 @@ class BranchTask:
 
 
 class Swapped(NamedTuple):
-    """Tokens `[first, end)` of a sample whose pages are in host memory; see `swap.py`.
+    """Tokens `[first, end)` of a sample, with their pages in host memory; see `swap.py`.
 
     Attributes:
-        slots: the slots of these tokens' blocks, group after group, then those of the states.
+        slots: the slots of these tokens' blocks, group after group, then the slots of the states.
     """
 
     first: int
@@ -112,14 +112,14 @@ class Swapped(NamedTuple):
 
 
 class Draft(Protocol):
-    """A draft of the tokens that may follow those of a sample; see `drafts.py`."""
+    """A draft of the tokens that may follow a sample's tokens; see `drafts.py`."""
 
     def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """Returns up to `count` tokens that may follow the sample's tokens; may be empty."""
         ...
 
     def may_follow_next(self, tokens: Sequence[int]) -> bool:
-        """Tells whether `following` can return tokens once the sample has one more token, whatever it is."""
+        """Returns whether `following` can return tokens after any next token of the sample."""
         ...
 
 

@@ -12,9 +12,9 @@ The tokens of a preempted sample:
     [end, length)   never computed: the token that was sampled last, or the rest of the prompt
 
 When the sample runs again, blocks in the allocator's cache are hit, the rest of `[0, first)` is computed, and `[first,
-end)` is restored. Restored blocks are granted, filled and committed chunk by chunk like those of a prompt, but a pass
-copies their pages instead of computing tokens. A recurrent state is one of the pages. It is valid once all pages are
-restored, and no pass reads it before.
+end)` is restored. Restored blocks are granted, filled and committed chunk by chunk like a prompt's blocks, but a pass
+copies their pages instead of computing tokens. A recurrent state is one of the pages. The restored state is valid once
+all pages are restored, and no pass reads it before.
 
     slots   free -> taken by a swap -> restored or ended -> free
 
@@ -88,7 +88,7 @@ class SwapSpace:
 
         Args:
             sample: the sample that is preempted, while it still has its blocks.
-            shared_tokens: the number of its leading tokens whose blocks other running samples hold, too.
+            shared_tokens: the number of its leading tokens in blocks that other running samples also hold.
             block_size: tokens per block.
         """
         first = max(shared_tokens, max(sample.fallen, default=0) * block_size)
@@ -115,7 +115,7 @@ class SwapSpace:
 
 
 def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> tuple[list[int], list[int]]:
-    """Returns the slots of tokens `[start, end)` of a swapped sample, and the blocks to which they are copied."""
+    """Returns the slots of tokens `[start, end)` of a swapped sample, and the blocks to copy them to."""
     swapped = sample.swapped
     assert swapped is not None, f"{sample.age} was not swapped"
     base = swapped.first // block_size
@@ -123,7 +123,7 @@ def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> t
     slots, blocks = list[int](), list[int]()
     for group, table in enumerate(sample.tables):
         for position in range(start // block_size, -(-end // block_size)):
-            if table[position] != NULL_BLOCK:  # Blocks of other positions fell out of the window already.
+            if table[position] != NULL_BLOCK:  # Blocks of other positions have already left the window.
                 slots.append(swapped.slots[group * count + position - base])
                 blocks.append(table[position])
     slots += swapped.slots[len(sample.tables) * count :]

@@ -13,7 +13,7 @@ class Wait(NamedTuple):
     """Why one sample waits.
 
     Attributes:
-        reason: the first reason that holds.
+        reason: the first reason that applies.
         missing_block_count: for BLOCKS, the number of blocks of each group that are not free.
         behind: for ORDER and FAIRNESS, the request that comes before it.
     """

@@ -1,7 +1,7 @@
 """A draft model: a second, smaller model of the same vocabulary, which proposes tokens for the served model.
 
-At the end of each pass of the served model, after its tokens are sampled, the draft model reads the computed tokens. It
-proposes tokens for each sample that continues:
+At the end of each pass of the served model, after its tokens are sampled, the draft model reads the computed tokens.
+The draft model proposes tokens for each sample that continues:
 
     the served model's pass   ... b c d     b is the last token, c and d were proposed. c is right, then x is sampled
     the draft model reads     [x]           it already has the keys of b and c, from when it made its proposals
@@ -10,10 +10,10 @@ proposes tokens for each sample that continues:
 The next pass computes x y z, and accepts tokens as long as the proposals are right. The draft model proposes its
 likeliest token each time. Drafts change no text; see `scheduling/drafts.py`.
 
-Its keys and values are in pages of its own, under the same block ids: a block holds both models' keys of the same
-tokens. So a prefix that is hit, forked or copied is there for both, and the allocator knows only one pool. A draft
-model has only layers of full attention, and uses the tables of the served model's first such group. Its pages under the
-blocks of other groups stay unused.
+The draft model's keys and values are in pages of its own, under the same block ids: a block holds both models' keys of
+the same tokens. So a prefix that is hit, forked or copied exists for both models, and the allocator knows only one
+pool. A draft model has only layers of full attention, and uses the tables of the served model's first such group. Its
+pages under the blocks of other groups stay unused.
 
 Interval map of a sample's tokens after a pass, where the last proposals ended at `read`:
 
@@ -22,8 +22,8 @@ Interval map of a sample's tokens after a pass, where the last proposals ended a
     [read, known)         read now: the tokens that the pass computed, and the token that was sampled last
     [known, known + k)    proposed; all but the last are read, in room that the sample holds ahead
 
-Pages that return from host memory hold only the served model's keys, and so do those of a pass whose drafting failed.
-Drafts after them are worse, but the text is the same.
+Pages that return from host memory hold only the served model's keys, and so do the pages of a pass whose drafting
+failed. Drafts after them are worse, but the text is the same.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ log = structlog.get_logger()
 
 
 class _Row(NamedTuple):
-    """A sample whose next tokens the draft model reads.
+    """A sample, with the next tokens that the draft model must read.
 
     Attributes:
         first: the position of the first of `tokens`.
         computed: the number of tokens that the served model has computed; its next pass begins there.
-        wanted: the number of tokens that may be proposed after them; 0 for none.
+        wanted: the most tokens that may be proposed after these; 0 for none.
     """
 
     part: Part
@@ -87,7 +87,7 @@ class Drafter:
         self._cache = KVCache(model.cache_spec, block_count, device=model.device)
         kinds = [group.kind for group in groups]
         self._group = kinds.index(GroupKind.FULL_ATTENTION)
-        # after the last pass: where the next one begins, and the end of the read tokens
+        # after the last pass: the start of the next pass, and the end of the read tokens
         self._read: dict[Sample, tuple[int, int]] = {}
         self._has_failed = False
 
@@ -109,7 +109,7 @@ class Drafter:
             return self._propose(self._rows_of(parts, tokens))
         except Exception as error:
             self._read = {}
-            if not self._has_failed:  # It may fail again with every pass, so it is logged once.
+            if not self._has_failed:  # Drafting may fail again with every pass, so the failure is logged once.
                 self._has_failed = True
                 log.warning("the draft model failed; passes continue without drafts", error=repr(error))
             return {}
@@ -131,13 +131,13 @@ class Drafter:
             sample, own = part.sample, part.tokens[: len(part.tokens) - len(part.draft)]
             limit = min(len(part.tables[self._group]) * self._cache.spec.block_size, self._model.max_position)
             found = sampled.get(sample, [])
-            # all sampled tokens except the last one were drafted
+            # every sampled token except the last was drafted
             computed = part.start + len(own) + max(0, len(found) - 1)
             begins, read = self._read.get(sample, (0, 0))
-            # If the part begins elsewhere, its tokens are read again.
+            # If the part begins at another position, its tokens are read again.
             first = max(part.start, min(read, computed) if begins == part.start else 0)
             known = [*own, *found]
-            if sample in parents:  # Its forks write to copies of its last block.
+            if sample in parents:  # The forks write to copies of the sequence's last block.
                 known = own
             known = known[first - part.start : max(0, limit - part.start)]
             end = first + len(known)

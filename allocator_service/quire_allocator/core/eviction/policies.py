@@ -35,7 +35,7 @@ class LeastRecentlyUsed(EvictionPolicy):
 # length of the prompt: up to 0.5, 1 or 2 times the mean, and longer.
 _NEW_FAMILIES: Final = 4
 _POPULAR_HITS: Final = 4
-_LENGTH_EDGES = (0.5, 1.0, 2.0)  # tuples here are not Final: the compiler takes a Final tuple of floats for unset
+_LENGTH_EDGES = (0.5, 1.0, 2.0)  # these tuples are not Final: the compiler takes a Final tuple of floats for unset
 _LENGTH_MEMORY: Final = 256  # the mean covers about the last 256 new entries
 _LENGTHS: Final = len(_LENGTH_EDGES) + 1
 # Families of shared entries, by hits: 1, 2, 3 to 7, and more. Each has four kinds, by the last wait: below a quarter of
@@ -75,14 +75,14 @@ class ReuseValue(EvictionPolicy):
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
-        self._unlearned_time = 0  # the part of `_time` that LED entries took: these teach nothing by themselves
+        self._unlearned_time = 0  # the part of `_time` due to LED entries, which teach nothing by themselves
         self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)
         self._length_mean = 0.0
-        self._medians = [0.0] * _NEW_FAMILIES  # median count of blocks that prompts leave behind, by origin
+        self._medians = [0.0] * _NEW_FAMILIES  # median number of blocks that prompts leave behind, by origin
         self._left_behind = [0] * _NEW_FAMILIES  # the medians, rounded
-        self._trimmed: tuple[Entry, bytes] | None = None  # trimmed last, with the key of its first lost block
+        self._trimmed: tuple[Entry, bytes] | None = None  # the entry trimmed last, with the key of its first lost block
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
         """Records when the entry was stored, and its parent."""
@@ -158,7 +158,7 @@ class ReuseValue(EvictionPolicy):
 
     def put_aside(self, entry: Entry, block_count: int) -> None:
         is_counted = bool(entry.hits) or entry.is_successor
-        if entry.worth == LED and not is_counted:  # kept blocks advance the clock, because they take room
+        if entry.worth == LED and not is_counted:  # kept blocks advance the clock, because they occupy room
             self._time += block_count
             self._unlearned_time += block_count
         entry.released = self._time
@@ -192,7 +192,7 @@ class ReuseValue(EvictionPolicy):
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
             if behind is not None and behind.released == entry.released and behind.kind == kind:
-                count += behind.block_count  # its end was evicted just before, so both are one ghost
+                count += behind.block_count  # its end was evicted just before, so both parts are one ghost
             elif behind is not None:
                 self._ghosts.add(self._trimmed[1], behind, self._time)
         key = entry.key_at(entry.block_count - block_count)
@@ -214,7 +214,7 @@ class ReuseValue(EvictionPolicy):
         entry.left_behind = 0
 
     def _recall(self, entry: Entry, count: int) -> None:
-        """Finds the evicted stretches with which this new entry begins, and counts them as returned."""
+        """Finds the evicted stretches that begin like this new entry, and counts them as returned."""
         offset = 0
         while offset < count:
             key = entry.key_at(offset)

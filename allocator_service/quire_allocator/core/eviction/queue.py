@@ -11,7 +11,7 @@ A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave
 block from the deep end, so that descendants leave before their ancestors.
 
 The policy ranks only some candidates. Blocks that no hit can need (`SPARE`) are evicted first, then blocks that
-few hits need (`ASIDE`). Blocks that leave with another entry (`LED`) are last. Each class leaves in order of release.
+few hits need (`ASIDE`). Blocks that leave with another entry (`LED`) are last. Each class has order of release.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Final
 SPARE: Final = 0  # a hit can end here only by chance
 ASIDE: Final = 1  # a hit can end here only if a prompt was edited, which is rare
 RANKED: Final = 2  # ranked by the policy
-LED: Final = 3  # useful only as long as another entry, which the policy ranks
+LED: Final = 3  # useful only while another entry exists; the policy ranks that entry
 BURDEN_MAX: Final = 4
 _NEAR: Final = 2  # number of lanes that are compared between two full comparisons
 _NOTHING: Final = -math.inf
-SWEEP_AFTER: Final = 128  # additions before a sweep, plus as many as there were candidates
+SWEEP_AFTER: Final = 128  # additions before a sweep, in addition to the number of candidates at the last sweep
 
 
 class Entry(ABC):
-    """One stretch of blocks with one history, as eviction sees it. If it is split, both parts keep that history.
+    """One stretch of blocks with one history, as eviction sees it. If an entry is split, both parts keep that history.
 
     Attributes:
         live: number of holders; 0 means cached.
@@ -73,7 +73,7 @@ class Entry(ABC):
         self.is_successor = False
 
     def copy_history(self, other: Entry) -> None:
-        """Copies the history of `other`, from which this entry was cut."""
+        """Copies the history of `other`, because this entry was cut off it."""
         self.worth = other.worth
         self.keep_until_ms = other.keep_until_ms
         self.hits = other.hits
@@ -97,7 +97,7 @@ class Entry(ABC):
 
     @abstractmethod
     def key_at(self, offset: int) -> bytes:
-        """Returns a key of the content from block `offset` on, the same wherever it is stored; empty if none."""
+        """Returns a key of the content from block `offset` on, independent of its location; empty if none."""
 
 
 class EvictionPolicy(ABC):
@@ -105,13 +105,13 @@ class EvictionPolicy(ABC):
 
     now_ms = 0
     lane_count = 1
-    patience = 1  # evicted blocks after which the ends of all lanes are compared again
+    patience = 1  # the ends of all lanes are compared again after this many evicted blocks
     evicted_count = 0
     trims = True  # whether the rest of a trimmed entry can still be hit
 
     @abstractmethod
     def stored(self, entry: Entry, parent: Entry | None) -> None:
-        """Notes that `entry` was published below `parent`. It may grow until its first release."""
+        """Notes that `entry` was published below `parent`. An entry may grow until its first release."""
 
     @abstractmethod
     def hit(self, entry: Entry) -> None:
@@ -125,7 +125,7 @@ class EvictionPolicy(ABC):
         """Splits the history, because the prompt that hit `upper` continues along `lower`."""
 
     def cached(self, entry: Entry, block_count: int) -> None:
-        """Notes that no sequence holds `entry` of `block_count` blocks any more. Descendants come before ancestors."""
+        """Notes that `entry` of `block_count` blocks has lost its last holder. Descendants come before ancestors."""
         if entry.worth == RANKED:
             self.released(entry)
         else:
@@ -181,8 +181,8 @@ class _Lane:
         return stack[-1][2] if stack else None
 
     def sweep(self) -> int:
-        """Drops outdated items; returns how many are left."""
-        if not self.heap:  # true for most lanes at most times; all items of the stack are outdated then
+        """Drops outdated items; returns how many remain."""
+        if not self.heap:  # true for most lanes most of the time; all items of the stack are then outdated
             self.stack.clear()
             return 0
         self.heap = [item for item in self.heap if item[1] == item[2].ticket]
@@ -251,7 +251,7 @@ class _Line:
         return [*listed[self._begin :], *self._heap]
 
     def sweep(self) -> int:
-        """Drops outdated items; returns how many are left."""
+        """Drops outdated items; returns how many remain."""
         rows = zip(self._entries[self._begin :], self._tickets[self._begin :])
         self._entries = [entry for entry, ticket in rows if ticket == entry.ticket]
         self._tickets = [entry.ticket for entry in self._entries]
@@ -271,10 +271,10 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two before the ranked ones, one after them
+        self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two lanes before the ranked ones, one after them
         self._kept: list[tuple[int, int, int, Entry]] = []  # a heap of `keep_until_ms`, stamp, ticket and entry
         self._near: list[_Lane] = []
-        self._bound = _NOTHING  # least value of a lane's end outside `_near`
+        self._bound = _NOTHING  # lowest value at a lane's end, outside `_near`
         self._compare_at = 0
         self._sweep_in = SWEEP_AFTER
 
@@ -298,7 +298,7 @@ class Candidates:
             self._sweep_in = SWEEP_AFTER + self._sweep()
 
     def peek(self) -> Entry | None:
-        """Returns the entry that leaves first, or None. It stays a candidate until it is discarded."""
+        """Returns the entry that leaves first, or None. An entry stays a candidate until it is discarded."""
         early = self._lines[0].first() or self._lines[1].first()
         if early is not None:
             return early
@@ -333,7 +333,7 @@ class Candidates:
         return count + sum([max(len(lane.heap), len(lane.stack)) for lane in self._lanes])
 
     def _sweep(self) -> int:
-        """Drops outdated items everywhere; returns how many are left."""
+        """Drops outdated items everywhere; returns how many remain."""
         self._kept = [item for item in self._kept if item[2] == item[3].ticket]
         heapify(self._kept)
         left = sum([line.sweep() for line in self._lines]) + sum([lane.sweep() for lane in self._lanes])

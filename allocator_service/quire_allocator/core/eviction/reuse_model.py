@@ -1,15 +1,15 @@
 """The model of the default eviction policy: when blocks of each kind are used again.
 
-Kinds are numbers. Kinds of one *family* are alike, and the estimate for a kind leans on its family's while little was
-seen. The model estimates, for each age, the share of the blocks that reach it and return there. Ages are powers of two.
-A block counts at the age where its wait ended, so that waits still going on do not bias the estimate (Kaplan and Meier,
+Kinds are numbers. Kinds of one *family* behave similarly. With few observations, a kind borrows its family's estimate.
+The model estimates, for each age, the share of the blocks that reach it and return there. Ages are powers of two. A
+block counts at the age where its wait ended, so that waits still going on do not bias the estimate (Kaplan and Meier,
 JASA 1958). Evicted entries are remembered for a while, so that the estimate does not depend on earlier evictions.
 
-The *value* of a kind at an age is the highest gain of keeping the block, over all times at which to give up:
+The *value* of a kind at an age is the gain of keeping the block until the best time to give up:
 
     value(age) = max over t > age of   P(it returns before t) / E[time until it returns or t is reached]
 
-which is Gittins' index (JRSS B, 1979); LHD (Beckmann, Chen, Cidon: NSDI '18) ranks by nearly the same. It may rise with
+This is Gittins' index (JRSS B, 1979); LHD (Beckmann, Chen, Cidon: NSDI '18) ranks by nearly the same. It may rise with
 age: if returns come late, the newest block has the least value.
 
 Time is a number of blocks. Everything here can be lost: it is learned again.
@@ -24,22 +24,23 @@ _AGE_BITS: Final = 64
 AGES: Final = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096), and beyond; the unit is 1/64 of the pool
 _FAMILY_POOLS: Final = 1.0  # weight of a family's estimate in the estimate for a kind, in pools of blocks
 _BELIEF_POOLS: Final = 0.25  # weight of a family's prior, in pools of blocks
-_FORGET_POOLS: Final = 64  # time after which an observation counts half, in pools of blocks
-# A family's values are recomputed after 4 new waits. After every 8 recomputations, one wait more is needed, up to 64.
+_FORGET_POOLS: Final = 64  # after this time an observation counts half; in pools of blocks
+# A family's values are recomputed after 4 new waits at first. After every 8 recomputations, one more wait is needed, up
+# to 64.
 _LEARN_FIRST: Final = 4
 _LEARN_SLOWER: Final = 8
 _LEARN_EVERY: Final = 64
-_SEEN_MIN: Final = 0.02  # least share of waits old enough for an age; below it, the age is ignored
+_SEEN_MIN: Final = 0.02  # least share of waits that are old enough for an age; below it, the age is ignored
 
 
 class Family(NamedTuple):
-    """Kinds that are alike.
+    """Kinds that behave similarly, and share one prior.
 
     Attributes:
         kinds: consecutive numbers.
         belief: prior share of returns per doubling of the age, from an eighth of the pool to 16 pools.
-        wider: all kinds, its own included, whose common estimate this family leans on; empty for none. It counts only
-            if most cached blocks leave with others, because few are then left to learn from.
+        wider: all kinds, its own included, whose common estimate this family borrows from; empty for none. It counts
+            only if most cached blocks leave with others, because then few remain to learn from.
     """
 
     kinds: range
@@ -87,7 +88,7 @@ class ReuseModel:
             self._due[family] = None
 
     def end(self, kind: int, age: int, count: int, *, returned: bool) -> None:
-        """Counts blocks whose wait ended with a hit, or because they were forgotten."""
+        """Counts blocks that were hit, or forgotten, after waiting."""
         bucket = min((age // self.unit).bit_length(), AGES - 1)
         self._ended[kind][bucket] += count
         if returned:

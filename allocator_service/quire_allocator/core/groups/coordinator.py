@@ -1,6 +1,6 @@
 """All groups of a pool as one: combines the hits, needs and grants of its managers.
 
-Managers are in the order in which prefixes are searched, groups in the order of the pool's specification. Block counts
+Prefixes are searched in the order of the managers. Groups keep the order of the pool's specification. Block counts
 include all groups.
 """
 
@@ -25,7 +25,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, OTHERS, Co
 class Found:
     """The published part of a prompt: the hit of each manager, and their common lengths as in `Match`.
 
-    It is no named tuple, because the compiled core would need thousands of instructions to make one.
+    Not a named tuple, because the compiled core would need thousands of instructions to make one.
     """
 
     __slots__ = ("attended_token_count", "hits", "matched_token_count")
@@ -56,7 +56,7 @@ class Coordinator:
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
         assert not (spec.append_only and self.in_place), "an append-only pool cannot have groups of states"
-        self._full_count = len(self.managers) - len(self._settling)  # managers of full attention, which come first
+        self._full_count = len(self.managers) - len(self._settling)  # managers of full attention; they come first
         self.history = PromptHistory() if not self._full_count else None
         self._edge_tokens = spec.edge_tokens
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
@@ -66,9 +66,10 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
-        self._ending = states[0] if states else 0  # the manager whose `last_end` is the last edge at which hits can end
+        self._ending = states[0] if states else 0  # its `last_end` is the last edge of hits
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
-        # The nameless namespace of a pool without quotas. It is empty when forgotten, and serves as the next new one.
+        # The nameless namespace of a pool without quotas. It is empty when forgotten, and is reused as the next new
+        # namespace.
         self._unnamed: Namespace | None = None
 
     def new_namespace(self, name: str) -> Namespace:
@@ -95,7 +96,7 @@ class Coordinator:
         """Returns the hits, their common length in tokens (the fixed point of all hit rules), and the junction.
 
         The junction is the length that full attention alone would serve or, without full attention, the length that
-        another prompt shares. It is 0 unless it is above the common length.
+        another prompt shares. 0 unless this length exceeds the common one.
         """
         if len(self.managers) == 1:
             (manager,) = self.managers
@@ -145,7 +146,7 @@ class Coordinator:
     def open(
         self, space: Namespace, found: Found, digests: bytes, prompt_token_count: int, priority: int
     ) -> SequenceState:
-        """Makes a sequence that holds only its hits, and notes where its prompt parts from earlier ones."""
+        """Makes a sequence that holds only its hits, and notes where its prompt diverges from earlier prompts."""
         hits, token_count, junction = found.hits, found.matched_token_count, found.attended_token_count
         keeps = not self.retention.is_even
         parts_at = junction or hits[0].token_count
@@ -157,7 +158,7 @@ class Coordinator:
             for manager, hit in zip(self.managers, hits):
                 manager.goes_on(hit)
         turn = self.retention.turn(prompt_token_count, token_count, junction)
-        space.sequence_count += 1  # otherwise it would be forgotten with its last cached block
+        space.sequence_count += 1  # otherwise the namespace would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts, turn)
         if keeps and token_count:
@@ -248,7 +249,7 @@ class Coordinator:
         source, first = self._blocks, 0
         if len(sequences) * self.group_count <= source.empty_count:
             blocks = source.take(len(sequences) * self.group_count)
-        else:  # row by row, so that evictions for a row count for its namespace
+        else:  # row by row, so that the evictions for a row are counted for its namespace
             blocks = NO_BLOCKS[:]
             for sequence in sequences:
                 source.taker = sequence.namespace
@@ -288,13 +289,13 @@ class Coordinator:
             new.digests = new.digests[:size]
             sequence.is_named = sequence.is_named and len(new.digests) == size
         for manager, part in zip(self.managers, sequence.parts):
-            # With room left, the next pass would overwrite a published state without a grow that copies it.
+            # If room remained, the next pass would overwrite a published state without a grow that copies it.
             if not has_room or not manager.in_place:
                 manager.commit(part, new)
 
     def settle(self, sequence: SequenceState) -> None:
-        """Gives back the blocks that no token after the committed ones reads. Notes the next token count at which a
-        commit has something to publish or to give back."""
+        """Gives back the blocks that no token after the committed ones reads. Notes the next token count whose commit
+        publishes or gives back."""
         committed = sequence.committed_token_count
         quiet = (committed // self.digest_tokens + 1) * self.digest_tokens
         for number, manager in self._settling:

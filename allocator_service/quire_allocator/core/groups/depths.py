@@ -1,4 +1,4 @@
-"""The positions at which a namespace has published blocks of any prefix. Only these are searched for hits."""
+"""Lists the positions at which a namespace has published blocks of any prompt. Only these are searched for hits."""
 
 from __future__ import annotations
 

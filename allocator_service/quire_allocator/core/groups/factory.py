@@ -26,7 +26,7 @@ MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[WindowManager] | typ
 
 
 def make_managers(spec: PoolSpec, log: EventLog, retention: Retention) -> tuple[AnyManager, ...]:
-    """Returns the managers of a pool, in the order in which prefixes are searched."""
+    """Returns the managers of a pool, in the order in which they search prefixes."""
     members: dict[GroupSpec, list[int]] = {}
     for number, group in enumerate(spec.groups):
         members.setdefault(group, []).append(number)

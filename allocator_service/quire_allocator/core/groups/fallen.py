@@ -1,7 +1,7 @@
 """Cached stretches: published blocks that fell out of the tables of windowed groups, held by no sequence.
 
 A prompt of a million tokens leaves 62,500 blocks of 16 tokens behind a window, and perhaps no request ever needs one.
-Blocks that fall out of a table together, and that no expected hit takes, are therefore one object.
+Blocks that fall out of a table together, and that no expected hit needs, are therefore one object.
 
 Lifecycle of a stretch here:
 
@@ -11,7 +11,7 @@ Lifecycle of a stretch here:
     3. trimmed     eviction takes blocks from its deep end, until nothing is left
 
 A stretch is found by its first position and digest. A digest stands for a whole prefix. A prompt with that digest
-therefore agrees with the stretch from there up to one point, and a binary search finds that point.
+therefore agrees with the stretch up to some point, and a binary search finds this point.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Path:
     """The digests of consecutive blocks of one prefix.
 
     Attributes:
-        digests: `step` bytes for each block; the last `DIGEST_BYTES` of them are its digest.
+        digests: `step` bytes for each block; the last `DIGEST_BYTES` of them are the block's digest.
         begin: position of the first block.
     """
 
@@ -54,7 +54,7 @@ class Path:
         return self.digests[(first - self.begin) * self.step : (end - self.begin) * self.step]
 
     def agreed(self, stretch: Stretch, end: int) -> int:
-        """Returns the position, at most `end`, up to which a stretch agrees with the path that has its first digest."""
+        """Returns how far, at most up to `end`, a stretch agrees with the path, from their equal first digests on."""
         low, high = stretch.first_position + 1, min(end, stretch.end_position)
         while low < high:
             middle = (low + high + 1) // 2
@@ -110,7 +110,7 @@ class WindowScope(UnitScope):
 
     def stretches_on(self, path: Path, first: int, end: int) -> list[tuple[int, int, Stretch]]:
         """Returns the stretches that begin on a path at `first` or later. Each has its first position, and the
-        position, at most `end`, where it and the path part."""
+        position, at most `end`, where the stretch and the path diverge."""
         found = []
         for start in self.starts.between(first, end):
             stretch = self.stretches.get((start, path.at(start)))
@@ -149,7 +149,7 @@ class Fallen:
         return Stretch(scope, first, b"".join(digests), blocks)
 
     def cache(self, scope: WindowScope, stretch: Stretch) -> None:
-        """Caches a published stretch that no sequence holds any more."""
+        """Caches a published stretch that has lost its last holder."""
         if not scope.file(stretch):
             self._log.removed(scope, stretch.first_position, stretch.digests, 0, stretch.size)
             scope.held -= stretch.block_count
@@ -159,8 +159,8 @@ class Fallen:
         self._retention.cached_stretch(stretch)
 
     def evict(self, scope: WindowScope, stretch: Stretch, wanted: int) -> int:
-        """Evicts positions from the deep end of a cached stretch: at least `wanted` blocks, or all that it has. Their
-        blocks go to the empty stack. Returns how many blocks."""
+        """Evicts positions from the deep end of a cached stretch: at least `wanted` blocks, or all that it has. Returns
+        how many blocks became empty."""
         size = stretch.size
         positions = min(size // DIGEST_BYTES, -(-wanted // self._width))
         self._blocks.policy.evicted(stretch, positions * self._width)
@@ -175,8 +175,8 @@ class Fallen:
         return len(blocks)
 
     def cut(self, scope: WindowScope, stretch: Stretch, first: int, end: int) -> list[Unit]:
-        """Makes units of the positions [first, end) of a cached stretch; the caller is about to hold them. The rest of
-        the stretch keeps its place among the candidates for eviction."""
+        """Turns the positions [first, end) of a cached stretch into units; the caller is about to hold them. The rest
+        of the stretch keeps its place among the candidates for eviction."""
         begin, width = stretch.first_position, self._width
         above, size = (first - begin) * DIGEST_BYTES, (end - begin) * DIGEST_BYTES
         digests, blocks = bytes(stretch.digests[:size]), stretch.blocks[: (end - begin) * width]
@@ -184,7 +184,7 @@ class Fallen:
         for offset in range(first - begin, end - begin):
             own, place = blocks[offset * width : (offset + 1) * width], offset * DIGEST_BYTES
             key = begin + offset, digests[place : place + DIGEST_BYTES]
-            if scope.find(key[0], key[1]) is not None:  # only if the owner made digests up
+            if scope.find(key[0], key[1]) is not None:  # happens only if the owner invented digests
                 self._lose(stretch, key[0], key[1], own)
                 continue
             unit = Unit(scope, own)
@@ -225,7 +225,7 @@ class Fallen:
         self._blocks.dropped(scope, len(blocks))
 
     def take_out(self, scope: WindowScope, path: Path, first: int, end: int, *, is_linked: bool) -> list[Unit]:
-        """Makes units of all positions [first, end) of a path that are in stretches.
+        """Turns all positions [first, end) of a path that are in stretches into units.
 
         If the sequence has the block before `first` (`is_linked`), a stretch with `first` cannot begin before it.
         """

@@ -5,10 +5,10 @@ Who owns which part of a sequence's table, in positions:
     [0, published)     the runs from the root down to `run`; shareable by anyone, immutable
     [published, end)   `tail`: granted; only this sequence writes it; only the first one can be shared (after a fork)
 
-A half-filled block that a fork shares is in the tails of all its *sharers*. When one of them fills and publishes it, it
-becomes a run of its own, which the other sharers *borrow* until they copy it or leave.
+A half-filled block that a fork shares is in the tails of all its *sharers*. When one sharer fills and publishes this
+block, the block becomes a run of its own. The other sharers *borrow* this run until they copy it or end.
 
-In an append-only pool (`kept.py`), a table may have the sequence's own blocks at some published positions.
+In an append-only pool (`kept.py`), a table may keep the sequence's own blocks at some published positions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunPart(Part):
 
 
 class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
-    """All full-attention groups of one block size. `Manager` says what its methods promise."""
+    """All full-attention groups of one block size. The base class `Manager` documents the methods."""
 
     def __init__(
         self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, log: EventLog, retention: Retention
@@ -74,7 +74,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return self.tree.find(scope.root, digests, token_limit)
 
     def goes_on(self, hit: RunHit) -> None:
-        """Cuts the run in which the hit ends, without counting its lower part as left behind by the prompt."""
+        """Cuts the run where the hit ends, without counting the lower part as left behind by the prompt."""
         if hit.cut:
             hit.runs[-1], hit.cut = self.tree.cut(hit.runs[-1], hit.cut), 0
 
@@ -216,8 +216,9 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def _adopt(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
         """Moves the sequence down the tree along blocks that are published already; returns how many positions.
 
-        It gives its own copies back, so that no child is ever published under a private parent. In an append-only pool
-        its copies stay in its table: they replace blocks that no sequence holds, and are kept beside held ones.
+        The sequence gives its own copies back, so that no child is ever published under a private parent. In an
+        append-only pool its copies stay in its table: they replace published blocks without holders, and are kept
+        beside held ones.
         """
         width, taken, returned = self.width, 0, NO_BLOCKS[:]
         count = len(digests) // DIGEST_BYTES
@@ -250,7 +251,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return taken
 
     def _move_to(self, part: RunPart, child: Run) -> None:
-        """Makes the sequence end in a child of its run, because it has computed the same blocks."""
+        """Makes the sequence end in a child run with the same blocks that it has computed."""
         if not child.live:
             self._blocks.policy.hit(child)
         self.tree.hold(child)
@@ -267,13 +268,13 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return taken[-1][0] if taken else None
 
     def _commit_shared(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
-        """Publishes the full positions of a tail whose first position is shared with forks.
+        """Publishes the full positions of a tail. Forks share its first position.
 
         Returns how many positions: all, or only the first if its digest is already published.
         """
         width, count = self.width, 1
         child = part.run.children.get(digests[:DIGEST_BYTES])
-        if child is not None:  # already published: this sequence takes that block, and leaves its sharers
+        if child is not None:  # already published: this sequence takes that block, and no longer shares its own
             if child.size > DIGEST_BYTES:
                 child = self.tree.cut(child, 1)
             swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks))

@@ -1,7 +1,7 @@
 """The beginnings of recent prompts, in pools without full attention.
 
-Full attention keeps whole prefixes, so its tree of runs shows what two prompts have in common. Windows and states keep
-only the end of a prefix: they would show nothing in common for two prompts that part early.
+Full attention keeps whole prefixes, so its tree of runs shows which blocks two prompts have in common. Windows and
+states keep only the end of a prefix: they would show nothing in common for two prompts that part early.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PromptHistory:
     def common_count(self, namespace: str, digests: bytes) -> int:
         """Counts the leading digests that another prompt of the namespace had. Changes nothing."""
         low, high = 0, len(digests) // DIGEST_BYTES
-        while low < high:  # a digest stands for all before it, and these are remembered as long as it is
+        while low < high:  # a digest identifies all digests before it; those are remembered for as long as the digest
             middle = (low + high + 1) // 2
             if (namespace, digests[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]) in self._seen:
                 low = middle

@@ -1,7 +1,7 @@
 """Own blocks of a sequence that replace published ones in its table, in an append-only pool.
 
 An engine that cannot replace an entry of a table cannot follow a swap. If a commit finds that another sequence holds a
-published block of the same digest, its sequence therefore
+published block of the same digest, the committing sequence therefore
 
     1. keeps     its own block, and also holds the published one, its *twin*: blocks after it can then be published
                  below a published parent, and hit by others

@@ -1,7 +1,7 @@
 """The interface between the pool and the groups of one specification, the same for each type of attention.
 
 A pool of many layers has several groups of one specification (say five of sliding windows). They need, share and give
-back blocks at the same positions, so one manager decides for all of them. Its `width` is their number.
+back blocks at the same positions, so one manager decides for all of them. `width` is the number of groups.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     """Tables and published blocks of all groups of one specification.
 
     Each manager has its own classes for the scope of a namespace, the hits of `find`, and the part of a sequence. Block
-    counts include all its groups. A served prefix ends at a block edge of every manager, except those of states.
+    counts include all its groups. A served prefix ends at a block edge of every manager, except managers of states.
 
     Attributes:
         groups: the numbers of its groups in the pool.
@@ -114,7 +114,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def needed_after(self, hit: HitT, token_count: int) -> int:
-        """Counts the blocks to grant beside a hit, for a new sequence of `token_count` tokens."""
+        """Counts the blocks to grant in addition to a hit, for a new sequence of `token_count` tokens."""
 
     @abstractmethod
     def open(self, scope: ScopeT, hit: HitT) -> PartT:
@@ -141,8 +141,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     def grow(self, part: PartT, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
         """Adds the blocks that `needed` counted, and returns the new `room`.
 
-        If the sequence shares the block that it writes next, the first of the blocks replace it, and `copies` gets the
-        copies to make. The manager may keep the array: the caller may still read it, and never changes it.
+        If the sequence shares the block that it writes next, the first new blocks replace that block, and `copies` gets
+        the copies to make. The manager may keep the array: the caller may still read it, and never changes it.
         """
 
     def append_row(self, part: PartT, blocks: array[int], first: int) -> None:
@@ -166,22 +166,21 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Publishes the blocks that became full."""
 
     def take_over(self, part: PartT) -> int | None:
-        """Publishes kept blocks of the sequence in place of their twins, as far as no other sequence holds the twins,
-        and gives the twins back. Returns the first position that it replaced; None if there is none, as in all but
-        append-only pools."""
+        """Publishes kept blocks in place of their twins, and gives the twins back. Goes backward until another sequence
+        holds a twin. Returns the first replaced position; None without one."""
         return None
 
     @abstractmethod
     def drop_path(self, scope: ScopeT, digests: bytes, kept_digest_count: int) -> None:
-        """Empties the cached blocks of a path after its first `kept_digest_count` digests. If whole prefixes are kept,
-        it empties the whole subtree there. Blocks that sequences hold stay."""
+        """Empties the cached blocks of a path after its first `kept_digest_count` digests. Full attention empties the
+        whole subtree. Held blocks stay."""
 
     def settle(self, part: PartT, committed: int) -> int:
         """Gives back the blocks that no token from `committed` on reads (the skip rule). Returns `settled_until`."""
         return NEVER
 
     def settled_until(self, part: PartT, committed: int) -> int:
-        """Returns the count of committed tokens up to which nothing further falls out."""
+        """Returns a count of committed tokens: until then no further block falls out of the table."""
         return NEVER
 
     @abstractmethod
@@ -216,15 +215,15 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Returns the units that a hit of `token_count` tokens of a sequence would take; None if one is missing."""
 
     def entries_at(self, part: PartT, token_count: int, digest: bytes) -> Sequence[Scoped]:
-        """Returns the entries that a hit of so many tokens of a sequence takes, cut there; none if one is missing."""
+        """Returns the entries that a hit of this many tokens of a sequence needs, cut there; none if one is missing."""
         return self.units_at(part, token_count, digest) or ()
 
     def last_end(self, part: PartT, committed: int) -> int:
-        """Returns the last edge of a sequence, in tokens, at which a hit can end."""
+        """Returns the sequence's last edge, in tokens, where a hit can end."""
         return committed // self._edge_tokens * self._edge_tokens
 
     def run_at(self, part: PartT, token_count: int) -> Run | None:
-        """Returns the run in which a sequence's first `token_count` tokens end; None if whole prefixes are not kept."""
+        """Returns the run where a sequence's first `token_count` tokens end; None without whole prefixes."""
         return None
 
     def other_way_count(self, part: PartT, token_count: int) -> int:
@@ -236,7 +235,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         return None
 
     def goes_on(self, hit: HitT) -> None:
-        """Prepares a hit whose prompt continues along published blocks here that other groups cannot serve."""
+        """Prepares a hit of a prompt with further published blocks here. Other groups cannot serve those."""
 
     def _give_back(self, scope: Scope, blocks: array[int]) -> None:
         """Empties blocks that one sequence held, and that no prompt can hit."""
@@ -249,7 +248,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     def walk(self, scope: ScopeT) -> Iterator[IndexedStretch]:
         """Yields the stretches of a namespace that can be hit, parents before children, while the pool keeps changing.
 
-        A block that is published during the whole walk is yielded; a block that comes or goes meanwhile may be.
+        Yields every block that is published throughout. A block published or evicted during the walk may be yielded.
         """
 
     @abstractmethod

@@ -62,7 +62,8 @@ class RunTree:
         """Publishes blocks as `add_child` does, but makes the first position a run of its own, which forks can borrow.
 
         Returns:
-            The run of the first position, and the run in which the sequence ends now; for one position the same.
+            The run of the first position, and the run where the sequence ends now. For one position these are the same
+            run.
         """
         self._log.stored(parent.scope, parent.last_digest, digests, position)
         first = self._attach(parent, digests[:DIGEST_BYTES], blocks[: self.width], position)
@@ -172,7 +173,7 @@ class RunTree:
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Evicts positions from the deep end of a cached run without children: at least `wanted` blocks, or as many as
-        leave at once. Their blocks go to the empty stack. Returns how many blocks."""
+        leave at once. The blocks return to the empty stack. Returns how many blocks."""
         assert isinstance(entry, Run)
         run, retention = entry, self._retention
         positions = retention.leaving(run, wanted)
@@ -195,8 +196,8 @@ class RunTree:
     def walk(self, root: Run) -> Iterator[Run]:
         """Yields every run below a root, parents before children, while the tree keeps changing.
 
-        A noted run may be split before the walk reaches it: its upper parts are new runs. It may also be evicted. The
-        walk therefore goes up from its deep end to the position at which it began when noted.
+        A noted run may be split before the walk reaches it: its upper parts are new runs. It may also be evicted. So
+        the walk goes up from the run's deep end to the position where the run began when noted.
         """
         noted = [(child, 0) for child in root.children.values()]
         while noted:
@@ -213,7 +214,7 @@ class RunTree:
             noted += [(child, end) for child in run.children.values()]
 
     def runs(self, root: Run) -> Iterator[Run]:
-        """Yields every run below a root, parents before children. The tree must not change meanwhile."""
+        """Yields every run below a root, parents before children. The tree must not change during the walk."""
         pending = [root]
         while pending:
             run = pending.pop()
@@ -236,7 +237,7 @@ class RunTree:
 
 
 def holders_of_runs(runs: Iterable[Run], ends: Iterable[Run]) -> Counter[Run]:
-    """Counts the sequences that hold each run. They end in the runs of `ends`; `runs` has parents first."""
+    """Counts the sequences that hold each run. The new runs end in the runs of `ends`; `runs` lists parents first."""
     holders = Counter(ends)
     for run in reversed(list(runs)):
         if run.parent is not None and run.parent.parent is not None:

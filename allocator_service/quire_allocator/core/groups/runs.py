@@ -13,7 +13,7 @@ class RunHit(Hit):
     """A published prefix in the tree of runs.
 
     Attributes:
-        runs: the runs of the prefix, from the root down; it contains all but the last one as a whole.
+        runs: the runs of the prefix, from the root down; the prefix has all of them whole but the last.
         cut: positions of the last run that the prefix contains; 0 if it contains the whole run.
     """
 

@@ -1,8 +1,8 @@
 """Groups of recurrent state (mamba, linear attention): one running block, and checkpoints that can be hit.
 
-The running block holds the state after the committed tokens; every forward pass overwrites it in place. It becomes a
-checkpoint when a commit publishes it. That requires that no granted token is left to compute: its pass would overwrite
-the state without a grow that copies it. It also requires that the commit ends exactly at
+The running block holds the state after the committed tokens; every forward pass overwrites it in place. A commit that
+publishes this block turns it into a checkpoint. This requires that no granted token is left to compute: its pass would
+overwrite the state without a grow that copies it. It also requires that the commit ends exactly at
 
     a multiple of the group's block size, or
     a place where later hits should be able to end (`Commit.ends`).
@@ -32,7 +32,7 @@ class StatePart(Part):
 
     Attributes:
         unit: the running block of each group; None before the first grow.
-        last: the checkpoint that it made or hit last; None before the first.
+        last: the checkpoint that the sequence made or hit last; None before the first.
     """
 
     __slots__ = ("last", "scope", "unit")
@@ -44,7 +44,7 @@ class StatePart(Part):
 
 
 class StateManager(UnitManager[StatePart]):
-    """All groups of one kind of state. `Manager` says what its methods promise."""
+    """All groups of one kind of state. The base class `Manager` documents the methods."""
 
     in_place = True
     settles = True
@@ -122,7 +122,7 @@ class StateManager(UnitManager[StatePart]):
         part.last = part.unit
 
     def fork(self, part: StatePart, committed: int) -> StatePart:
-        """Shares the running block. The first to grow copies it; the last writes in place, unless it is published."""
+        """Shares the running block. Forks that grow copy it; the last writes in place, unless it is published."""
         if part.unit is not None:
             part.unit.live += 1
         child = StatePart(part.scope, part.unit)

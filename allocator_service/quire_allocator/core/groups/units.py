@@ -19,7 +19,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, Swap
 
 
 class UnitScope(Scope):
-    """The published units of a namespace in a manager of units.
+    """The published units of one namespace in one manager.
 
     A unit is found by position and digest. A digest stands for a whole prefix, and so for one position. Units are
     therefore filed by the digest alone, because it hashes faster. A digest occurs at two positions only if an owner
@@ -34,7 +34,7 @@ class UnitScope(Scope):
     def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         super().__init__(namespace, manager)
         self._by_digest: dict[bytes, Unit] = {}
-        self._repeated: dict[UnitKey, Unit] = {}  # units whose digest is filed for another position; usually none
+        self._repeated: dict[UnitKey, Unit] = {}  # units with a digest filed for another position; usually none
         self.depths = Depths()
 
     def find(self, position: int, digest: bytes) -> Unit | None:
@@ -62,7 +62,7 @@ class UnitScope(Scope):
         return unit
 
     def remove(self, unit: Unit) -> None:
-        """Removes a unit from the index: no prompt can hit it any more."""
+        """Removes a unit from the index, so that no prompt can hit it."""
         position, digest = unit.first_position, unit.first_digest
         if self._by_digest.get(digest) is unit:
             del self._by_digest[digest]
@@ -97,7 +97,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         name = scope.namespace.name
         for unit in scope.units():
-            if unit.is_published:  # it may have been removed meanwhile
+            if unit.is_published:  # the unit may have been removed since then
                 yield IndexedStretch(name, self.groups, self.spec, b"", unit.first_digest, unit.first_position)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
@@ -125,7 +125,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._blocks.dropped(unit.scope, self.width)
 
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
-        """Makes private units of newly granted blocks; a single unit keeps the array itself."""
+        """Makes private units from newly granted blocks; a single unit keeps the array itself."""
         width = self.width
         scope.held += len(blocks)
         if len(blocks) == width:  # the usual case, while decoding
@@ -156,8 +156,8 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             self._give_back(unit.scope, unit.blocks)
 
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
-        """Publishes a private unit with its key; the caller tells the log. Returns the unit to use from now on: another
-        one if the key was published before."""
+        """Publishes a private unit under its key. The caller reports it to the log. Returns the unit to use from now
+        on: another one if the key was published before."""
         other = scope.add(unit, key)
         if other is unit:
             self._blocks.policy.stored(unit, None)
@@ -175,7 +175,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._retention.lost(unit)
 
     def _retract(self, unit: Unit) -> None:
-        """Takes a unit out of the index: no prompt can hit it any more."""
+        """Takes a unit out of the index, so that no prompt can hit it."""
         assert unit.is_published
         scope = unit.scope
         assert isinstance(scope, UnitScope)

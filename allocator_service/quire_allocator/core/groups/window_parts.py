@@ -29,7 +29,7 @@ class WindowPart(Part):
         self.scope = scope
         self.first = first
         self.units = units
-        self.tail = NO_BLOCKS  # one shared array, never changed
+        self.tail = NO_BLOCKS  # one shared array that never changes
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
@@ -67,8 +67,8 @@ class WindowPart(Part):
         return [unit for unit in known if unit.is_published]
 
     def first_alone(self, width: int) -> int:
-        """Goes back from the last kept position, as long as no other sequence holds the published block. Returns the
-        first position that it reached; `NEVER` if there is none."""
+        """Returns the first of the last kept positions whose published blocks only this sequence holds; `NEVER` if
+        none."""
         first = NEVER
         for position, own in reversed(list(self.kept or ())):
             alone, start = 0, position - self.first

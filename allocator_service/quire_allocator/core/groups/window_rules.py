@@ -28,7 +28,7 @@ class WindowRule(ABC):
 
     @abstractmethod
     def needs_less_at(self, token_count: int, token: int) -> int:
-        """Returns the smallest count, at least `token_count`, after which the next token no longer reads `token`."""
+        """Returns the smallest count, at least `token_count`, from which on the next token no longer reads `token`."""
 
     @abstractmethod
     def start_tokens(self) -> int:
@@ -36,16 +36,16 @@ class WindowRule(ABC):
 
     @abstractmethod
     def reset_token_count(self) -> int:
-        """Returns the period, in tokens, after which a token reads none before it; 0 if every token reads some."""
+        """Returns a period in tokens: a token at a multiple of it reads no earlier token. 0 if each reads some."""
 
     def block_count_max(self, pass_token_count: int, block_size: int) -> int:
         """Returns the most blocks that a pass of `pass_token_count` tokens reads and writes."""
-        before = block_size - math.gcd(block_size, self.start_tokens())  # unread tokens in the first block, at most
+        before = block_size - math.gcd(block_size, self.start_tokens())  # most unread tokens in the first block
         return -(-(before + self.window - 1 + pass_token_count) // block_size)
 
 
 class SlidingWindow(WindowRule):
-    """Each token reads itself and the `window - 1` before it (Longformer, https://arxiv.org/abs/2004.05150)."""
+    """Each token reads itself and the `window - 1` tokens before it (Longformer, https://arxiv.org/abs/2004.05150)."""
 
     def first_needed(self, token_count: int) -> int:
         return max(0, token_count - self.window + 1)

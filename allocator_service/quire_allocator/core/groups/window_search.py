@@ -1,8 +1,8 @@
 """Finds the longest prefix of a prompt whose window is published; searches from the right.
 
-The search moves from one published position to the one before. It looks at the first position of each
-window first: if that is missing, no window with it is complete. A prompt of 62,500 blocks without a hit thus costs one
-look for each place at which stretches begin and, with 64 blocks in a window, at most 977 looks at units.
+The search moves backward from one published position to the previous one. It looks at the first position of each window
+first: if that is missing, no window with it is complete. A prompt of 62,500 blocks without a hit thus costs one look
+for each place where stretches begin. With 64 blocks in a window it also costs at most 977 looks at units.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class WindowHit(UnitHit):
     """Published positions that serve a prefix.
 
     Attributes:
-        first: the first of these positions.
-        units: the units at these positions.
+        first: the first position of the window.
+        units: the units in the window.
         places: each stretch of the hit, with the positions [first, end) that the hit takes.
     """
 
@@ -69,7 +69,7 @@ class WindowSearch:
         return WindowHit(0, 0, [], [])
 
     def _stands(self, position: int) -> bool:
-        """Adds a position to the places if a stretch has it; returns whether one has."""
+        """Adds the stretch with this position to the places; returns whether there is one."""
         places = self._places
         for begin, end, stretch in reversed(self._stretches):
             if begin <= position:
@@ -83,7 +83,7 @@ class WindowSearch:
         return False
 
     def _last_end(self, reset_positions: int) -> int:
-        """Returns the last position that follows a published one, or at which no earlier position is needed."""
+        """Returns the last position that follows a published one, or that needs no earlier position."""
         end, depths, stretches = self._end, self._scope.depths, self._stretches
         count = depths.count_before(end)
         last = depths.positions[count - 1] + 1 if count else 0

@@ -6,11 +6,11 @@ Who owns which part of a sequence's table, in positions:
     [first, tail)      `units`: published and shareable; the last one may be half-filled, and shared with forks
     [tail, end)        `tail`: granted; only this sequence writes it
 
-In an append-only pool the table has the sequence's own blocks at some published positions (`kept.py`).
-A sequence remembers the fallen units that a hit at its last edge would take.
+In an append-only pool the table keeps the sequence's own blocks at some published positions (`kept.py`). A sequence
+remembers the fallen units that a hit at its last edge would take.
 
-A commit may publish far more than the window holds. It makes units only where hits should end, or where a unit is
-published already. The rest becomes stretches, which no sequence holds after the commit (`fallen.py`).
+A commit may publish far more than the window holds. The manager makes units only where hits should end, or where a unit
+is already published. The rest becomes stretches, which no sequence holds after the commit (`fallen.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quire_allocator.core.stretches import Stretch, filled
 
 
 class WindowManager(UnitManager[WindowPart]):
-    """All groups of one window. `Manager` says what its methods promise."""
+    """All groups of one window. The base class `Manager` documents the methods."""
 
     settles = True
 
@@ -47,8 +47,8 @@ class WindowManager(UnitManager[WindowPart]):
         super().__init__(spec, groups, pool, log, retention)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._fallen = Fallen(self.width, log, retention)
-        self._remembers = not retention.is_even  # remembers fallen units that a hit at the last edge would take
-        # The period in positions after which no token needs an earlier position; 0 if there is none.
+        self._remembers = not retention.is_even  # remembers fallen units that a hit at the last edge would need
+        # A period in positions: tokens at its multiples need no earlier position. 0 if there is none.
         reset = self._rule.reset_token_count()
         self._reset_positions = math.lcm(reset, spec.block_size) // spec.block_size
 
@@ -103,7 +103,7 @@ class WindowManager(UnitManager[WindowPart]):
         part.add(blocks[first : first + self.width])
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
-        """Counts the half-filled block if another sequence has filled, published and left it."""
+        """Counts the half-filled block if another sequence has filled and published it, and no longer holds it."""
         return self.width if self._must_copy(part, token_count) and part.units[-1].live == 1 else 0
 
     def commit(self, part: WindowPart, new: Commit) -> None:
@@ -115,7 +115,7 @@ class WindowManager(UnitManager[WindowPart]):
             return
         stay = self._rule.first_needed(until) // size
         digests = new.digests if self._stride == 1 else filled(new.digests, self._stride, committed, size)
-        named = begin + len(digests) // DIGEST_BYTES  # positions from there on have no digest, and stay private
+        named = begin + len(digests) // DIGEST_BYTES  # positions from here on have no digest, and stay private
         is_next = end - begin == 1 == named - begin and part.first < begin and stay <= begin
         if is_next and not (scope.stretches and scope.starts.has(begin)):
             self._commit_next(part, begin, digests, swaps)
@@ -160,10 +160,10 @@ class WindowManager(UnitManager[WindowPart]):
         self._tell(scope, path, told, named)
 
     def _take_out(self, part: WindowPart, path: Path, end: int) -> None:
-        """Makes units of a path's positions before `end` that are in stretches: they are about to be published."""
+        """Turns a path's positions before `end` that are in stretches into units, about to be published."""
         begin = path.begin
         for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
-            if unit.first_digest != path.at(unit.first_position):  # only if the owner made digests up
+            if unit.first_digest != path.at(unit.first_position):  # happens only if the owner invented digests
                 self._blocks.push(unit)
 
     def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
@@ -205,7 +205,7 @@ class WindowManager(UnitManager[WindowPart]):
 
     def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
         """Publishes a private unit with its key. Returns the unit to use from now on: the key's published one, if any.
-        In an append-only pool, a cached one takes the blocks over; beside a held one, the sequence keeps them."""
+        In an append-only pool, a cached unit takes the blocks over. If it is held, the sequence keeps its own too."""
         other = part.scope.find(key[0], key[1]) if self._append_only else None
         if other is None:
             return self._publish(part.scope, unit, key, swaps, key[0])
@@ -283,12 +283,12 @@ class WindowManager(UnitManager[WindowPart]):
         return self.settled_until(part, committed)
 
     def settled_until(self, part: WindowPart, committed: int) -> int:
-        """Returns the committed tokens at which the first block of the table falls out."""
+        """Returns the committed tokens at which the table's first block falls out."""
         return self._rule.needs_less_at(committed, (part.first + 1) * self.block_size - 1)
 
     def fork(self, part: WindowPart, committed: int) -> WindowPart:
         count = -(-committed // self.block_size) - part.first
-        if count > len(part.units):  # both have the half-filled block from now on
+        if count > len(part.units):  # from now on both have the half-filled block
             part.units.append(Unit(part.scope, part.tail[: self.width]))
             del part.tail[: self.width]
         child = WindowPart(part.scope, part.first, part.units[:count])
@@ -340,7 +340,8 @@ class WindowManager(UnitManager[WindowPart]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         assert isinstance(scope, WindowScope)
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
-        # Units and stretches may become each other during the walk. All noted ones are yielded; the log has removals.
+        # Units may become stretches during the walk, and stretches units. All noted ones are yielded; the log has
+        # removals.
         noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
         for position, digests in noted:
             yield IndexedStretch(scope.namespace.name, self.groups, self.spec, b"", digests, position)

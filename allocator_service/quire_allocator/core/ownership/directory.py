@@ -8,7 +8,7 @@ Lifecycle of an ownership:
     4. gone          `remove` or `expire`; only then another incarnation may attach
 
 Fencing: at any time one stream is a pool's current one. A newer attach of the same incarnation replaces it, and the
-caller ends the old stream. A lease only cleans up. It excludes nobody: the owner itself guards its memory.
+caller ends the old stream. A lease only cleans up. A claim excludes no process: owners guard their memory.
 
 Times are seconds of a monotonic clock, session ids come from the caller.
 """
@@ -29,7 +29,7 @@ from quire_allocator.core.spec import PoolSpec
 OWNED_RETRY_S_MIN, OWNED_RETRY_S_MAX = 0.05, 1.0
 BLOCKS_OF_CALLER_MAX = (
     1 << 25
-)  # twice as many for all callers together; each takes 4 bytes from the start, some 40 more once published
+)  # twice as many for all callers together; each takes 4 bytes at first, some 40 more once published
 
 
 @dataclass(slots=True)
@@ -38,10 +38,10 @@ class Ownership:
 
     Attributes:
         stream: handle of the current stream; None for unary sessions and while disconnected.
-        pool: the pool; without blocks while only claimed, because `open` takes the memory and `attach` does not.
+        pool: the pool; without blocks while only claimed, because `attach` takes no memory.
         caller: the key under which its pools and blocks are counted.
         session_id: 16 bytes; empty while only claimed, and after quarantine.
-        steps: the kept replies to its steps.
+        steps: the kept replies to the session's steps.
         change_count: number of applied steps.
         untold_drops: drops by other callers since the owner's last step.
     """
@@ -66,10 +66,10 @@ class Directory:
     """Every pool that is attached to this allocator.
 
     Args:
-        lease_s: seconds for which an owner may be silent.
+        lease_s: the longest silence of an owner, in seconds.
         kept_share: share of each pool that the callers of one namespace may ask to keep.
-        pools_max, blocks_max: the most of one caller, if no other has any. All callers together may have twice as many,
-            and each leaves at least as many free as it has.
+        pools_max, blocks_max: one caller's maximum while no other caller has any. All callers together may have twice
+            as many, and each leaves at least as many free as it has.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Directory:
 
         Raises:
             Refusal: FENCED if the epoch was seen before; POOL_OWNED if another owner has not expired; LAYOUT if the
-                specification is not the one to resume; LIMIT for too many pools or blocks.
+                specification differs from the session to resume; LIMIT for too many pools or blocks.
         """
         owner = self._owners.get(name)
         if owner is None or owner.unary or owner.incarnation != incarnation:
@@ -116,7 +116,7 @@ class Directory:
         if epoch <= owner.epoch:
             raise Refusal(
                 "FENCED",
-                f"pool {name}: epoch {epoch} must be above {owner.epoch}, which a newer stream of its owner has",
+                f"pool {name}: epoch {epoch} must be above {owner.epoch}, the epoch of a newer stream of its owner",
             )
         resumed = bool(owner.session_id) and resume_session == owner.session_id
         if resumed and spec != owner.spec:
@@ -235,7 +235,7 @@ class Directory:
         owner.session_id = b""
 
     def expire(self, now: float) -> list[Ownership]:
-        """Drops every pool whose lease has ended, and returns the pools so that their streams can be ended."""
+        """Drops every pool with an expired lease, and returns these pools, so that the caller can end their streams."""
         gone = [owner for owner in self._owners.values() if owner.lease_end <= now]
         for owner in gone:
             self.remove(owner)
@@ -243,13 +243,13 @@ class Directory:
         return gone
 
     def extend_leases(self, stalled_s: float) -> None:
-        """Extends every lease by the seconds for which the server itself stalled, because it could hear no owner."""
+        """Extends every lease by the seconds that the server itself stalled, when it could hear no owner."""
         for owner in self._owners.values():
             owner.lease_end += stalled_s
 
     def _admit(self, name: str, spec: PoolSpec, caller: Hashable, now: float) -> None:
-        # A lease that has run out still counts here. Only `expire` ends it: it allows for the server's own stalls, and
-        # its caller ends the old stream.
+        # A lease that has run out still counts here. Only `expire` ends a lease: it allows for the server's own stalls,
+        # and its caller ends the old stream.
         owner = self._owners.get(name)
         if owner is not None:
             wait_s = max(0.0, owner.lease_end - now)

@@ -1,4 +1,4 @@
-"""The replies of one session, kept so that repeated steps are answered again and not applied twice."""
+"""The replies of one session. A repeated step gets its old reply and is not applied again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StepLog:
     def __init__(self, next_step: int, window: int) -> None:
         self.next_step = next_step
         self.window = window
-        self._kept: deque[tuple[object, object]] = deque()  # (step, reply), of the last steps in order
+        self._kept: deque[tuple[object, object]] = deque()  # (step, reply) of the last steps, in order
 
     def replay(self, number: int, step: object) -> object | None:
         """Returns the kept reply to a repeated step, or None if `number` is the next one and has to be applied.

@@ -45,7 +45,7 @@ class Found:
         self.candidates: list[Scoped] = []
 
     def add(self, entry: Scoped, blocks: Sequence[int], holders: int, *, is_leaf: bool) -> None:
-        """Adds one published entry, whose count of holders must be right."""
+        """Adds one published entry after checking its count of holders."""
         assert entry.live == holders, f"the entry of blocks {list(blocks)} counts {entry.live} holders, not {holders}"
         (self.held if holders else self.cached).extend(blocks)
         self.entries.append(entry)
@@ -133,8 +133,7 @@ def _count_shared_once(held: list[int], firsts: Sequence[Sequence[int]], width: 
 
 
 def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> None:
-    """Checks that the list of sharers has exactly the sequences whose half-filled block is in another sequence's tail
-    too."""
+    """Checks that exactly the sequences that share their half-filled block are in the list of sharers."""
     tails: dict[int, set[int]] = {}
     for part in parts:
         if part.tail and part.borrowed is None:
@@ -203,7 +202,7 @@ def _check_window(manager: WindowManager, scope: WindowScope, sequence: Sequence
 
 
 def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]]) -> list[Found]:
-    """Checks that every sequence has a running block; a published one stands for exactly the committed tokens."""
+    """Checks that every sequence has a running block; if published, it stands for exactly the committed tokens."""
     for use in uses:
         for sequence, part in use.parts:
             _check_state(manager, use.scope, sequence, part)
@@ -221,7 +220,7 @@ def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceStat
 
 
 def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]]) -> Found:
-    """Checks that each unit counts the tables it is in; the published ones are those of the index."""
+    """Checks that each unit counts the tables that contain it, and that the index has exactly the published units."""
     found = Found()
     published = scope.units()
     depths = sorted({unit.first_position for unit in published})

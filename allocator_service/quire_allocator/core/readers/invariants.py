@@ -61,7 +61,7 @@ def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list
 
 
 def _spaces(pool: Pool) -> list[Namespace]:
-    """Returns every namespace. A namespace is known by its name exactly as long as it is used."""
+    """Returns every namespace. A namespace's name is known exactly as long as the namespace is in use."""
     spaces = list(pool.blocks.namespaces.items())
     counts = Counter(id(sequence.namespace) for sequence in pool.sequences.values())
     known = {id(space) for _, space in spaces}
@@ -157,7 +157,7 @@ def _check_admission(pool: Pool) -> None:
 
 
 def _check_pending(pool: Pool) -> None:
-    """Checks that announcements are those of live sequences, and are found at exactly the places that they name."""
+    """Checks that only live sequences have announcements, each filed under exactly the places that it names."""
     places: Counter[Any] = Counter()
     for sequence_id, sequence in pool.sequences.items():
         announced = sequence.announcement

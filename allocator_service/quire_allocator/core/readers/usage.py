@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
 
 LISTED_MAX: Final = 32
-Shown = Callable[[str], bool]  # tells whether a namespace may be named to the caller
+Shown = Callable[[str], bool]  # returns whether the caller may learn this namespace's name
 
 
 class PrefixUse(NamedTuple):
@@ -92,8 +92,8 @@ def unwritten_slot_count(pool: Pool) -> int:
     """Counts the tokens of room that sequences were granted and have not committed: lookahead, and the rest of a last
     block.
 
-    It looks at the first group that holds tokens, and at each table by itself: a half-filled block that forks share
-    counts for each of them.
+    Looks at the first group that holds tokens, and at each table separately: if forks share a half-filled block, each
+    of them counts it.
     """
     size = next((group.block_size for group in pool.spec.groups if group.kind is not GroupKind.STATE), 0)
     if not size:
@@ -122,7 +122,7 @@ def table_entry_count(pool: Pool) -> int:
     """Counts the blocks in all tables. A shared block counts once per table, as separate caches would hold it."""
     return sum(
         manager.footprint(part, sequence.token_count)
-        for sequence in list(pool.sequences.values())  # a copy: metrics are read in another thread
+        for sequence in list(pool.sequences.values())  # a copy, because another thread reads the metrics
         for manager, part in zip(pool.managers, sequence.parts)
     )
 

@@ -8,11 +8,11 @@ hit.
     5. restore   where hits can end: where stretches and paths end
     6. queue     entries without holders, in their order of release: they are evicted in that order
 
-Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
+The rebuild writes only to a new pool. The caller puts it in force when complete: a refused report changes nothing.
 
-Some state is not in the report, and starts anew. Prompts that are being computed are not announced, so a second one
-is computed beside the first. Policies know only that runs with several continuations were shared. Only full attention
-knows where earlier prompts part. No checkpoint counts as made by its sequence. Counters begin at 0.
+Some state is not in the report, and starts empty. Prompts that are being computed are not announced, so a second prompt
+with the same prefix is computed as well. Policies know only that runs with several continuations were shared. Only full
+attention knows where earlier prompts part. No checkpoint counts as made by its sequence. Counters begin at 0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Builder(Protocol):
         everything is built."""
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Files all published blocks; returns rank, position and entry of those without holders."""
+        """Files all published blocks; returns rank, position and entry of the blocks without holders."""
 
 
 BUILDERS: dict[GroupKind, Callable[[AnyManager, Pool, BlockUse], Builder]] = {
@@ -163,7 +163,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
 
 
 def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
-    """Returns the tables as the owner has them, with the blocks that it keeps."""
+    """Returns the tables as the owner has them, with its kept blocks."""
     if not reported.kept:
         return reported.tables
     return [

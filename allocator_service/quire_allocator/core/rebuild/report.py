@@ -1,4 +1,4 @@
-"""An owner's report of its pool after this allocator lost it, as values; `rebuild.py` makes a pool of them.
+"""An owner's report of a pool that this allocator lost, as values; `rebuild.py` makes a pool from it.
 
 The owner is always right, because it has the pages. Only the report can be wrong. A wrong report is refused whole, with
 a sentence that names the sequence, the block or the digest.
@@ -20,8 +20,8 @@ class ReportedSequence(NamedTuple):
 
     Attributes:
         tables: one per group; `NULL_BLOCK` where a windowed group gave a block back.
-        prompt_token_count, chunk_token_count: those of its first grow; 0 for a fork.
-        told: token counts at which later hits were to end, as the answer to its first grow named them.
+        prompt_token_count, chunk_token_count: counts of its first grow; 0 for a fork.
+        told: token counts where later hits should end, as answered to its first grow.
         kept: one table per group, with its own blocks where they replace published ones (which are in `tables`) and
             `NULL_BLOCK` elsewhere; empty if it keeps none.
     """
@@ -62,7 +62,7 @@ class Report:
 
     Attributes:
         sequences: the live sequences, by rising id.
-        prefixes: every published block, held or not; if the report came in parts, only those not read before.
+        prefixes: every published block, held or not; if the report came in parts, only the ones not read before.
         released: published blocks without holders, in order of release.
         last_sequence_id: the highest id that was ever created.
     """
@@ -97,9 +97,9 @@ class BlockUse:
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
-        self._places = array("i", [_UNUSED]) * spec.block_id_end  # for a published block, its place
+        self._places = array("i", [_UNUSED]) * spec.block_id_end  # place of each published block
         self._place_count = 0
-        self.block_count = 0  # blocks with a use, including those that the pool does not take over
+        self.block_count = 0  # number of blocks with a use, including blocks that the pool does not take over
 
     def publish(self, blocks: array[int]) -> int:
         """Gives published blocks consecutive places; returns the first place."""
@@ -134,7 +134,7 @@ class BlockUse:
             place = self._places[block]
             if place == _PRIVATE:
                 refuse(f"block {block} is held twice")
-            if place != _UNUSED:  # published, whether the pool takes it over or not
+            if place != _UNUSED:  # published, even if the pool does not take them over
                 refuse(f"block {block} has a digest, but a sequence holds it as not yet written")
             self._places[block] = _PRIVATE
 

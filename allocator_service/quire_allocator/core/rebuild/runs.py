@@ -1,7 +1,7 @@
 """Rebuilds full attention: published blocks into a tree, the tree into runs, sequences onto their ends.
 
 The stretches of `tree.py` are cut into runs where a sequence ends, where prefixes part, where held meets cached, and
-where the order of release jumps, so that blocks leave the cache one by one as they would have left.
+where the order of release jumps, so that blocks are evicted in the same order as in the lost pool.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class ReportedRunPart(NamedTuple):
-    """The `end` of a sequence's published part (None if it has none), and its own blocks beyond.
+    """The `end` of a sequence's published part (None if it has none), and its own blocks after that.
 
     Attributes:
-        borrowed: the position as which the first of those blocks is published.
+        borrowed: the position under which the first of its own blocks is published.
         shares: whether the first block is half filled, so that another sequence may have it, too.
         owns: number of blocks, of the tail and kept ones, that count for this sequence.
         kept: its own blocks in place of published ones; None if there are none.
@@ -205,7 +205,7 @@ def _ranks(blocks: array[int], width: int, ranks: array[int]) -> list[int]:
 
 
 def _jumps(ranks: list[int], width: int) -> list[int]:
-    """Returns the positions whose blocks were not evicted right after those of the next position."""
+    """Returns the positions whose blocks were not evicted right after the block at the next position."""
     count = len(ranks)
     if not count or ranks.count(-1) == count or ranks == list(range(ranks[0], ranks[0] - count * width, -width)):
         return []

@@ -1,9 +1,9 @@
-"""Restores the stops, at which hits can end (`core/retention`), because a report names only blocks.
+"""Restores the stops, where hits can end (`core/retention`). A report names only blocks.
 
-A stop is made wherever a stretch of windowed blocks ends, a checkpoint is, or a path ends or parts, if every group can
-serve a hit there. The lost stops may have been at other places. If the blocks of several stops overlap, only the last
-stop is found. Every checkpoint becomes a stop, and the last few on each path stay. In a pool without full attention, it
-is unknown which stops are on one path. Blocks that no restored stop needs are spare.
+A stop is made wherever a stretch of windowed blocks ends, a checkpoint exists, or a path ends or branches, if every
+group can serve a hit there. The lost stops may have been at other places. If the blocks of several stops overlap, only
+the last stop is found. Every checkpoint becomes a stop, and the last few on each path stay. Without full attention, the
+rebuild cannot know which stops are on one path. Blocks that no restored stop needs are spare.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from quire_allocator.core.retention.stop import Run, Stop, Unit, UnitKey
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
-Links = dict[str, dict[UnitKey, bytes]]  # by namespace: for a published position, the digest of the one before it
+Links = dict[str, dict[UnitKey, bytes]]  # by namespace: for a published position, the digest of the previous one
 _Place = tuple[int, bytes]  # tokens before a stop, and the digest of all of them
 
 
 def restore(pool: Pool, links: dict[int, Links]) -> None:
-    """Makes the stops of a pool whose blocks and sequences are all filed; `links` are by the managers' numbers."""
+    """Makes the stops of a pool after all its blocks and sequences are filed. `links` uses the managers' numbers."""
     if pool.coordinator.retention.is_even:
         return
     for space in pool.blocks.namespaces.values():
@@ -53,8 +53,7 @@ class _Positions:
         self.last = [unit.key for unit in scope.units() if unit.key is not None and unit.key not in going_on]
 
     def units(self, digest: bytes, end: int, positions: range) -> list[Unit] | None:
-        """Returns the units of `positions` on the path whose block before position `end` has this digest; None if one
-        is missing."""
+        """Returns the units of `positions` on the path with this digest before `end`; None if one is missing."""
         found: list[Unit] = []
         for position in range(end - 1, positions.start - 1, -1):
             unit = self._scope.find(position, digest)
@@ -66,7 +65,7 @@ class _Positions:
         return found[::-1]
 
     def fallen(self, part: WindowPart, positions: range) -> list[Unit]:
-        """Returns the units of `positions` that fell out of a sequence's table, if all of them are known."""
+        """Returns the units of `positions` that fell out of a sequence's table; None unless all of them are known."""
         key = part.units[0].key if part.units else None
         if key is None:
             return []
@@ -78,7 +77,7 @@ class _Restorer:
     """Makes the stops of one namespace.
 
     Attributes:
-        full: the managers of full attention, which come first among those of the pool.
+        full: the managers of full attention, which come first in the pool.
     """
 
     def __init__(self, pool: Pool, space: Namespace, links: dict[int, Links]) -> None:
@@ -100,7 +99,7 @@ class _Restorer:
         ]
 
     def ends(self) -> set[_Place]:
-        """Returns the edges at which stretches of windowed blocks end or checkpoints are."""
+        """Returns the edges where stretches of windowed blocks end or checkpoints exist."""
         ends = set()
         for _, own in self._windows:
             size = own.window.block_size
@@ -129,7 +128,7 @@ class _Restorer:
             pending += [(child, above) for child in run.children.values()]
 
     def _places(self, run: Run, counts: set[int]) -> list[_Place]:
-        """Returns the edges of a run that may be stops, rising: its end, and those at the given token counts."""
+        """Returns the edges of a run that may be stops, rising: its end, and the edges at the given token counts."""
         size, end = run.scope.manager.block_size, run.token_count()
         first = run.first_position * size // self._edge * self._edge + self._edge
         return [
@@ -139,7 +138,7 @@ class _Restorer:
         ]
 
     def make(self, place: _Place, runs: Sequence[Run], *, above: Stop | None) -> Stop | None:
-        """Makes one stop, if everything that it needs is there."""
+        """Makes one stop, if everything that it needs exists."""
         token_count, digest = place
         needed = list[Unit]()
         for _, own in self._windows:
@@ -162,7 +161,7 @@ class _Restorer:
         return stop
 
     def follow(self, sequence: SequenceState) -> None:
-        """Notes what a live sequence remembers: the deepest stop of its path, and what its last edge needs."""
+        """Notes the deepest stop of a live sequence's path, and the units that its last edge needs."""
         if self.full:
             run: Run | None = cast(RunPart, sequence.parts[0]).run
             while run is not None and not run.stops:

@@ -24,12 +24,12 @@ class JoinedStretch:
 
     Attributes:
         blocks: one per group for each position; `NULL_BLOCK` where the report has none.
-        reach: how many positions have a block in every group; those beyond are not taken over.
+        reach: how many positions have a block in every group; later positions are not taken over.
         parent, parent_index: the position before the first one; None at the root, and if it is unknown.
         is_rooted: whether there is a path to the root.
         held: how many positions some sequence holds.
         cuts: positions other than 0 at which a run must begin.
-        starts, runs: first position of each run made of it, and these runs.
+        starts, runs: the first position of each run made of this stretch, and these runs.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class Tree:
 
     Attributes:
         pieces: the prefixes of the manager's first group.
-        places: the place of every digest in these.
+        places: the place of every digest in `pieces`.
         others: the prefixes of the further groups, each with its column.
     """
 
@@ -123,7 +123,7 @@ class Forest:
         self._first_places: list[int] = []  # the first place of each piece
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
-        """Takes in blocks of group number `column`; the first has place `first_place`, the others the next ones."""
+        """Takes in blocks of group number `column`. The first block has place `first_place`, and the others follow."""
         if bool(prefix.parent_digest) != bool(prefix.first_position):
             refuse("a prefix must have a parent digest unless it begins at position 0, and none if it does")
         tree = self._trees.get(prefix.namespace)
@@ -143,7 +143,7 @@ class Forest:
             _refuse_repeated(tree.pieces)
 
     def spot(self, namespace: str, block: int, position: int) -> Spot | None:
-        """Returns where a block of the first group stands; None if not at this position, or if it is not taken over."""
+        """Returns the place of a first group's block; None if it is not at this position, or not taken over."""
         place = self._use.place(block)
         if place is None:
             return None
@@ -192,7 +192,7 @@ class Forest:
         return stretch
 
     def _fill(self, tree: Tree, column: int, prefix: ReportedStretch) -> None:
-        """Puts the blocks of a further group beside those of the first group that carry the same digests."""
+        """Puts the blocks of a further group next to the first group's blocks with the same digests."""
         width, digests, blocks, done = self._width, prefix.digests, prefix.blocks, 0
         parent = prefix.parent_digest
         while done < len(blocks):
@@ -218,7 +218,7 @@ class Forest:
             parent = digests[(done - 1) * DIGEST_BYTES : done * DIGEST_BYTES]
 
     def _hang(self, tree: Tree, stretches: list[JoinedStretch]) -> None:
-        """Links each stretch to the position it follows, and lists in `order` those with a path to the root."""
+        """Links each stretch to the position before it, and lists in `order` those with a path to the root."""
         children: dict[JoinedStretch, list[JoinedStretch]] = {}
         pending: list[JoinedStretch] = []
         for stretch in reversed(stretches):

@@ -24,7 +24,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 class UnitBuilder:
     """The common part of both kinds of unit builders; see `rebuild.Builder`.
 
-    `links` has, for each published position, the digest of the one before it.
+    `links` has, for each published position, the digest of the previous position.
 
     Published units are made when the first sequence is located, as cached ones without holders.
     """
@@ -38,7 +38,7 @@ class UnitBuilder:
         self._keys: dict[tuple[str, UnitKey], array[int]] = {}
         self.links: Links = {}
         self._by_block: dict[int, Unit] | None = None
-        self._private: dict[int, tuple[Unit, int]] = {}  # first block -> unit, position
+        self._private: dict[int, tuple[Unit, int]] = {}  # by first block: unit and position
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Takes in published blocks of the manager's group number `column`."""
@@ -57,7 +57,7 @@ class UnitBuilder:
             blocks[column] = block
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Files all published units, and returns those without holders."""
+        """Files all published units, and returns the units without holders."""
         cached: list[tuple[int, int, Scoped]] = []
         for unit in self._published().values():
             if not unit.live:

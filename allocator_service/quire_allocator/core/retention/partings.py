@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-LATE_BELIEVED: Final = 4.0  # prompts assumed to have parted late, before the first real one
+LATE_BELIEVED: Final = 4.0  # number of assumed prompts that parted late, before the first real one
 LATE_BELIEVED_OF_STATES: Final = 32.0
-REMEMBERED: Final = 256.0  # prompts; beyond that, all earlier ones count half
-EARLY_SHARE: Final = 0.4  # share of prompts from which on early ends are worth the blocks of windows
-EARLY_SHARE_OF_STATES: Final = 0.7  # the same for states, which take a page each
+REMEMBERED: Final = 256.0  # number of prompts after which all earlier ones count half
+EARLY_SHARE: Final = 0.4  # from this share of prompts on, early ends are worth their blocks of windows
+EARLY_SHARE_OF_STATES: Final = 0.7  # the same share for states, which take a page each
 STEP_COUNT: Final = 7
 
 
@@ -45,7 +45,7 @@ class Partings:
     Attributes:
         edge_tokens: hits end at multiples of this.
         stop_tokens: steps are at multiples of this. With states, checkpoints are made at multiples of it anyway.
-        late, again, inside: prompts that parted in this way; older ones count less.
+        late, again, inside: prompts that diverged in this way; older ones count less.
         late_seen: the part of `late` that was counted, without the assumed prompts.
     """
 
@@ -79,8 +79,8 @@ class Partings:
 
         Args:
             behind: the known continuations there.
-            is_parting: whether paths are known to part there.
-            is_whole: whether the edge is the last one of the prompt that leaves a token to compute.
+            is_parting: whether paths are known to diverge there.
+            is_whole: whether this is the prompt's last edge that leaves a token to compute.
         """
         if behind.way_count > 1 or is_parting:
             return

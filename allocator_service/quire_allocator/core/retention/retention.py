@@ -18,8 +18,8 @@ get further stops before their ends, and as many more stay (`partings.py`).
 Managers report here which blocks they no longer publish, and which runs they cut. The coordinator asks them for the
 units and runs of a stop.
 
-Sources: Marconi (MLSys 2025) keeps the likely ends of the next prompts; SGLang's hybrid tree evicts windows before the
-prefix that they belong to; `docs/decisions/0017-retention.md` has the measurements.
+Sources: Marconi (MLSys 2025) keeps the likely ends of the next prompts; SGLang's hybrid tree evicts windows before
+    their prefix; `docs/decisions/0017-retention.md` has the measurements.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire_allocator.core.retention.worth import Worth
 from quire_allocator.core.spec import GroupKind, PoolSpec
 from quire_allocator.core.stretches import Stretch
 
-CONTINUED_MAX: Final = 3  # stops kept on one path, besides those where paths part
+CONTINUED_MAX: Final = 3  # stops kept on one path, in addition to those where paths diverge
 
 
 class Retention:
@@ -48,7 +48,7 @@ class Retention:
         blocks: the pool's blocks.
         worth: computes the worth of its blocks.
         is_even: whether all blocks have the same worth, and no stops are made.
-        partings: counts the places at which its prompts part.
+        partings: counts the places where its prompts diverge.
         stops: all stops that are not gone.
     """
 
@@ -101,8 +101,7 @@ class Retention:
         return stop
 
     def _take_place_of(self, early: Stop, stop: Stop) -> None:
-        """Replaces an early stop by a new one after it, if the other stops that came right after the early one now come
-        after the new one: prompts part there, and no sooner."""
+        """Replaces an early stop by a new, later one if all stops right after the early one now follow the new one."""
         moved = [other for other in stop.stops_after() if living(other.parent) is early]
         if not moved:
             return
@@ -157,7 +156,7 @@ class Retention:
             self._revalue(unit)
 
     def end_old(self, stop: Stop | None) -> None:
-        """Ends all but the last few stops of a path at which no paths part."""
+        """Ends the stops of a path where no other path branches off, except the last few."""
         count, count_max = 0, CONTINUED_MAX + (STEP_COUNT if self.partings.are_inside else 0)
         while stop is not None:
             before = stop.parent = living(stop.parent)
@@ -168,7 +167,7 @@ class Retention:
             stop = before
 
     def end(self, stop: Stop) -> None:
-        """Ends a stop: no hit can end there any more."""
+        """Ends a stop, so that no hit can end there."""
         if stop.is_gone:
             return
         stop.is_gone = True
@@ -210,7 +209,7 @@ class Retention:
         self.blocks.now_held(unit, count)
 
     def cached(self, unit: Unit, count: int) -> None:
-        """Notes that no sequence holds a published unit of `count` blocks any more."""
+        """Notes that a published unit of `count` blocks has lost its last holder."""
         unit.worth = self.worth.of_unit(unit)
         if unit.worth == SPARE:
             unit.scope.spare += count
@@ -219,7 +218,7 @@ class Retention:
     def cached_stretch(self, stretch: Stretch) -> None:
         """Notes a new cached stretch: it is published, fell out of a window, and no sequence holds it."""
         count = stretch.block_count
-        stretch.worth = RANKED if self.is_even else SPARE  # no stop needs it
+        stretch.worth = RANKED if self.is_even else SPARE  # no stop needs the unit
         if stretch.worth == SPARE:
             stretch.scope.spare += count
         self.blocks.now_cached(stretch, count, is_candidate=True)
@@ -238,7 +237,7 @@ class Retention:
                 self.end(stop)
 
     def _revalue(self, unit: Unit) -> None:
-        """Updates the worth of a unit whose needs have changed."""
+        """Updates the worth of a unit after the set of stops that need it changed."""
         if unit.live or not unit.ticket:
             return
         worth, before = self.worth.of_unit(unit), unit.worth
@@ -269,7 +268,7 @@ class Retention:
             stop.runs[stop.runs.index(lower)] = upper
 
     def trimmed(self, run: Run, *, moves: bool) -> None:
-        """Ends the stops at the lost end of a cached run. The run `moves` if the policy ranks it anew."""
+        """Ends the stops at the lost end of a cached run. The run `moves` if the policy changes its rank."""
         for stop in reversed(run.stops[:]):
             if run.size and stop.token_count <= run.token_count():
                 break

@@ -1,6 +1,6 @@
-"""A stop, the runs that contain it, and the units that it needs.
+"""Defines stops, the runs that contain them, and the units that they need.
 
-Full attention serves a prefix wherever a block of it ends. A windowed group serves it only where the blocks of the
+Full attention serves a prefix up to any of its block ends. A windowed group serves it only where the blocks of the
 window before are still there, a state only after a checkpoint. A *stop* is a token count of a prefix at which a hit may
 end, because every group can serve it there. Blocks that no stop needs are evicted first (`worth.py`).
 
@@ -12,7 +12,7 @@ Lifecycle of a stop:
     3. gone        a block that it needs was evicted, or it is too far before the end of its path
 
 Lifecycle of a unit, which is one position of all groups of one windowed or state specification: `width` blocks that are
-granted, shared, published and evicted together, since a hit needs all of them:
+granted, shared, published and evicted together, because a hit needs all of them:
 
     1. private     granted to one sequence; forks of it share it (`live` counts the tables)
     2. published   a commit gave it a key, (position, digest), in the namespace's index; it never changes again
@@ -20,7 +20,7 @@ granted, shared, published and evicted together, since a hit needs all of them:
     4. gone        evicted, or dropped before it was published: its blocks are empty
 
 Lifecycle of a run, which is a stretch of published blocks of full attention and a node of a radix tree. A prompt of
-thousands of blocks is one run, so that sharing, forking and freeing it cost as much as for a short one:
+thousands of blocks is one run, so sharing, forking and freeing it costs as little as for a short prompt:
 
     1. published   a commit made it; sequences end in it (`live` counts them, and children with holders of their own)
     2. extended    while only one sequence holds it, no run is below it and no other sequence has shared it
@@ -42,7 +42,7 @@ from quire_allocator.core.scopes import Scope, Scoped
 from quire_allocator.core.stretches import Stretch
 
 UnitKey = tuple[int, bytes]  # position, digest
-StopKey = tuple[str, int, bytes]  # namespace, tokens before it, the digest of all of them
+StopKey = tuple[str, int, bytes]  # namespace, number of tokens before it, digest of all of them
 
 
 class Unit(Scoped):
@@ -53,8 +53,8 @@ class Unit(Scoped):
         is_published: whether prompts can hit it. A flag, because reading `first_digest` misses the CPU cache.
         was_hit: whether a new sequence has begun with it.
         stops: the stops that need it; None if there never was one.
-        needed_count: stops that need it, and live sequences that would make one.
-        aside_count: stops that need it and are aside.
+        needed_count: stops that need it, and live sequences that may make such a stop.
+        aside_count: stops with `is_aside` that need it.
     """
 
     __slots__ = ("_digest", "_position", "aside_count", "blocks", "is_published", "needed_count", "stops", "was_hit")
@@ -136,18 +136,18 @@ class Run(Stretch):
 
 
 class Stop:
-    """One place at which hits can end.
+    """One token count where hits can end.
 
     Attributes:
         key: the key under which it is filed.
-        needed: published positions of windows and checkpoints that a hit which ends here takes; all are there.
+        needed: published positions of windows and checkpoints that a hit up to here needs; none is missing.
         runs: for each tree of full attention, the run that contains it, at its end or inside.
-        parent: the stop before it on its path, when it was made; it may have gone since.
-        way_count: stops that were made right after it and are not gone.
-        is_parting: whether two stops were right after it at once, or another path branches off there.
-        answer_token_count: how far it is after the end of the prompt whose answer made it; 0 if none did.
-        is_early: whether it is the early stop of a prompt; another prompt may part before the next stop.
-        is_aside: whether it is continued, and its blocks are evicted before those that the policy ranks.
+        parent: the stop before it on its path, when it was made; that stop may have ended since.
+        way_count: live stops that were made right after it.
+        is_parting: whether two stops followed it directly at the same time, or another path branches off there.
+        answer_token_count: its distance from the end of the prompt, if the answer made it; else 0.
+        is_early: whether it is the early stop of a prompt; another prompt may diverge before the next stop.
+        is_aside: whether it is continued; its blocks are evicted before blocks that the policy ranks.
         is_gone: whether it has ended; sequences and stops that passed it may still refer to it.
     """
 

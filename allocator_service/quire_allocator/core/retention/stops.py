@@ -1,11 +1,11 @@
-"""The places of stops: token counts of a sequence at which a later prompt's hit should be able to end.
+"""Chooses stops: the token counts of a sequence where a later prompt's hit should be able to end.
 
 A hit ends only where every group can serve it, so windows keep the blocks before a stop, and states make a checkpoint
 there. An owner that keeps states ends passes at stops. `docs/hybrid.md` has the table of all kinds.
 
-A state takes a page, so early stops and those of answers depend on its size. A prompt has an early stop if the
-attention of its new part takes at least a quarter of the blocks of a state. Its answer has stops if the attention of
-the prompt takes at least as many. A fork has no stops of the answer, and its parent has none from then on.
+A state takes a page, so its size decides about early stops and answers' stops. A prompt has an early stop if the
+attention of its new part takes at least a quarter of the blocks of a state. An answer gets stops if the prompt's
+attention takes at least as many. A fork has no stops of the answer, and its parent has none from then on.
 
     prompt of 4,096 tokens, blocks of 16, one group of full attention and 24 of states; its end is 4,080
         all is new           255 blocks of attention, 24 of a state: early at 3,568, and at 4,112, 4,128, 4,144, ...
@@ -28,7 +28,7 @@ _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
 _TOKENS_MAX: Final = 2**32 - 1  # largest token count
-STOPS_MAX: Final = 3 + STEP_COUNT + 22  # stops of one sequence; `_DISTANCES` has 22
+STOPS_MAX: Final = 3 + STEP_COUNT + 22  # most stops of one sequence; `_DISTANCES` has 22
 
 
 class Turn:
@@ -39,7 +39,7 @@ class Turn:
         prompt_end: the end of the prompt; later stops are of the answer. 0 if the prompt has no whole edge.
         early: the early stop; 0 if there is none.
         are_left: whether the sequence may still reach a stop; only then do commits check.
-        last: the deepest stop of its prefix that was made or hit; it may be gone since.
+        last: the deepest stop of its prefix that was made or hit; that stop may have ended since.
     """
 
     __slots__ = ("are_left", "early", "last", "prompt_end", "token_counts")
@@ -60,7 +60,7 @@ class Turn:
         return self.token_counts[first:end]
 
     def fork(self) -> Turn:
-        """Returns the turn of a fork: the same without stops of the answer. The parent loses those, too."""
+        """Returns the turn of a fork: the same without stops of the answer. The parent loses these stops, too."""
         if self.token_counts and self.token_counts[-1] > self.prompt_end:
             self.token_counts = tuple([stop for stop in self.token_counts if stop <= self.prompt_end])
         child = Turn(self.token_counts, self.prompt_end, self.early)
@@ -107,12 +107,12 @@ class StopRules:
 
 
 def prompt_end(prompt_token_count: int, edge_tokens: int) -> int:
-    """Returns the last edge of a prompt that leaves a token to compute; 0 if it has none."""
+    """Returns a prompt's last edge that leaves a token to compute; 0 if it has none."""
     return (prompt_token_count - 1) // edge_tokens * edge_tokens
 
 
 def early_stop(groups: Sequence[GroupSpec], edge_tokens: int, prompt_token_count: int, known_token_count: int) -> int:
-    """Returns the early stop of a prompt; its first `known_token_count` tokens are not new. 0 if it has none."""
+    """Returns a prompt's early stop; its first `known_token_count` tokens are already known. 0 if it has none."""
     end = prompt_end(prompt_token_count, edge_tokens)
     new = end - known_token_count
     attention = sum([new // group.block_size for group in groups if group.kind is GroupKind.FULL_ATTENTION])

@@ -7,13 +7,13 @@
 | RANKED | runs with a stop at their end or with children; without full attention, blocks of a stop | of the policy |
 | LED | blocks of windows and states that a stop needs, if full attention has the same prefix | with the run |
 
-A block that no hit can need is therefore evicted before any that a hit can need. A chat is evicted as a whole, or back
+So a block that no hit can need is evicted before any block that a hit can need. A chat is evicted as a whole, or back
 to an earlier stop. In pools with `dense` retention, and in pools of full attention alone, all blocks are RANKED.
 
     chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 blocks are RANKED, 5 x 64 LED, and
     5 x 448 SPARE
 
-`eviction/queue.py` orders candidates by worth, and `eviction/policies.py` ranks those that are RANKED.
+`eviction/queue.py` orders candidates by worth, and `eviction/policies.py` orders the RANKED ones among themselves.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Worth:
     def burden(self, run: Run) -> int:
         """Returns `Entry.burden`: log2((own + led) / own) in blocks, rounded down; 0 if no stop is in the run.
 
-        Own blocks are those of the path since the previous stop; led blocks leave with the run. Example: 4 own and
-        60 led give 4. A stop of an answer counts as if the answer were empty.
+        Own blocks are the path's blocks since the previous stop. Led blocks are evicted with the run. Example: 4 own
+        and 60 led give 4. A stop of an answer counts as if the answer were empty.
         """
         if not run.stops:
             return 0
@@ -67,15 +67,15 @@ class Worth:
         return min(BURDEN_MAX, ((own + led) // own).bit_length() - 1)
 
     def leaving(self, run: Run, wanted: int) -> int:
-        """Returns how many positions a run loses at once if `wanted` blocks are needed: at most the number that prompts
-        usually leave behind at its end, and at most up to the next place at which a hit can end."""
+        """Returns how many positions a run loses at once if `wanted` blocks are needed. At most as many as prompts
+        usually leave behind at its end, and none before the next place where a hit can end."""
         width = run.scope.manager.width
         positions = min(run.size // DIGEST_BYTES, -(-wanted // width))
         if run.left_behind:
             positions = min(positions, max(1, run.left_behind // width))
         if self.is_even:
             return positions
-        # A RANKED run loses only its last position: the others are spare then.
+        # A RANKED run loses only its last position; the other positions then become spare.
         return 1 if run.worth == RANKED else min(positions, _positions_to_stop(run))
 
 

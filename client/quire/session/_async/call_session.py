@@ -90,7 +90,8 @@ class AsyncCallSession:
         """Applies a step exactly once and returns its outcome.
 
         The answer may be lost: DeadlineExceededError, UnavailableError, or the caller was canceled. Then repeat the
-        step with the same operations. If it was applied, its answer is sent again. Until then no other step is sent.
+        step with the same operations. If the allocator had applied the step, it sends the same answer again. Until then
+        no other step is sent.
 
         Raises:
             AnswersMissedError: another step has no answer yet. Nothing was sent.
@@ -98,7 +99,7 @@ class AsyncCallSession:
                 answer was lost.
             ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was sent.
         """
-        self._link.check_open()  # Raises in a forked child, where the lock would never be released.
+        self._link.check_open()  # Raises an error in a forked child, where the lock would never be released.
         async with self._one_at_a_time:
             step = self._numbered(operations)
             try:
@@ -141,7 +142,7 @@ class AsyncCallSession:
     async def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back. Closing twice is not an error."""
         self._is_closed = True
-        if self._session_id is None or self._link.is_inherited:  # never opened, or the parent process owns it
+        if self._session_id is None or self._link.is_inherited:  # never opened, or owned by the parent process
             return
         if self._kept is not None:
             self._kept.stop()

@@ -18,7 +18,7 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A loaded adapter. It never changes; loading it again under the same name makes a new object.
+    """A loaded adapter. An adapter never changes. Loading it again under the same name makes a new object.
 
     Attributes:
         digest: 32 bytes that identify its weights and configuration; part of every digest of a prefix.

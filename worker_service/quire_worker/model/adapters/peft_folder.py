@@ -37,15 +37,17 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 # are relative to peft/).
 _MEANINGLESS = frozenset(
     {
-        # The adapter's origin: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with the model.
+        # Options about the adapter's origin: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with
+        # the model.
         "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
         # Dropout is off in `eval` (tuners/lora/layer.py, `update_layer`).
         "lora_dropout",
-        # Read only if `init_lora_weights` names the method. Methods that change the base model are refused there.
+        # Options that are read only if `init_lora_weights` names the method. Methods that change the base model are
+        # refused at that option.
         "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-        # Read only with `megatron_config`, `use_qalora` or `modules_to_save`, which are refused.
+        # Options that are read only with `megatron_config`, `use_qalora` or `modules_to_save`, which are refused.
         "megatron_core", "qalora_group_size", "ensure_weight_tying",
-        # Chooses the device that computes the initial factors (tuners/lora/config.py, `LoraRuntimeConfig`).
+        # An option that chooses the device for the initial factors (tuners/lora/config.py, `LoraRuntimeConfig`).
         "runtime_config",
     }
 )  # fmt: skip
@@ -95,8 +97,8 @@ def read_adapter(
         below: a resolved folder that its files must be in; None if the person who chose the adapter is trusted.
 
     Raises:
-        AdapterError: a file is missing or damaged, the configuration has an option that is not served, a layer is not
-            in the model or has another shape, or a limit is exceeded.
+        AdapterError: a file is missing or damaged, the configuration has an unsupported option, a layer is not in the
+            model or has another shape, or a limit is exceeded.
     """
     try:
         # Each file is read only once, so that the checks, the tensors and the digest come from the same bytes.
@@ -199,7 +201,7 @@ def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], ran
         site = sites.get(layer)
         if site is None:
             raise AdapterError(
-                f"{_WEIGHTS} changes {layer:.200}, which is not a layer of this model that an adapter can change"
+                f"{_WEIGHTS} changes {layer:.200}, which is not a layer of this model, or cannot be changed by adapters"
             )
         expected = (rank, site.inputs) if part == "A" else (site.outputs, rank)
         if entry.shape != expected or entry.dtype not in _FLOATS:
@@ -230,7 +232,7 @@ def _check_targets(config: Mapping[str, Any], pairs: Mapping[str, object]) -> No
     for target in targets:
         is_excluded = isinstance(excluded, list) and target in excluded
         if not is_excluded and not any(_ends_with(layer, target) for layer in pairs):
-            raise AdapterError(f"{_CONFIG} targets {target!r:.200}, but {_WEIGHTS} has no such layer")
+            raise AdapterError(f"{_CONFIG} targets {target!r:.200}, but {_WEIGHTS} does not have this layer")
     for layer in pairs:
         left_out_by = None
         if not any(_ends_with(layer, target) for target in targets):

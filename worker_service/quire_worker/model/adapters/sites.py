@@ -123,7 +123,7 @@ class Sites:
 
     @contextmanager
     def narrowed(self, tokens: slice | torch.Tensor) -> Iterator[None]:
-        """Marks a part of a pass in which layers see only some of its tokens, in this order."""
+        """Marks a part of a pass in which layers get only some of its tokens, in this order."""
         segments, token_count = self.segments, self.token_count
         if not segments:
             yield

@@ -21,7 +21,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class MergedAttention(torch.nn.Module):
-    """Attention whose queries, keys and values lie side by side in one tensor, and are rotated in place."""
+    """Attention whose queries, keys and values are adjacent in one tensor, and are rotated in place."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class MergedAttention(torch.nn.Module):
         head_counts: tuple[int, int],  # query heads, KV heads
         norms: HeadNorms | None,
         scoring: Scoring,
-        sites: Sequence[Site | None] = (),  # the sites of q, k, v and o
+        sites: Sequence[Site | None] = (),  # the sites of the projections q, k, v and o
     ) -> None:
         super().__init__()
         self.library = library
@@ -106,7 +106,7 @@ class AttentionRewrite(KernelRewrite):
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         names = child_names(module)
         if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
-            return  # OLMo clips large elements, and the recorded inputs may have none
+            return  # OLMo clips large elements, and the recorded inputs may have no large ones
         if own_parameter_names(module) or names - {"q_norm", "k_norm"} != set(PROJECTIONS):
             return
         layer_index, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)

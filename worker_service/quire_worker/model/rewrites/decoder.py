@@ -2,7 +2,7 @@
 
 If the kernels support every layer, all layers run in one call of `quire_decoder`, each on the pages and the block
 tables of its group. That saves ten calls from Python per layer. More important: the call releases the interpreter lock,
-so the event loop can hand out the last tokens meanwhile.
+so the event loop can hand out the last tokens at the same time.
 
 A prompt needs logits only after its last token. So after its attention, the last layer skips all other tokens.
 """
@@ -142,7 +142,9 @@ class LayersInC:
 
 
 class DecoderRewrite(Rewrite):
-    """Rewrites a model that has these parts and no others. Its layers and last norm must be rewritten already."""
+    """Rewrites a model that has these parts and no others. The model's layers and last norm must be rewritten
+    already.
+    """
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) != set(PARTS):

@@ -13,7 +13,7 @@ from quire_worker.model.rewrites.interface import Rewrite, child_names, own_para
 from quire_worker.model.rewrites.norm import Norm
 from quire_worker.model.transformers_seam import Step
 
-# Names of the parts, and the classes that the rewrites for CPUs replace them by.
+# Names of the parts, each with the class that replaces it on CPUs.
 PARTS: dict[str, type[torch.nn.Module]] = {
     "input_layernorm": Norm,
     "self_attn": MergedAttention,

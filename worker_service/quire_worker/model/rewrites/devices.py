@@ -23,7 +23,7 @@ def rewrite_for(attention: PagedAttention, dtype: torch.dtype) -> RewriteModel |
         return partial(_for_cpu, attention) if dtype in DTYPES else None
     if isinstance(attention, TorchPagedAttention):
         return None
-    from quire_worker.model.rewrites.on_gpu import rewrite_for_gpu  # needs Triton, like this attention
+    from quire_worker.model.rewrites.on_gpu import rewrite_for_gpu  # needs Triton, as this kind of attention does
 
     return rewrite_for_gpu
 

@@ -29,7 +29,7 @@ class GatedMlp(torch.nn.Module):
         super().__init__()
         self.gate_up = gate_up
         self.down = down
-        self.sites = sites  # the sites of gate, up and down
+        self.sites = sites  # the sites of the layers gate, up and down
         self._apart = gate_up.ungated()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -41,7 +41,7 @@ def weight_and_epsilon(module: torch.nn.Module) -> tuple[torch.Tensor, float] | 
     if child_names(module) or own_parameter_names(module) != {"weight"}:
         return None
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(epsilon, float):  # it is another module with a weight, such as a linear layer
+    if not isinstance(epsilon, float):  # the module is of another kind with a weight, such as a linear layer
         return None
     weight = module.get_parameter("weight").detach()
     return (weight, epsilon) if weight.dim() == 1 else None

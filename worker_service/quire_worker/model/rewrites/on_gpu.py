@@ -5,7 +5,7 @@ A decoder layer of a Llama-like model makes about 30 launches in transformers' m
     norm | q/k/v product | rotate and append | attend, merge its parts | product + residual
     norm | gate/up product | activation | product + residual
 
-Products are added to the residual in place. With another destination, cuBLAS would copy the residual first.
+Products are added to the residual in place. With another destination, cuBLAS would first copy the residual.
 
 The kernels support neither pages of fp8 nor layers that read another layer's keys. Such layers run part by part.
 """
@@ -194,7 +194,7 @@ class GpuAttentionRewrite(Rewrite):
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         names = child_names(module)
         if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
-            return  # OLMo clips large elements, and the recorded inputs may have none
+            return  # OLMo clips large elements, and the recorded inputs may have no large ones
         if own_parameter_names(module) or names - {"q_norm", "k_norm"} != set(PROJECTIONS):
             return
         layer_index, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
@@ -230,7 +230,7 @@ def rewrite_for_gpu(module: torch.nn.Module, run: Callable[[Recording], object])
         parts = (GpuAttentionRewrite(recording), GpuGatedMlpRewrite(), GpuNormRewrite())
         done = RewritePass(recording, parts, [DecoderLayerRewrite(LAYER_PARTS)])
         done.visit(module)
-    for part in module.modules():  # Only now: in-place sums would have overwritten the recorded inputs.
+    for part in module.modules():  # Done last: in-place sums would have overwritten the recorded inputs.
         if isinstance(part, DecoderLayer):
             part.attention.adds_in_place = True
     return Rewritten(module, done.counts)

@@ -20,8 +20,9 @@ from quire_worker.model.rewrites.recording import RecordedCall, Recording
 from quire_worker.model.rewrites.text_model import TextModelRewrite
 from quire_worker.model.rewrites.tied_head import PackedEmbedding
 
-# Largest difference of a result: norm of the difference over norm of the original. Sums in another order, and in
-# bfloat16 rounding at other places, stay below it. A wrong activation or a missing bias makes tens of percent.
+# Largest allowed difference of a result: norm of the difference over norm of the original. Differences from another
+# order of sums, or from other roundings of bfloat16, stay below it. A wrong activation or a missing bias causes tens of
+# percent.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 TIED_HEAD = "TiedHead"
@@ -34,7 +35,7 @@ class Rewritten(NamedTuple):
 
     Attributes:
         module: the same model, or its replacement.
-        counts: how often each rewrite was applied, by its class's name.
+        counts: number of applications of each rewrite, by the name of its class.
     """
 
     module: torch.nn.Module
@@ -104,17 +105,17 @@ class RewritePass:
 
     def visit(self, module: torch.nn.Module) -> None:
         """Rewrites all modules inside a module."""
-        # A list of names, because a list of children would keep replaced children alive.
+        # A list of names, because a list of child modules would keep replaced modules alive.
         for name in [name for name, _ in module.named_children()]:
             child = module.get_submodule(name)
             if not self._replace(module, name, child, self._parts, self._recording.calls.get):
                 self.visit(child)
                 self._replace(module, name, child, self._wholes, self._as_it_is)
             for part in child.modules():
-                self._recording.calls.pop(part, None)  # or the recording would keep the replaced weights alive
+                self._recording.calls.pop(part, None)  # otherwise the recording would keep the replaced weights alive
 
     def whole(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Returns the replacement of a model whose parts are rewritten, or the model itself if there is none."""
+        """Returns the replacement of a model with rewritten parts, or the model itself if there is none."""
         return self._found(model, self._models, self._as_it_is) or model
 
     def _as_it_is(self, module: torch.nn.Module) -> RecordedCall | None:

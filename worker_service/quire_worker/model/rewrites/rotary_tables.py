@@ -1,4 +1,4 @@
-"""Tables of cosines and sines by position. They are computed once, and a forward pass looks up rows.
+"""Tables of cosines and sines by position. The tables are computed once, and a forward pass looks up rows.
 
 The rows are equal, bit by bit, to the results of the model's own module. The module itself is called in every pass if
 its frequencies depend on the length of a sequence, and for positions beyond `POSITIONS_MAX`.
@@ -12,7 +12,7 @@ import torch
 
 POSITIONS_MAX = 1 << 14  # rows of a table; both tables take 16 MiB in float32 with heads of 128
 _POSITIONS_MIN = 1 << 10
-# Rope types of transformers whose frequencies are the same in every pass.
+# Rope types of transformers that have the same frequencies in every pass.
 STEADY = {"default", "linear", "llama3", "yarn"}
 
 
@@ -38,10 +38,10 @@ class Turns(NamedTuple):
 
 
 class RotaryTables:
-    """The tables of one rotary embedding. They grow to the largest position so far."""
+    """The tables of one rotary embedding. The tables grow to the largest position so far."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Takes a rotary module of transformers. If its `forward` was replaced, it is called in every pass."""
+        """Takes a rotary module of transformers. If the module's `forward` was replaced, it is called in every pass."""
         is_steady = getattr(module, "rope_type", None) in STEADY and "forward" not in vars(module)
         self._module = module
         self._row_count_max = POSITIONS_MAX if is_steady else 0

@@ -18,14 +18,14 @@ from quire_worker.model.transformers_seam import Step
 
 
 class TextModel(torch.nn.Module):
-    """Computes head(decoder(tokens)), only for the tokens whose logits are wanted."""
+    """Computes head(decoder(tokens)), only for the tokens that need logits."""
 
     def __init__(self, model: Decoder, lm_head: Linear | torch.nn.Linear, config: Any) -> None:
         super().__init__()
         self.model = model
         self.lm_head = lm_head
         self.config = config
-        self._decoder, self._head = model, lm_head  # plain attributes, without torch's slow look-up of children
+        self._decoder, self._head = model, lm_head  # plain attributes, because torch looks up submodules slowly
 
     def forward(
         self,
@@ -40,7 +40,7 @@ class TextModel(torch.nn.Module):
         Args:
             input_ids: int64 `[1, tokens]`.
             position_ids: int64 `[1, tokens]`.
-            logits_to_keep: int64, indices of the tokens whose logits are wanted.
+            logits_to_keep: int64, indices of the tokens that need logits.
             quire_step: the forward pass.
         """
         hidden = self._decoder.hidden_states(input_ids, position_ids, quire_step, logits_to_keep)

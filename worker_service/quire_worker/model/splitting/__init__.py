@@ -7,7 +7,7 @@
 A split module is wrapped: the wrapper adds up the ranks' results (`Summed`). Inside, it is an ordinary module of
 transformers with fewer heads or a narrower middle, so kernels can replace it like any other module.
 
-transformers can split models, too, through tensors that know their placement (DTensor). It is not used here, because
-the number of ranks must divide the KV heads, several families keep whole attention, it needs another package, and it
-differs between the supported versions (docs/decisions/0027-ranks.md).
+transformers can split models, too, through tensors that know their placement (DTensor). transformers' plan is not used
+here, because the number of ranks must divide the KV heads, several families keep whole attention, it needs another
+package, and it differs between the supported versions (docs/decisions/0027-ranks.md).
 """

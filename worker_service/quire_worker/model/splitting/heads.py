@@ -24,7 +24,7 @@ class Heads(NamedTuple):
 
     Attributes:
         query: its query heads.
-        kv: its KV heads, in the order in which its query heads read them; a head may occur twice.
+        kv: its KV heads, in the order of its query heads; a head may occur twice.
     """
 
     query: range
@@ -41,7 +41,7 @@ def heads_of_rank(query_heads: int, kv_heads: int, *, rank: int, size: int) -> H
         size: number of ranks.
 
     Raises:
-        ValueError: `query_heads` is not such a multiple.
+        ValueError: `query_heads` is not a multiple of both.
     """
     if query_heads % size or query_heads % kv_heads:
         raise ValueError(

@@ -53,7 +53,7 @@ class Split:
 
 
 def is_plain(module: object) -> TypeGuard[torch.nn.Linear]:
-    """Returns whether a module is a linear layer whose weight can be cut. A quantised layer cannot be."""
+    """Returns whether a module is a linear layer with a weight that can be cut. A quantised layer cannot be."""
     return (
         type(module) is torch.nn.Linear
         and type(module.weight) is torch.nn.Parameter

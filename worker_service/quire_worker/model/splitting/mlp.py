@@ -1,8 +1,8 @@
-"""Splitting of MLPs by their intermediate elements, those of experts included.
+"""Splits MLPs, including those of experts, by their intermediate elements.
 
 An MLP is recognized by its shapes: one linear layer down to the hidden size, and one or two up from it. The outputs of
 a single layer up may be gate and values packed together, in halves or alternating. The same shapes can be read in
-several ways. Each is tried on random numbers, and the first one with the result of the whole module is taken
+several ways. Each split is tried on random numbers. The first split that gives the result of the whole module is used
 (`splitter._agrees`).
 """
 

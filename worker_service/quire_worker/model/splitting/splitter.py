@@ -16,8 +16,8 @@ from quire_worker.model.splitting.linear_parts import Split, Summed
 from quire_worker.model.splitting.mlp import expert_splits, mlp_splits
 from quire_worker.ranks.crew import Crew
 
-# Largest difference between the sum of the parts and the whole: norm of the difference over norm of the whole. Sums in
-# another order stay below it; a gate mistaken for a value is far above.
+# Largest allowed difference between the sum of the parts and the whole: norm of the difference over norm of the whole.
+# Differences from another order of sums stay below it; a gate mistaken for a value is far above.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 _TRIAL_TOKENS = 4
@@ -59,13 +59,13 @@ def split_over_ranks(module: Any, crew: Crew) -> Counter[str]:
 def _split(module: torch.nn.Module, name: str, hidden_size: int, crew: Crew) -> str | None:
     """Splits one module if its kind is known, and returns the kind; else None.
 
-    Attention is recognized by names only. It is checked later, with the whole model, because it needs pages.
+    Attention is recognized by names only. Attention is checked later, with the whole model, because it needs pages.
     """
     attention = split_attention(module, crew)
     if attention is not None:
         attention.apply(module)
         return "attention"
-    # A module whose name is a number is one expert of several. Which experts run depends on the tokens, so the number
+    # A module with a number as its name is one of several experts. The tokens decide which experts run, so the number
     # of sums would differ from pass to pass.
     if not name.isdigit() and _take_first(module, mlp_splits(module, hidden_size, crew), hidden_size, crew):
         return "mlp"
@@ -75,7 +75,9 @@ def _split(module: torch.nn.Module, name: str, hidden_size: int, crew: Crew) -> 
 
 
 def _take_first(module: torch.nn.Module, splits: Iterator[Split], hidden_size: int, crew: Crew) -> bool:
-    """Applies the first split whose parts add up to the result of the whole module; returns False if none does."""
+    """Applies the first split with parts that add up to the result of the whole module; returns False if there is
+    none.
+    """
     first = next(splits, None)
     if first is None:
         return False

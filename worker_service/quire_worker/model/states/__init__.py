@@ -1,1 +1,1 @@
-"""Recurrent layers on pages: the cache that they see, and the cutting of a flat batch into sequences for them."""
+"""Recurrent layers on pages: their view of the cache, and the cutting of a flat batch into sequences for them."""

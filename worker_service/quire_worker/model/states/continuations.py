@@ -1,14 +1,14 @@
 """Corrections for mixers that continue from a state differently than they compute a whole prompt in one call.
 
-The scan of Jamba's mixer always begins with zeros, whatever its cache holds, and so do its kernels. That is right for a
-whole prompt in one call. For a prompt in chunks it loses everything before the last chunk.
+The scan of Jamba's mixer and its kernels always begin with zeros, and ignore the cache. Zeros are right for a whole
+prompt in one call. For a prompt in chunks it loses everything before the last chunk.
 
-Mixers of Mamba 2 keep time steps within limits (Nemotron-H: at least `time_step_min`), but not for a single token that
-follows a state, because they assume that it was generated. That is wrong for the last token of a prompt if it is
-computed alone, because the rest was found in the cache.
+Mixers of Mamba 2 keep time steps within limits (Nemotron-H: at least `time_step_min`), but not for a single token after
+a state, because they assume that this token was generated. This is wrong if the last token of a prompt is computed
+alone, because the rest was found in the cache.
 
 MiniMax stores its rates of decay in buffers, and a checkpoint rounds them to its dtype. With rounded rates, one call
-for all tokens and single tokens in turn give different results.
+for all tokens gives other results than one call per token.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def within_limits(mixer: Any, inner: Callable[..., Any], *arguments: Any, **keyw
         for bound in map(float, mixer.time_step_limit)
     ]
 
-    factors = getattr(mixer, "mup_vector", None)  # Falcon-H1 multiplies the projected elements by these
+    factors = getattr(mixer, "mup_vector", None)  # Falcon-H1 multiplies the projected elements by these factors
     scale = 1.0 if factors is None else factors.flatten()[-mixer.num_heads :]
 
     def limit(_module: Any, _given: Any, projected: torch.Tensor) -> torch.Tensor:
@@ -105,5 +105,5 @@ def renew_decays(mixer: Any) -> None:
         buffer.copy_(value.to(buffer.dtype))
 
 
-# Functions that compute several tokens from a state, by the mixer's class name.
+# Functions that compute several tokens from a state, by the class name of the mixer.
 CONTINUATIONS: Mapping[str, Callable[..., torch.Tensor]] = {"JambaMambaMixer": jamba}

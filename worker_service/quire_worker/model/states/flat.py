@@ -1,14 +1,13 @@
 """Mixers of Mamba 2 on a CPU that has kernels: one call computes a whole flat batch.
 
-Bamba, Falcon-H1, Granite 4 and Nemotron-H have the same forward. It stays transformers' own, but two names that it
-calls are replaced: `causal_conv1d_fn` and `mamba2_chunk_scan`. (transformers would load kernels from a hub for them.)
-The forward sees all tokens of the pass as one sequence without a state. The two functions know where each sequence
-begins, and which state it continues from.
+Bamba, Falcon-H1, Granite 4 and Nemotron-H have the same forward. The mixer's code stays transformers' own, but two
+functions that it calls are replaced: `causal_conv1d_fn` and `mamba2_chunk_scan`. (transformers would load kernels from
+a hub for them.) The forward sees all tokens of the pass as one sequence without a state. The two functions know where
+each sequence begins, and which state it continues from.
 
         in_proj | convolution: from each sequence's last inputs | scan: from each sequence's state | norm | out_proj
 
-Like in `generate`, a mixer's limits apply to the time steps of tokens that requests began with, and not to those of
-generated tokens.
+Like in `generate`, a mixer's limits apply to the time steps of prompt tokens, and not of generated tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Flat(NamedTuple):
     """Description of a flat batch's tokens, on the host."""
 
     starts: torch.Tensor  # int64 [chunks + 1], index of each chunk's first token
-    has_limits: torch.Tensor  # bool [tokens], whether limits apply: the request began with the token
+    has_limits: torch.Tensor  # bool [tokens], whether limits apply to a token: only if the request began with it
 
 
 class FlatStates(Protocol):
@@ -61,7 +60,7 @@ def flat_of(batch: ForwardBatch) -> Flat:
     starts = torch.cat([ends.new_zeros(1), ends])
     place = torch.arange(int(ends[-1])) - torch.repeat_interleave(starts[:-1] - start, length)
     of_prompt = place < torch.repeat_interleave(begun_with, length)
-    untold = (begun_with == 0) & ((start == 0) | (length > 1))  # the check at load, whose tokens are all prompt
+    untold = (begun_with == 0) & ((start == 0) | (length > 1))  # the check at load has only prompt tokens
     return Flat(starts, of_prompt | torch.repeat_interleave(untold, length))
 
 

@@ -26,7 +26,7 @@ _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
 class CacheView:
-    """The cache that a model sees outside of mixers. It gives no states.
+    """The cache that a model sees outside of mixers. This cache has no states.
 
     Attributes:
         states: states of the pass; None if the model has none.
@@ -152,7 +152,7 @@ def _take(value: Any, segment: StateSegment, view: SegmentView) -> Any:
 def _joined(segments: list[StateSegment], results: list[Any]) -> Any:
     """Joins the segments' results, `[sequences, tokens, hidden]`, in the flat batch's order: `[1, all tokens, hidden]`.
 
-    If a mixer returns a tuple, its further items are states. They become None, because no caller reads them.
+    If a mixer returns a tuple, its further items are states. The states become None, because no caller reads them.
     """
     firsts = [result[0] if isinstance(result, tuple) else result for result in results]
     token_count = sum(first.shape[0] * first.shape[1] for first in firsts)

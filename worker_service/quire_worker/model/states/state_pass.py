@@ -1,7 +1,7 @@
 """The states of one forward pass: the tokens that go through a mixer together, and their states.
 
 Most recurrent layers cannot take a flat batch, because they would continue from one sequence into the next (`flat` has
-the exceptions). So a pass is cut into segments. Each goes through a mixer as its own batch:
+the exceptions). So a pass is cut into segments. Each segment goes through a mixer as its own batch:
 
     chunks      A: 3 tokens from position 0     B: 1 token at 40     C: 1 token at 16     D: 2 tokens from 8
     segments    B and C as [2, 1, hidden]; A as [1, 3, hidden], which has no state before it; D as [1, 2, hidden]
@@ -35,7 +35,7 @@ class StateSegment(NamedTuple):
             token of several chunks.
         chunks: int64 `[sequences]`, the chunks' numbers.
         is_begun: whether their sequences have earlier tokens.
-        is_prompt: True if requests began with these tokens, False if they were generated.
+        is_prompt: True if these tokens belong to prompts, False if they were generated.
     """
 
     tokens: slice | torch.Tensor
@@ -126,7 +126,7 @@ class StatePass:
 
 
 class StateProbe:
-    """The states of a model's first pass. It records which tensors each layer stores."""
+    """The states of a model's first pass. The object records which tensors each layer stores."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         """Begins the pass. All chunks of the batch must begin a sequence."""

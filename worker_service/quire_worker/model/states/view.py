@@ -46,7 +46,7 @@ class SegmentView:
     """
 
     def __init__(self, states: States, segment: StateSegment) -> None:
-        """Takes the segment; states are read when the mixer asks for them."""
+        """Takes the segment. A state is read when the mixer asks for it."""
         self._states = states
         self._segment = segment
         self._tensors: dict[tuple[int, StateKey], torch.Tensor] = {}
@@ -61,7 +61,7 @@ class SegmentView:
         )
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Returns the last inputs of a convolution, `[sequences, channels, columns]`; None if there are none."""
+        """Returns the last inputs of a convolution, `[sequences, channels, columns]`; None if the sequence has none."""
         return self._get(layer_idx, StateKey("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:

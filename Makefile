@@ -78,10 +78,11 @@ test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled c
 # the newest that fit beside those. All extras but `dev` are covered. Out is vLLM's engine, which no extra installs: one
 # release of it is tested, and `make test-vllm` does that. `gpu` runs in Triton's interpreter; `make test-gpu` needs a GPU.
 LOWEST := build/lowest
-LOWEST_EXTRAS := all gpu quantised vllm docs
+LOWEST_EXTRAS := all gpu quantised kv-events vllm docs
 LOWEST_TESTS := tests/allocator/service/test_service.py tests/client/test_cli.py tests/client/test_metrics_server.py \
 	tests/security/test_certs.py tests/gateway/test_gate.py tests/gateway/test_texts.py tests/worker/test_conversations.py \
-	tests/worker/test_structures.py tests/worker/test_quantised.py tests/worker/kernels/test_decode_paged.py
+	tests/worker/test_structures.py tests/worker/test_quantised.py tests/worker/test_kv_events.py \
+	tests/worker/kernels/test_decode_paged.py
 comma := ,
 space := $(subst ,, )
 test-lowest: ## run tests of each part on the lowest versions that pyproject.toml allows; 5 minutes or more, most of them pip's: CI has a job for it

@@ -117,6 +117,12 @@ COURSE: Final = Row(
             [(f"quire_worker_block_reports_total{{{WORKER}}}", "{{instance}}")],
         ),
         Plot(
+            "KV events for routers",
+            "Events a second that workers published, and what they could not publish.",
+            "ops",
+            [(f"sum by (outcome) (rate(quire_worker_kv_events_total{{{WORKER}}}{RATE}))", "{{outcome}}")],
+        ),
+        Plot(
             "Pools and sessions",
             "Pools attached, sessions by kind of owner, and pools that cannot be attached for now.",
             "short",

@@ -34,6 +34,7 @@ class WorkerTelemetry:
         self.drafted_token_count = 0  # draft tokens computed after a sample's last token
         self.accepted_token_count = 0  # drafted tokens that are equal to the sampled ones
         self.held_block_count = 0  # as of the last answered step
+        self.kv_events: Counter[str] = Counter()  # see `kv_events.publisher`
         self.held_block_count_max = 0
         self.table_entry_count_max = 0
         self.allocator_wait_s = 0.0

@@ -16,6 +16,7 @@ from quire.session.lookahead import AHEAD_TOKENS
 
 from quire_worker.kv_options import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.model.checkpoint import attention_chunk_of
+from quire_worker.process.kv_event_options import add_kv_events
 from quire_worker.process.option_values import memory_bytes, model_name, named_folder
 from quire_worker.process.pool_policy import add_policy
 from quire_worker.scheduling.output import STREAM_INTERVAL_S
@@ -135,9 +136,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--threads", type=int, default=1, help="CPU threads of the model, per rank (default: %(default)s)"
     )
-    _add_speculation(parser)
-    _add_adapters(parser)
-    _add_ranks(parser)
+    for add in (_add_speculation, _add_adapters, _add_ranks, add_kv_events):
+        add(parser)
     parser.add_renamed("--cuda-graph-batch-max", "--max-cuda-graph-batch")
     for name, theirs in VLLM_NAMES.items():
         parser.add_argument(*theirs, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -226,8 +226,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         given = options.stream_interval_ms
         parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}, not {given}")
     if not 0 < options.gpu_memory_utilization <= 1:
-        given = options.gpu_memory_utilization
-        parser.error(f"--gpu-memory-utilization must be above 0 and at most 1, not {given:g}")
+        parser.error(f"--gpu-memory-utilization must be above 0 and at most 1, not {options.gpu_memory_utilization:g}")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
         most = BLOCKS_PER_STEP_MAX * options.block_size
         parser.error(

@@ -19,6 +19,7 @@ from quire.tls import tls_of
 from quire_worker.host_memory import host_bytes, size
 from quire_worker.model.checkpoint import ModelError, check_folder
 from quire_worker.model.headers import read_headers
+from quire_worker.process.kv_event_options import check_kv_events
 
 __all__ = ["ModelError", "check", "check_budget", "check_files", "check_memory", "check_model"]
 
@@ -35,6 +36,7 @@ def check(options: argparse.Namespace) -> None:
     check_files(options)
     canonical(options.allocator)
     check_options(options)
+    check_kv_events(options)
     to_allocator = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
     if to_allocator is not None:
         to_allocator.channel_credentials()  # reads the files

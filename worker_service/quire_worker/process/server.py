@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import torch
@@ -46,6 +46,7 @@ from quire_worker.model.proposals import read_sampling_defaults
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.process import preflight
 from quire_worker.process.chat_template import read_chat_template
+from quire_worker.process.kv_event_options import kv_events_of
 from quire_worker.process.options import parse_arguments
 from quire_worker.process.start_log import log_waits, progress_of
 from quire_worker.process.tensor_parallel import RankPart, follow_rank_0, lead, unless_lost
@@ -60,6 +61,9 @@ from quire_worker.service import WorkerService
 from quire_worker.speculation.drafter import Drafter
 from quire_worker.speculation.drafting import drafting_of, load_draft_model
 from quire_worker.telemetry import WorkerTelemetry
+
+if TYPE_CHECKING:
+    from quire_worker.kv_events.pool_follower import Follower  # its packages are an extra
 
 log = structlog.get_logger()
 
@@ -281,6 +285,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     loaded = await unless_lost(partial(load, options, ranks), lost)
     session = allocator.session(options.pool, spec_of(options, loaded.model, loaded.cache), on_wait=log_waits())
     engine = build_engine(options, loaded, session)
+    events = kv_events_of(options, engine, allocator)
     service = WorkerService(
         engine,
         pool=options.pool,
@@ -298,7 +303,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await server.start(WorkerCollector(engine, beside))
     warming = asyncio.create_task(service.warm())
     collect_garbage_rarely()
-    running = asyncio.create_task(_run(engine, server))
+    running = asyncio.create_task(_run(engine, server, events))
     stopping = asyncio.create_task(stop.wait())
 
     await asyncio.wait((running, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -319,6 +324,8 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     warming.cancel()
     service.close()
     await server.stop()  # By now every call has ended, or is getting its error.
+    if events is not None:
+        await events.close()
     session.on_change = lambda _connected: None  # The end of the session is not worth a log line.
     await session.close()
     await allocator.close()
@@ -333,9 +340,11 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         await running  # Raises the error that ended the loop. Only a cancellation is suppressed.
 
 
-async def _run(engine: Engine, server: Server) -> None:
+async def _run(engine: Engine, server: Server, events: Follower | None) -> None:
     """Runs the engine, and lets health follow the session. Without an allocator, new requests should go elsewhere."""
     await engine.session.open()
+    if events is not None:
+        events.start()
     await server.announce()
     changes = set[asyncio.Task[None]]()
 

@@ -36,6 +36,7 @@ METRIC_NAMES = frozenset(
         "quire_worker_forward_seconds_total",
         "quire_worker_blocks",
         "quire_worker_kv_bytes",
+        "quire_worker_kv_events_total",
         "quire_worker_log_lines_dropped_total",
     }
 )
@@ -103,6 +104,15 @@ class WorkerCollector(Collector):
         speculation.add_metric(["drafted"], numbers.drafted_token_count)
         speculation.add_metric(["accepted"], numbers.accepted_token_count)
         yield speculation
+        events = CounterMetricFamily(
+            "quire_worker_kv_events",
+            "KV events published, items dropped because the publisher was behind, and stored blocks that could not be "
+            "published.",
+            labels=["outcome"],
+        )
+        for outcome in ("published", "dropped", "unknown"):
+            events.add_metric([outcome], numbers.kv_events[outcome])
+        yield events
         roster = self._engine.scheduler.roster
         preemptions = CounterMetricFamily(
             "quire_worker_preemptions", "Preempted samples, by how they resume.", labels=["kind"]

@@ -101,7 +101,7 @@ class Reception:
         root = root_of(self._model, self._layout, namespace, adapter, cache_salt)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
         request.rotation, request.priority, request.adapter = self._model.rotation, priority, adapter
-        request.trace.carried = carried()
+        request.trace.carried, request.cache_salt = carried(), cache_salt
         if time_left_s is not None:
             request.deadline_s = request.arrived_s + time_left_s
         if self._is_hopeless(request, request.arrived_s):

@@ -69,6 +69,7 @@ class Request:
         root: the digest that the prompt's chain starts from.
         rotation: how the rotation of its keys depends on its length; None if it does not.
         adapter: LoRA adapter of the request; None for the plain model.
+        cache_salt: within the namespace, prefixes are shared only among requests of equal salt.
         output: the output for its caller.
         priority: the caller's priority within its namespace; see `order.py`.
         deadline_s: when its caller stops waiting, by the clock of `arrived_s`.
@@ -90,6 +91,7 @@ class Request:
     output: Output = field(default_factory=Output)
     rotation: Rotation | None = None
     adapter: Adapter | None = None
+    cache_salt: str = ""
     first_token_s: float | None = None
     admitted: bool = False
     admitted_s: float | None = None

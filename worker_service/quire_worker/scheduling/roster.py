@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quire.protocol.outcomes import Copy
 from quire.session.lookahead import Increment, give_back
@@ -42,6 +42,7 @@ class Roster:
         recomputed_token_count: number of tokens that were computed again after preemptions.
         backfilled_count: how many times a sample passed a head.
         yield_count: how many times a backfilled sample was preempted in favor of others, in the same step.
+        on_filled: called with a sample and the range of its blocks that are full and about to be committed.
         noted: requests whose blocks were already counted since the last pass, because one of their samples ended.
         preempted: requests with preempted samples; `Reception.note_admitted` clears the list.
     """
@@ -69,10 +70,8 @@ class Roster:
         self.pace = Pace()
         self.swap = SwapSpace(swap_slot_count if can_swap(self.has_states, windows) else 0, self.pace)
         self.moves: list[Copy | SwapOut] = []
-        self.preemption_count = 0
-        self.recomputed_token_count = 0
-        self.backfilled_count = 0
-        self.yield_count = 0
+        self.on_filled: Callable[[Sample, int, int], None] = lambda _sample, _first, _end: None
+        self.preemption_count = self.recomputed_token_count = self.backfilled_count = self.yield_count = 0
         self.preempted: list[Request] = []
         self.noted: set[Request] = set()
 
@@ -316,6 +315,7 @@ class Roster:
             first, end = sample.committed // self.block_size, sample.computed // self.block_size
             if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
                 filled[sample] = sample.digests(self.block_size, first, end)
+                self.on_filled(sample, first, end)
                 sample.committed = sample.computed
         return filled
 

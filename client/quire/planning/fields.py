@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from quire.errors import UsageError
-
 # Field names under which a multimodal model keeps its language model's configuration.
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
 
@@ -57,7 +55,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 NONE_MEANS_NONE: Final = {"sliding_window", "attention_chunk_size"}
 
 
-class ConfigError(UsageError, ValueError):
+class ConfigError(ValueError):
     """A configuration lacks a field, or has one that cannot be understood. The message names the field."""
 
 

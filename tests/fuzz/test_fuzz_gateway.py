@@ -77,7 +77,7 @@ async def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch
     PLANTED[name](monkeypatch)
     monkeypatch.setattr(gateway, "LIMIT_S", 0.5)
     with pytest.raises((ViolationError, asyncio.TimeoutError)):
-        await run_connections(400)
+        await run_connections(3_200)
 
 
 async def test_a_defect_is_told_in_the_form_of_every_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,23 +80,25 @@ class Publisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         try:
-            self._pub, self.address = self._bound(zmq.PUB, address, "--kv-events")
+            self._pub, self.address = self._bound(zmq.PUB, address)
             self._replay, self.replay_address = None, ""
             if replay_address is not None:
-                self._replay, self.replay_address = self._bound(zmq.ROUTER, replay_address, "--kv-events-replay")
+                self._replay, self.replay_address = self._bound(zmq.ROUTER, replay_address)
         except UsageError:
             self._context.destroy(linger=0)
             raise
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
-    def _bound(self, kind: int, address: str, option: str) -> tuple[zmq.Socket[bytes], str]:
+    def _bound(self, kind: int, address: str) -> tuple[zmq.Socket[bytes], str]:
         socket = self._context.socket(kind)
         socket.set(zmq.IPV6, int("[" in address))
         socket.set(zmq.SNDHWM, SEND_MAX)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            raise UsageError(f"{option} {address}: cannot listen: {error.strerror}") from None
+            raise UsageError(
+                f"--kv-events or --kv-events-replay: cannot listen at {address}: {error.strerror}"
+            ) from None
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property

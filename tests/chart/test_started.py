@@ -122,7 +122,7 @@ def test_allocator_worker_and_gateway_serve_as_the_chart_starts_them(
             assert time.monotonic() < deadline, (tmp_path / "gateway.log").read_text()
         request = urllib.request.Request(
             f"{here}/v1/completions",
-            json.dumps({"model": "demo", "prompt": "The for statement", "max_tokens": 8}).encode(),
+            json.dumps({"model": "demo", "prompt": "The for statement", "max_tokens": 8, "ignore_eos": True}).encode(),
             {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:

@@ -141,7 +141,7 @@ class Masking:
         if not self.custom_mask.is_contiguous():
             raise ValueError("custom_mask must be contiguous")
         if self.mask_indptr is None or self.mask_indptr.dtype != torch.int64:
-            raise ValueError("with custom_mask, mask_indptr must be an int64 tensor")
+            raise ValueError("mask_indptr must be an int64 tensor where there is a custom_mask")
 
     @property
     def kind(self) -> int:

@@ -1,7 +1,7 @@
 # Every image of Quire, one target each. Build from the root of the repository, for example:
 #   docker build --target allocator -t quire-allocator .
 # Targets: allocator, gateway, client (the command `quire`), worker (for CPUs), worker-gpu (for NVIDIA's GPUs), and
-# vllm (its engine for CPUs on Quire's blocks).
+# vllm (its engine for CPUs on Quire's blocks). Without a target, Docker builds the last one.
 
 # This digest covers every architecture. A build that uses another registry, or none, names another image.
 ARG QUIRE_PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d

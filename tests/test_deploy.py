@@ -235,6 +235,10 @@ def test_no_service_keeps_a_capability_or_can_write_to_its_image(compose: dict[s
         assert service["security_opt"] == ["no-new-privileges:true"], name
 
 
+def test_a_build_without_a_target_makes_an_image() -> None:
+    assert list(image_stages())[-1] in image_targets()
+
+
 @pytest.mark.parametrize("name", sorted(image_targets()))
 def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell(name: str) -> None:
     stage = image_targets()[name].splitlines()

@@ -17,6 +17,8 @@ from quire.errors import UsageError
 from quire.events import BlocksRemoved, BlocksStored, IndexCleared, SnapshotEnd
 from quire.hashing import DigestChain
 from quire.types import GroupKind, GroupSpec
+from quire.v1 import worker_pb2 as pb
+from quire_worker.calls.checks import wish_of
 from quire_worker.kv_events.pool_follower import Follower, index_of
 from quire_worker.kv_events.published_index import Filled, Index
 from quire_worker.kv_events.publisher import Publisher
@@ -210,6 +212,23 @@ async def test_generated_tokens_namespaces_and_salts_are_published_too() -> None
         whole = tokens + list(output.tokens[0])
         await until(subscriber, lambda: reader.prompts() == prefixes(whole[:69]))
         assert [block.extra_keys for block in reader.blocks.values()] == [("tenant",), None, None, None]
+
+
+async def test_tokens_of_a_request_that_is_not_stored_are_not_published() -> None:
+    async with running(DEMO) as harness, published(harness) as (_, subscriber):
+        reader = subscriber.reader
+        shown, secret = prompt(48, seed=1), prompt(48, seed=2)
+        await harness.generate(shown, max_tokens=1)
+        request = harness.submit(shown + secret, max_tokens=20, ignore_eos=True)
+        request.wish = wish_of(pb.CachePolicy(no_store=True))
+        await harness.collect(request)
+        last = prompt(48, seed=3)
+        await harness.generate(last, max_tokens=1)
+        await until(subscriber, lambda: prefixes(last) <= reader.prompts())
+        events = [event for message in subscriber.messages for event in message.events]
+        told = [token for event in events for token in event.get("token_ids", [])]
+        assert told == shown + last
+        assert reader.prompts() == prefixes(shown) | prefixes(last)
 
 
 async def test_a_dropped_cache_is_removed_and_the_same_prompt_is_stored_again() -> None:

@@ -49,8 +49,11 @@ class Follower:
         self._watching = asyncio.create_task(self._watch())
 
     def note(self, sample: Sample, first: int, end: int) -> None:
-        """Notes the tokens of the full blocks `[first, end)` of a sample that are about to be committed."""
-        if first == end:
+        """Notes the tokens of the full blocks `[first, end)` of a sample that are about to be committed. Blocks that a
+        request hides from others are left out."""
+        if sample.hidden_from is not None:
+            end = min(end, sample.hidden_from)
+        if first >= end:
             return
         size, request = self._roster.block_size, sample.request
         adapter = request.adapter

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Awaitable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import structlog
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()
+
+
+class _Answers(NamedTuple):
+    """The answers to one message, and what counts the step that it applied."""
+
+    encoded: list[bytes]
+    observe: Callable[[], None] | None
 
 
 @contextlib.contextmanager
@@ -82,10 +89,12 @@ class SessionStream:
                 f"one caller may have at most {places.each_max} streams, fewer if others have many: close one, or wait"
             )
             require(is_placed, text, "LIMIT")
-            await self._answer(await self._read_first())
+            await self._send(self._apply(await self._read_first()))
             while machine.phase is not Phase.DETACHED and (message := await self._read()) is not None:
-                await self._answer(message)
-                del message  # its memory, while the next message is awaited
+                answers = self._apply(message)
+                del message  # its memory, while the owner takes the answers
+                await self._send(answers)
+                del answers  # theirs, while the next message is awaited
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
             code = error.code.name
@@ -101,7 +110,10 @@ class SessionStream:
                 places.leave(self._caller)
             self._service.counters.count_rpc("Session", code)
 
-    async def _answer(self, message: bytes | None) -> None:
+    def _apply(self, message: bytes | None) -> _Answers:
+        """Lets the machine answer a message. No part of the message outlives the call unless a session keeps it: many
+        streams may wait for their owners at once.
+        """
         machine = self._machine
         try:
             request = packed.SessionRequest.FromString(message or b"")
@@ -114,24 +126,30 @@ class SessionStream:
         else:
             replies = machine.receive(request, now)
         seconds = time.perf_counter() - started
-        applied, owner, counted = machine.applied, machine.owner, None
-        if applied is not None and owner is not None:  # looked up now, because the pool may be dropped after the write
-            counted = self._service.counters.of(owner.name), owner.pool
-        answers = [reply.SerializeToString() for reply in replies]
-        if applied is not None and owner is not None:
-            size = len(message or b"") + len(answers[0])
-            self._service.sessions.kept_bytes.count(owner, request.step.number, size)
+        encoded = [reply.SerializeToString() for reply in replies]
+        applied, owner = machine.applied, machine.owner
+        if applied is None or owner is None:
+            return _Answers(encoded, None)
+        machine.applied = None
+        self._service.sessions.kept_bytes.count(owner, request.step.number, len(message or b"") + len(encoded[0]))
+        numbers, pool = self._service.counters.of(owner.name), owner.pool  # now: the pool may be dropped later
+
+        def observe() -> None:
+            numbers.observe_step(pool, applied, replies[0].step_reply, seconds)
+            numbers.observe_blocks(pool, applied, replies[0].step_reply, now)
+
+        return _Answers(encoded, observe)
+
+    async def _send(self, answers: _Answers) -> None:
+        machine = self._machine
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:
-            for answer in answers:
+            for answer in answers.encoded:
                 await self._write(answer)
         finally:  # counted after the write, because the owner waits for the write; also if it fails
-            if applied is not None and counted is not None:
-                numbers, pool = counted
-                numbers.observe_step(pool, applied, replies[0].step_reply, seconds)
-                numbers.observe_blocks(pool, applied, replies[0].step_reply, now)
-                machine.applied = None
+            if answers.observe is not None:
+                answers.observe()
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
 

@@ -303,11 +303,12 @@ async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allo
         frees = pb.FreePhase(sequences=[number - 1] if number > 1 else [])
         step = pb.Step(session_id=deaf.session_id, number=number, frees=frees, grows=grows((number, 390_000, b"")))
         await deaf.send(pb.SessionRequest(step=step))
-    (machine,), written, since_s = allocator.service.sessions.streams, None, 0.0
+    (machine,), written, since_s = allocator.service.sessions.streams, 1, 0.0
     async with asyncio.timeout(10 * SILENCE_S):
-        while written is None or time.monotonic() - since_s < 0.5:  # until gRPC buffers no more, and an answer waits
-            if written is not machine.applied:
-                written, since_s = machine.applied, time.monotonic()
+        while written == 1 or time.monotonic() - since_s < 0.5:  # until gRPC buffers no more, and an answer waits
+            assert machine.owner is not None
+            if written != machine.owner.steps.next_step:
+                written, since_s = machine.owner.steps.next_step, time.monotonic()
             await asyncio.sleep(0)
     successor, begun_s = StreamOwner(allocator), time.monotonic()
     await successor.attach(epoch=2, spec=spec(**size))

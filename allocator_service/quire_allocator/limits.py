@@ -12,13 +12,15 @@ from quire.protocol.limits import MESSAGE_BYTES_MAX
 STEP_BYTES_MAX: Final = 1 << 20
 ANSWER_BYTES_MAX: Final = MESSAGE_BYTES_MAX - (64 << 10)  # for the arrays in a reply; 64 KiB are left for their frame
 OPERATIONS_PER_STEP_MAX: Final = 16_384
-SEQUENCES_MAX: Final = 65_536  # live sequences, per pool
+SEQUENCES_MAX: Final = 65_536  # live sequences, per pool; one without blocks of its own takes 532 bytes
+SEQUENCES_OF_CALLER_MAX: Final = 131_072  # live sequences in all pools of one caller
+SEQUENCES_UNSHARED: Final = 512  # each pool may have this many, whatever its caller's other pools have
 LAST_STEP_MAX: Final = 1 << 62  # the last step of a report; leaves room above it for every later step
 WINDOW_MAX: Final = 8  # unanswered steps, and kept replies, per session
 REPORT_BLOCK_BYTES_MAX: Final = 256  # for a freed block alone in its prefix and namespace; 56 in a long prefix
 REPORT_SEQUENCE_BYTES_MAX: Final = 384  # for a sequence without its tables
 REPORT_TABLE_BYTES_MAX: Final = 8  # for a table without its entries
-REPORT_SHARED_ENTRIES_MAX: Final = 1 << 26  # table entries beyond one for each block of the pool; 4 bytes each
+REPORT_SHARED_ENTRIES_MAX: Final = 1 << 24  # table entries beyond one for each block of the pool; 4 bytes each
 REPORTS_MAX: Final = 4  # reports staged at a time in all pools, half of them by one caller; empty ones do not count
 REPORT_PAUSE_S: Final = 10.0  # longest pause between two chunks of a staged report
 CHANGES_PER_CHECK: Final = 64  # changes of a pool between two checks of its counts

@@ -28,7 +28,9 @@ from quire_allocator.session.lease_watch import LeaseWatch
 log = structlog.get_logger()
 
 LEASE_CHECK_S = 0.5
-BLOCKS_DEFAULT = 1 << 22  # blocks of all pools of one caller: the pool of a GPU of 141 GB for a model of 2 KiB per token
+BLOCKS_DEFAULT = (
+    1 << 22
+)  # blocks of all pools of one caller: the pool of a GPU of 141 GB for a model of 2 KiB per token
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -2,7 +2,8 @@
 
 A change reverses a comparison, swaps two operators, adds one to a number, negates a condition, or removes a statement.
 A seed draws the places from the folders of `AREAS`. Each change is tried in a copy of the repository with the tests of
-its area, until one of them fails. A survivor means that a test is missing, or that the change has no effect.
+its area, until one of them fails. Test files that import the changed module, or have its name, come first. A survivor
+means that a test is missing, or that the change has no effect.
 
     python scripts/mutants.py --count 100 --seed 7
     python scripts/mutants.py --count 100 --seed 7 --part 1/10   a tenth of the same changes, to run the rest later
@@ -27,7 +28,7 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parent.parent
 SOURCES: Final = ("client", "allocator_service", "gateway_service", "worker_service", "integrations/vllm")
 ALLOCATOR_TESTS: Final = ("tests/allocator/core", "tests/allocator/twin", "tests/allocator", "tests/simulation")
-SESSION_TESTS: Final = ("tests/client", "tests/allocator/session", "tests/simulation")
+SESSION_TESTS: Final = ("tests/allocator/session", "tests/simulation", "tests/client")
 WORKER_TESTS: Final = ("tests/worker/test_scheduler.py", "tests/worker/test_order.py", "tests/worker")
 GATEWAY_TESTS: Final = ("tests/gateway", "tests/security")
 # Files to change, and the tests that may notice a change. The tests that notice most per second come first.
@@ -40,6 +41,9 @@ AREAS: Final = {
     "gateway_service/quire_gateway": GATEWAY_TESTS,
 }
 TESTS_S: Final = 1_800.0  # time limit for the tests of one change
+# Ends the whole run at the time limit of a test. A signal would wait for an event loop that never ends.
+HANGS: Final = "--timeout-method=thread"
+NO_TESTS: Final = 5  # how pytest exits if it collects none
 COMPARED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -171,7 +175,50 @@ def copy_repository(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def failure_of(folder: Path, paths: tuple[str, ...]) -> str:
+def modules_of(test: Path) -> frozenset[str]:
+    """Returns the modules that a test file imports. An imported name counts as a module, too, because it may be one."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(test.read_bytes())):
+        if isinstance(node, ast.Import):
+            found.update(name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update((node.module, *(f"{node.module}.{name.name}" for name in node.names)))
+    return frozenset(found)
+
+
+def nearest(changed: str, paths: tuple[str, ...]) -> list[str]:
+    """Returns the test files below some paths that import the changed file's module or have its name.
+
+    Files with the fewest imports come first, because they test the least else.
+    """
+    source = next(source for source in SOURCES if changed.startswith(f"{source}/"))
+    module = ".".join(Path(changed).relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+    words = set(module.rpartition(".")[2].strip("_").split("_"))
+    imports = {}
+    for path in paths:
+        for test in [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"):
+            modules = modules_of(test)
+            if module in modules or words <= set(test.stem.split("_")):
+                imports[str(test.relative_to(ROOT))] = len(modules)
+    return sorted(imports, key=lambda test: (imports[test], test))
+
+
+def runs_of(mutant: Mutant) -> list[list[str]]:
+    """Returns the arguments of each run of pytest that may notice a change. Each test is in one of them.
+
+    There is a run for each path: most changes fail in the first, and collecting the others takes longer than that.
+    """
+    paths = next(tests for area, tests in AREAS.items() if mutant.path.startswith(area))
+    done = nearest(mutant.path, paths)
+    runs = [list(done)] if done else []
+    for path in paths:
+        if path not in done:
+            runs.append([path, *(f"--ignore={each}" for each in done)])
+            done.append(path)
+    return runs
+
+
+def failure_of(folder: Path, runs: list[list[str]]) -> str:
     """Runs tests in a copy of the repository. Returns the first failure, or an empty text if all tests pass.
 
     A run that does not end counts as failed.
@@ -182,18 +229,18 @@ def failure_of(folder: Path, paths: tuple[str, ...]) -> str:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    # One run for each path: most changes fail in the first, and collecting the others takes longer than that.
-    for path in paths:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", path]
+    for tests in runs:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", HANGS, *tests]
         try:
             done = subprocess.run(
                 command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TESTS_S
             )
         except subprocess.TimeoutExpired:
-            return f"{path} did not end"
-        if done.returncode:
+            return f"{tests[0]} did not end"
+        # Without a test, the run has left out the tests of earlier runs, and there were no others.
+        if done.returncode not in (0, NO_TESTS):
             failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0] if failed else f"{path} ended with {done.returncode}"
+            return failed[0] if failed else f"{tests[0]} ended with {done.returncode}"
     return ""
 
 
@@ -201,10 +248,9 @@ def failure_with(mutant: Mutant, folder: Path) -> str:
     """Returns the first failure of the tests of the change's area with it; empty if it survives."""
     file = folder / mutant.path
     data = file.read_bytes()
-    tests = next(tests for area, tests in AREAS.items() if mutant.path.startswith(area))
     try:
         file.write_bytes(data[: mutant.start] + mutant.new.encode() + data[mutant.end :])
-        return failure_of(folder, tests)
+        return failure_of(folder, runs_of(mutant))
     finally:
         file.write_bytes(data)
 

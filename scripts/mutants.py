@@ -15,11 +15,12 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -43,6 +44,7 @@ AREAS: Final = {
 TESTS_S: Final = 1_800.0  # time limit for the tests of one change
 # Ends the whole run at the time limit of a test. A signal would wait for an event loop that never ends.
 HANGS: Final = "--timeout-method=thread"
+FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 NO_TESTS: Final = 5  # how pytest exits if it collects none
 COMPARED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -218,10 +220,10 @@ def runs_of(mutant: Mutant) -> list[list[str]]:
     return runs
 
 
-def failure_of(folder: Path, runs: list[list[str]]) -> str:
-    """Runs tests in a copy of the repository. Returns the first failure, or an empty text if all tests pass.
+def failure_of(folder: Path, tests: Sequence[str]) -> str:
+    """Runs tests in a copy of the repository. Returns the first test that fails, or an empty text if all tests pass.
 
-    A run that does not end counts as failed.
+    If no test is to blame, because the run does not end or ends early, the text says so.
     """
     environment = {
         **os.environ,
@@ -229,28 +231,41 @@ def failure_of(folder: Path, runs: list[list[str]]) -> str:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    for tests in runs:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", HANGS, *tests]
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TESTS_S
-            )
-        except subprocess.TimeoutExpired:
-            return f"{tests[0]} did not end"
-        # Without a test, the run has left out the tests of earlier runs, and there were no others.
-        if done.returncode not in (0, NO_TESTS):
-            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0] if failed else f"{tests[0]} ended with {done.returncode}"
-    return ""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", HANGS, *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TESTS_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"{tests[0]} did not end"
+    if done.returncode in (0, NO_TESTS):  # The run may have left out all its tests, because earlier runs had them.
+        return ""
+    failed = FAILED.search(done.stdout)
+    return failed[1] if failed else f"{tests[0]} ended with {done.returncode}"
 
 
 def failure_with(mutant: Mutant, folder: Path) -> str:
-    """Returns the first failure of the tests of the change's area with it; empty if it survives."""
+    """Returns the first test of the change's area that notices it; empty if it survives.
+
+    A busy machine fails tests, too. So a test has noticed the change if it also fails alone, and passes without it.
+    """
     file = folder / mutant.path
     data = file.read_bytes()
+    changed = data[: mutant.start] + mutant.new.encode() + data[mutant.end :]
     try:
-        file.write_bytes(data[: mutant.start] + mutant.new.encode() + data[mutant.end :])
-        return failure_of(folder, runs_of(mutant))
+        for tests in runs_of(mutant):
+            passed_over: list[str] = []
+            file.write_bytes(changed)
+            while failure := failure_of(folder, [*tests, *passed_over]):
+                if "::" not in failure:  # No test is to blame.
+                    return failure
+                fails_alone = failure_of(folder, [failure])
+                file.write_bytes(data)
+                if fails_alone and not failure_of(folder, [failure]):
+                    return failure
+                file.write_bytes(changed)
+                passed_over.append(f"--deselect={failure}")
+        return ""
     finally:
         file.write_bytes(data)
 
@@ -285,7 +300,6 @@ def main() -> None:
 
         with ThreadPoolExecutor(options.jobs) as pool:
             for mutant, failure in zip(mutants, pool.map(attempt, mutants), strict=True):
-                # A busy machine fails tests, too, by their time limits: the failure says so.
                 print(f"noticed: {mutant}\n    {failure}" if failure else f"SURVIVES: {mutant}", flush=True)
                 survivors += [mutant] * (not failure)
     print(f"\n{len(survivors)} of {len(mutants)} changes were not noticed", *survivors, sep="\n")

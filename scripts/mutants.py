@@ -35,7 +35,7 @@ GATEWAY_TESTS: Final = ("tests/gateway", "tests/security")
 # Files to change, and the tests that may notice a change. The tests that notice most per second come first.
 AREAS: Final = {
     "allocator_service/quire_allocator/core": ALLOCATOR_TESTS,
-    "allocator_service/quire_allocator/wire": ("tests/allocator/session", "tests/allocator/service", *ALLOCATOR_TESTS),
+    "allocator_service/quire_allocator/wire": ("tests/allocator/session", "tests/simulation", *ALLOCATOR_TESTS),
     "allocator_service/quire_allocator/session": ("tests/allocator/session", "tests/simulation", "tests/allocator"),
     "client/quire/session": SESSION_TESTS,
     "worker_service/quire_worker/scheduling": WORKER_TESTS,

@@ -273,6 +273,23 @@ def test_short_ones_do_not_wait_for_a_head_with_blocks_free(seed: int, is_pipeli
         worker.check_text(request)
 
 
+@pytest.mark.parametrize(("max_tokens", "passes"), [(9, True), (13, False)])
+def test_a_long_request_passes_the_head_if_it_needs_no_more_than_the_blocks_that_remain(
+    max_tokens: int, passes: bool
+) -> None:
+    worker = PretendedWorker(block_count=40, block_size=4, batch_tokens=256)
+    running = worker.submit(lasting_prompts(1, output_tokens=5)[0], max_tokens=5)
+    worker.turn()
+    head = worker.submit(numbers(144, seed=1), max_tokens=2)  # 36 blocks, and one for the next token: 3 remain
+    later = worker.submit(numbers(3, seed=2), max_tokens=max_tokens)
+    while not running.is_done:
+        worker.turn()
+    assert (head.admitted, later.admitted) == (False, passes)
+    worker.run()
+    for request in (running, head, later):
+        worker.check_text(request)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_everybody_ends_in_pools_from_one_request_up(seed: int) -> None:
     print(f"QUIRE_SEED={seed}")

@@ -1,9 +1,9 @@
 """Follows a sample of a pool's blocks by their digests, for metrics that counting alone cannot give.
 
 Digests are hashes: those that begin with a small number are a random sample of all prefixes, the same in every pool and
-on every day (SHARDS). They are filed in slices, in the order in which they were last named. If the newer slices have fewer
-digests than a pool has room for, the block would have been a hit in that pool, with eviction of the least recently
-used.
+on every day (SHARDS). They are filed in slices, in the order in which they were last named. If the newer slices have
+fewer digests than a pool has room for, the block would have been a hit in that pool, with eviction of the least
+recently used.
 
 All digests are followed at first. Each time there would be more than `_FOLLOWED_MIN`, half of them are dropped, down to
 the share of the pool: a pool that saw few prefixes would else have none in its sample.

@@ -136,8 +136,8 @@ class Reservations:
                 ended.append(reservation)
         return ended
 
-    def everything(self) -> list[Reservation]:
-        """Returns every reservation."""
+    def unordered(self) -> list[Reservation]:
+        """Returns the reservations of all prompts, equal ones by age."""
         return [reservation for equals in self._by_key.values() for reservation in equals]
 
     def check_invariants(self) -> None:
@@ -146,7 +146,7 @@ class Reservations:
         Raises:
             AssertionError: with the broken invariant in its message.
         """
-        every = self.everything()
+        every = self.unordered()
         assert len(every) == self._count, f"{self._count} reservations are counted, {len(every)} are there"
         tokens = sum([reservation.uncached_token_count for reservation in every])
         assert tokens == self.uncached_token_count, f"{self.uncached_token_count} tokens are counted, not {tokens}"

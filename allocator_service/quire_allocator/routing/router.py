@@ -133,7 +133,7 @@ class Router:
         self._workers.pop(pool, None)
         book = self._reservations.pop(pool, None)
         if book is not None:
-            for reservation in book.everything():
+            for reservation in book.unordered():
                 self._end(book, reservation, "lost")
 
     def expire(self, now: float) -> None:
@@ -195,7 +195,7 @@ class Router:
         """
         for book in self._reservations.values():
             book.check_invariants()
-        held = sum([each.byte_count for book in self._reservations.values() for each in book.everything()])
+        held = sum([each.byte_count for book in self._reservations.values() for each in book.unordered()])
         assert held == self._bytes.count, f"{self._bytes.count} bytes are counted, reservations have {held}"
 
     def _serves(self, owner: Ownership, prompt: Prompt) -> bool:

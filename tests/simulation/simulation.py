@@ -182,7 +182,9 @@ class Simulation:
                 namespace, digests, kept = worker.history.some_drop()
                 before = set(checks.carried_by(owner.pool).values())
                 try:
-                    allocator.sessions.drop_cache(owner, CacheDrop(namespace, b"".join(digests), kept), self.clock.now)
+                    allocator.sessions.drop_cache(
+                        owner, CacheDrop(namespace, b"".join(digests or ()), kept), self.clock.now
+                    )
                 except Refusal as refusal:
                     checks.require(refusal.reason == "LIMIT", f"a drop was refused: {refusal}")
                     continue

@@ -232,6 +232,8 @@ class SessionMachine:
     ) -> packed.SessionReply:
         """Puts the reported pool in force. If the report is refused, the earlier pool stays."""
 
+        self._sessions.check_sequences(owner, staged.sequence_count)
+
         def operate() -> None:
             self._directory.open(
                 owner,

@@ -134,6 +134,19 @@ class SessionRegistry:
             ) from error
         return answer
 
+    def check_sequences(self, owner: Ownership, count: int) -> None:
+        """Checks that a pool may have `count` live sequences beside those in its caller's other pools.
+
+        Raises:
+            Refusal: LIMIT.
+        """
+        if count > limits.SEQUENCES_UNSHARED:
+            pools = [each for each in self.directory.open_pools() if each.caller == owner.caller and each is not owner]
+            total, most = count + sum(len(each.pool.sequences) for each in pools), limits.SEQUENCES_OF_CALLER_MAX
+            if total > most:
+                text = f"all pools of one caller may have {most:,} live sequences, not {total:,}: free some"
+                raise Refusal("LIMIT", text)
+
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
         """Drops cached blocks of a pool for a caller other than its owner. The owner learns of it with its next
         step. Returns how many blocks were dropped.

@@ -121,11 +121,15 @@ class Allocator(Connected):
         return views.Route(**messages.values_of(reply))
 
     def drop_cache(
-        self, pool: str, namespace: str | None = None, digests: bytes | Iterable[bytes] = b"",
+        self, pool: str, namespace: str | None = None, digests: bytes | Iterable[bytes] | None = None,
         kept_digest_count: int = 0, *, timeout_s: float | None = None,
     ) -> views.CacheDropped:  # fmt: skip
         """Drops cached blocks: of the whole pool, of one namespace, or of one prefix in it behind its first
-        `kept_digest_count` digests. Blocks that sequences hold stay. The caller needs permission to own the pool."""
+        `kept_digest_count` digests. Blocks that sequences hold stay. The caller needs permission to own the pool.
+
+        Raises:
+            ValueError: `digests` are empty, as those of a prompt shorter than a block.
+        """
         request = messages.drop_request(pool, namespace, digests, kept_digest_count)
         reply = self._link.call(self._stub.DropCache, request, timeout_s)
         return views.CacheDropped(**messages.values_of(reply))

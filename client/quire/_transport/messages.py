@@ -140,7 +140,7 @@ def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
 
 
 def drop_request(
-    pool: str, namespace: str | None, digests: bytes | Iterable[bytes], kept_digest_count: int
+    pool: str, namespace: str | None, digests: bytes | Iterable[bytes] | None, kept_digest_count: int
 ) -> pb.DropCacheRequest:
     """Returns the message that drops cached blocks of a pool."""
     check("kept_digest_count", kept_digest_count, UINT32, Reason.MALFORMED)

@@ -2509,7 +2509,7 @@ class ReportChunk(_message.Message):
     """ReportChunk: part of the owner's account of its pool, at most 4,096 entries (sequences, published blocks and freed
     blocks together) and 256 KiB. The server stages chunks, and ReportEnd puts all of them in force at once. A whole
     report may take what the pool can need: 256 bytes for each of its blocks, 256 bytes and 8 a group for each sequence
-    that it may have, and 67,108,864 table entries beyond one for each block, for sequences that share blocks. A larger
+    that it may have, and 16,777,216 table entries beyond one for each block, for sequences that share blocks. A larger
     one fails with RESOURCE_EXHAUSTED / TOO_LARGE. The server stages few reports at a time and refuses others with
     RESOURCE_EXHAUSTED / REPORT_ADMISSION.
     """

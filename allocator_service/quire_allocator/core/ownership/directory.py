@@ -273,7 +273,7 @@ class Directory:
         own = sum(owner.spec.block_count for owner in others if owner.caller == caller)
         left = max(0, (2 * self.blocks_max - taken - own) // 2)
         if spec.block_count > left:
-            text = f"{spec.block_count:,} blocks are too many: all pools of one caller may have {self.blocks_max:,}"
+            text = f"{spec.block_count:,} blocks are too many: all pools of one caller may have {self.blocks_max:,} (--blocks-per-caller)"
             raise Refusal("LIMIT", f"{text}, fewer if others have many; {left} are left")
 
     def check_invariants(self) -> None:

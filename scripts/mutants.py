@@ -189,18 +189,18 @@ def modules_of(test: Path) -> frozenset[str]:
 
 
 def nearest(changed: str, paths: tuple[str, ...]) -> list[str]:
-    """Returns the test files below some paths that import the changed file's module or have its name.
+    """Returns the test files below some paths that import the changed file's module, or have its or its folder's name.
 
     Files with the fewest imports come first, because they test the least else.
     """
     source = next(source for source in SOURCES if changed.startswith(f"{source}/"))
     module = ".".join(Path(changed).relative_to(source).with_suffix("").parts).removesuffix(".__init__")
-    words = set(module.rpartition(".")[2].strip("_").split("_"))
+    names = [set(part.strip("_").split("_")) for part in module.split(".")[1:]]
     imports = {}
     for path in paths:
         for test in [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"):
             modules = modules_of(test)
-            if module in modules or words <= set(test.stem.split("_")):
+            if module in modules or any(words <= set(test.stem.split("_")) for words in names):
                 imports[str(test.relative_to(ROOT))] = len(modules)
     return sorted(imports, key=lambda test: (imports[test], test))
 

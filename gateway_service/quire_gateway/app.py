@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from quire._serving.metrics import keeping_colons
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from quire_gateway import asks, listing, relay, replies, texts
 from quire_gateway.bodies import Body, ChatBody, CompletionBody
@@ -218,11 +219,26 @@ def _put_errors_in_form(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
         called = f"{request.method} {request.url.path[:PATH_SHOWN]}"
-        allowed = (error.headers or {}).get("Allow", "another method")
-        what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed: use {allowed}"}
+        allowed = _methods_of(request)
+        # HAProxy's checks ask with OPTIONS by default. `OPTIONS *` asks for the whole server.
+        if request.method == "OPTIONS" and (allowed or request.url.path == "/*"):
+            return Response(status_code=204, headers=_allow(allowed or ("DELETE", "GET", "HEAD", "POST")))
+        what = {404: f"Unknown request URL: {called}", 405: f"{called} is not allowed: use {', '.join(allowed)}"}
         failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
-        failure.headers.update(error.headers or {})  # `Allow` lists the methods of the path.
+        if allowed:
+            failure.headers |= _allow(allowed)
         return _failed(failure)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Returns the methods that the path of a request takes, apart from OPTIONS; empty if there is no such path."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in found for method in route.methods or ()})
+
+
+def _allow(methods: Iterable[str]) -> dict[str, str]:
+    return {"Allow": ", ".join([*methods, "OPTIONS"])}
 
 
 def _failed(error: ApiError) -> Response:

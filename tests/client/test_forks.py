@@ -55,7 +55,7 @@ def use(code):
         try:
             call()
         except UnavailableError as error:
-            assert "was made before this process was forked: make a new" in str(error), error
+            assert "was made before this process was forked, and gRPC does not work" in str(error), error
         else:
             os._exit(1)
     os._exit(0)

@@ -263,7 +263,7 @@ def test_what_is_wrong_is_said_in_openais_form(
 def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: ServerProcess) -> None:
     assert "GET /v2" in curl(served, "/v2").error["message"]
     listed = curl(served, "/v1/completions")
-    assert (listed.status, listed.headers["allow"]) == (405, "POST")
+    assert (listed.status, listed.headers["allow"]) == (405, "POST, OPTIONS")
     assert listed.error["message"] == "GET /v1/completions is not allowed: use POST"
     assert curl(served, "/v1/completions/", body=ASK).error["message"].endswith("POST /v1/completions/")
     wrong = curl(served, "/v1/completions", body=[])

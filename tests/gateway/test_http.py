@@ -370,3 +370,21 @@ def test_callers_of_http_1_0_get_one_answer_whatever_they_expect(served: ServerP
         connection.sendall(ASK[1:])
         answer = heard(connection)
     assert (answer.count(b"HTTP/1.1 "), answer[:12]) == (1, b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("target", "allowed"),
+    [
+        ("/", "GET, HEAD, OPTIONS"),
+        ("/readyz", "GET, HEAD, OPTIONS"),
+        ("/v1/chat/completions", "POST, OPTIONS"),
+        ("/v1/responses/resp_1", "DELETE, GET, HEAD, OPTIONS"),
+        ("*", "DELETE, GET, HEAD, POST, OPTIONS"),
+    ],
+)
+def test_options_names_the_methods_of_a_path(served: ServerProcess, target: str, allowed: str) -> None:
+    answer = curl(served, "/", "-X", "OPTIONS", "--request-target", target)
+    assert (answer.status, answer.headers["allow"], answer.body) == (204, allowed, b"")
+    wrong = curl(served, "/", "-X", "PUT", "--request-target", target)
+    expected = (404, None) if target == "*" else (405, allowed)
+    assert (wrong.status, wrong.headers.get("allow")) == expected

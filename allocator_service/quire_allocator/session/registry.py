@@ -12,6 +12,7 @@ from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.routing.router import Router
 from quire_allocator.session.kept_bytes import KeptBytes
 
 AnswerT = TypeVar("AnswerT")
@@ -74,6 +75,7 @@ class SessionRegistry:
     Attributes:
         draining: whether the allocator is shutting down, and opens no session any more.
         kept_bytes: the bytes of steps and replies that sessions keep for replay.
+        router: chooses workers among the pools whose owners registered one.
         streams: every stream, those that have not attached yet included.
         staging: the streams that have a place for a report.
     """
@@ -92,6 +94,7 @@ class SessionRegistry:
         self.check_invariants = check_invariants
         self.draining = False
         self.kept_bytes = KeptBytes(directory)
+        self.router = Router()
         self.streams: set[Stream] = set()
         self.staging: set[Stream] = set()
         self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # time of each quarantine, by pool
@@ -122,6 +125,8 @@ class SessionRegistry:
         except Exception as error:
             self._quarantines[owner.name].append(now)
             self.directory.quarantine(owner)
+            if owner.unary:
+                self.router.forget(owner.name)
             self.observer.quarantined(owner, error)
             raise Refusal(
                 "POOL_QUARANTINED",
@@ -193,6 +198,7 @@ class SessionRegistry:
     def drop(self, owner: Ownership) -> None:
         """Drops a pool: its owner detached or closed it, or its lease ended."""
         self.directory.remove(owner)
+        self.router.forget(owner.name)
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int) -> None:
@@ -202,7 +208,8 @@ class SessionRegistry:
             self.observer.published(owner)
 
     def expire(self, now: float) -> None:
-        """Drops pools with expired leases."""
+        """Drops pools with expired leases, and reservations whose time has ended."""
+        self.router.expire(now)
         for stream in list(self.staging):
             stream.check_report(now)
         for owner in self.directory.expire(now):

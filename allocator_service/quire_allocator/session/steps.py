@@ -14,7 +14,7 @@ from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.registry import SessionRegistry
-from quire_allocator.wire import authorization, step_apply, step_checks, translate
+from quire_allocator.wire import authorization, routes, step_apply, step_checks, translate
 from quire_allocator.wire.step_columns import StepColumns
 
 
@@ -61,6 +61,8 @@ def answer_step(
     if owner.untold_drops:
         reply.outside_drops.extend(map(translate.cache_drop_message, owner.untold_drops))
 
+    last_sequence_id = owner.pool.last_sequence_id
+
     def operate() -> None:
         owner.pool.blocks.policy.now_ms = int(now * 1_000)
         step_apply.apply_step(owner.pool, columns, reply)
@@ -68,6 +70,9 @@ def answer_step(
             reply.state_digest = digest_after(owner.pool, number)
 
     sessions.apply(owner, operate, now)
+    if columns.has_new and sessions.router.expects(owner.name):
+        admissions = routes.admissions(columns, reply, last_sequence_id)
+        sessions.router.admitted(owner.name, admissions, now)
     owner.untold_drops.clear()
     owner.steps.record(step, answer)
     owner.steps.forget(ack)

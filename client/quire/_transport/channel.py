@@ -31,7 +31,7 @@ from quire._trace_context import carried
 from quire._transport.address import canonical, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR
 from quire._transport.diagnosis import ANY_SERVER, what_is_at
-from quire._transport.inherited import inheritable
+from quire._transport.inherited import REMEDY, check_channels_work, closed, inheritable, opened
 from quire._transport.timeouts import checked_timeout
 from quire.errors import (
     DeadlineExceededError,
@@ -153,10 +153,12 @@ class Link:
     """State and checks that both flavors of a connection share.
 
     Raises:
-        UsageError: the address is invalid, a file is unusable, or a token would go to another machine unencrypted.
+        UsageError: the address is invalid, a file is unusable, a token would go to another machine unencrypted, or this
+            process was forked from one with clients.
     """
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        check_channels_work()  # before the credentials, which use gRPC, too
         self.address = address = canonical(address)
         self.server = ANY_SERVER  # the kind of server expected at this address, for error messages
         self._found = (-math.inf, "")
@@ -195,9 +197,7 @@ class Link:
         if self._is_closed:
             raise UnavailableError("the client is closed")
         if self.is_inherited:
-            raise UnavailableError(
-                "the client was made before this process was forked: make a new client in this process"
-            )
+            raise UnavailableError(f"the client was made before this process was forked, and {REMEDY}")
 
     def deadline(self, timeout_s: float | None) -> float:
         """Returns the timeout of a call: the given one, or the default."""
@@ -274,7 +274,7 @@ class SyncLink(Link):
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
-        self.channel = (
+        self.channel = opened(
             grpc.insecure_channel(self.address, options=self.options)
             if self.credentials is None
             else grpc.secure_channel(self.address, self.credentials, options=self.options)
@@ -309,6 +309,7 @@ class SyncLink(Link):
         self._is_closed = True
         if not self.is_inherited:
             self.channel.close()
+            closed(self.channel)
 
 
 class AsyncLink(Link):
@@ -322,8 +323,8 @@ class AsyncLink(Link):
 
     def _new_channel(self) -> aio.Channel:
         if self.credentials is None:
-            return aio.insecure_channel(self.address, options=self.options)
-        return aio.secure_channel(self.address, self.credentials, options=self.options)
+            return opened(aio.insecure_channel(self.address, options=self.options))
+        return opened(aio.secure_channel(self.address, self.credentials, options=self.options))
 
     def another(self) -> AsyncLink:
         """Returns a new connection to the same server. Closing this connection also closes the new one."""
@@ -340,6 +341,7 @@ class AsyncLink(Link):
         """
         old, self.channel = self.channel, self._new_channel()
         await old.close(None)
+        closed(old)
 
     async def call(
         self,
@@ -371,6 +373,7 @@ class AsyncLink(Link):
         self._is_closed = True
         if not self.is_inherited:
             await self.channel.close(None)
+            closed(self.channel)
         if self._origin is not None:
             self._origin._others.discard(self)
         while self._others:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from quire._transport.inherited import REMEDY
 from quire.errors import UnavailableError
 
 ResultT = TypeVar("ResultT")
@@ -35,9 +36,7 @@ class LoopThread:
         """Returns the error for a use after the end."""
         kind = self._thread.name.removeprefix("quire-")
         if os.getpid() != self._pid:
-            return UnavailableError(
-                f"the {kind} was made before this process was forked: make a new {kind} in this process"
-            )
+            return UnavailableError(f"the {kind} was made before this process was forked, and {REMEDY}")
         return UnavailableError(f"the {kind} is closed")
 
     def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:

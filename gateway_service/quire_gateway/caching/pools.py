@@ -71,7 +71,7 @@ async def dropped(
     named = call.model if call is not None else None if model is None else fleet.model(model)
     backends = [each for each in fleet.backends if each.status is not None and (named is None or each.serves(named))]
     drops = {_status(each).pool: Prefix() if call is None else _prefix(each, call, keep_tokens) for each in backends}
-    if call is not None:  # A prompt shorter than a block has nothing to drop. No digests would mean the whole namespace.
+    if call is not None:  # A prompt shorter than a block has no digests, and no digests would mean the whole namespace.
         drops = {pool: drop for pool, drop in drops.items() if drop.digests}
     blocks, held = 0, 0
     for allocator in fleet.allocators:

@@ -274,7 +274,7 @@ class Directory:
         left = max(0, (2 * self.blocks_max - taken - own) // 2)
         if spec.block_count > left:
             text = f"{spec.block_count:,} blocks are too many: all pools of one caller may have {self.blocks_max:,}"
-            raise Refusal("LIMIT", f"{text}, fewer if others have many (--blocks-per-caller); {left} are left")
+            raise Refusal("LIMIT", f"{text}, fewer if others have many; {left} are left")
 
     def check_invariants(self) -> None:
         """Checks that names and sessions agree, and that every pool is consistent.

@@ -1,17 +1,20 @@
-"""Prints the size of the core, how widely its words are used, and names used twice, each measure with its goal.
+"""Prints the size of the core, how widely its words are used, names used twice, and hits, each measure with its goal.
 
     python scripts/measures.py
 
 Words of retention are counted in names, docstrings and comments, but not in import lines. The field `stops` is a list
 of token counts: an answer of the allocator carries it to its owner's ledger, and a report carries it back. It is
 counted outside the modules that decide about stops. Names of classes and files are counted in the whole product,
-without what scripts write from another file.
+without what scripts write from another file. Hits are those of the committed rows of `benchmarks/hybrid.py`: the newest
+rows of Quire beside the rows of vLLM's two managers, for the same scenarios.
 """
 
 from __future__ import annotations
 
 import ast
+import csv
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -31,15 +34,16 @@ RETENTION: Final = frozenset({
 # Modules that make, rebuild and check stops. Their attributes named `stops` are lists of `Stop`, not the wire's field.
 KEEPING: Final = {*(CORE / "retention").glob("*.py"), CORE / "rebuild/stops.py", CORE / "readers/retention.py"}
 WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # KEPT is left out: every entry starts with it.
+MEAN_HIT_RATIO: Final = 0.473  # of the drawn scenarios at fb7303a
 DOORS: Final = re.compile(r"(grow|grant|append|extend)(_\w+)?")
 
 
 class Measure(NamedTuple):
-    """A measure with its goal."""
+    """A measure with its goal, which is the largest allowed value."""
 
     name: str
-    value: int
-    goal: int
+    value: float
+    goal: float
 
 
 def sources(*folders: Path) -> list[Path]:
@@ -123,6 +127,33 @@ def glossary() -> list[str]:
     return [word.strip() for row in rows for word in row.split("|")[1].split(",")]
 
 
+def compared_hits(results: str, *scenario: str) -> list[tuple[float, float]]:
+    """Returns the hit ratios of Quire and of the better of vLLM's two managers for each scenario of a results file."""
+    own, better = dict[tuple[str, ...], float](), dict[tuple[str, ...], float]()
+    with (ROOT / "benchmarks/results" / results).open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            key = tuple(row[column] for column in scenario)
+            own[key] = float(row["quire"])  # Rows of later commits come later.
+            if row["vllm dense"]:
+                better[key] = max(float(row["vllm dense"]), float(row["vllm sparse"]))
+    return [(own[key], better[key]) for key in own]
+
+
+def hits() -> list[Measure]:
+    """Returns the measures of the hits of drawn scenarios, and of the points of chosen models and workloads."""
+    drawn = compared_hits("hybrid_random.csv", "scenario")
+    points = compared_hits("hybrid.csv", "shape", "workload", "load")
+    lost = MEAN_HIT_RATIO - statistics.mean(own for own, _ in drawn)
+    worse = sum(own < better - 0.01 for own, better in drawn)
+    gaps = [better - own for own, better in points if own < better]
+    return [
+        Measure(f"mean hit ratio lost, {len(drawn)} scenarios", round(lost, 4), 0.004),
+        Measure("percent of them more than 0.01 below vLLM", round(100 * worse / len(drawn), 2), 2),
+        Measure(f"of {len(points)} points below vLLM", len(gaps), 3),
+        Measure("largest of these gaps", round(max(gaps, default=0), 4), 0.02),
+    ]
+
+
 def measures() -> list[Measure]:
     """Returns all measures with their goals."""
     core = sources(CORE)
@@ -147,6 +178,7 @@ def measures() -> list[Measure]:
         Measure("words of the glossary", len(glossary()), 50),
         Measure("names of classes used twice", len(classes), 45),
         Measure("names of files used twice", len(files), 41),
+        *hits(),
     ]
 
 
@@ -157,4 +189,4 @@ def show(title: str, paths: Iterable[Path]) -> None:
 
 if __name__ == "__main__":
     for measure in measures():
-        print(f"{measure.name:48} {measure.value:6,}  goal {measure.goal:6,}")
+        print(f"{measure.name:48} {measure.value:7,}  goal {measure.goal:6,}")

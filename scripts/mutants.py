@@ -2,7 +2,8 @@
 
 A change reverses a comparison, swaps two operators, adds one to a number, negates a condition, or removes a statement.
 A seed draws the places from the folders of `AREAS`. Each change is tried in a copy of the repository with the tests of
-its area, until one of them fails. A survivor means that a test is missing, or that the change has no effect.
+its area, until one of them fails. Test files that import the changed module, or have its name, come first. A survivor
+means that a test is missing, or that the change has no effect.
 
     python scripts/mutants.py --count 100 --seed 7
     python scripts/mutants.py --count 100 --seed 7 --part 1/10   a tenth of the same changes, to run the rest later
@@ -14,11 +15,12 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -27,19 +29,23 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parent.parent
 SOURCES: Final = ("client", "allocator_service", "gateway_service", "worker_service", "integrations/vllm")
 ALLOCATOR_TESTS: Final = ("tests/allocator/core", "tests/allocator/twin", "tests/allocator", "tests/simulation")
-SESSION_TESTS: Final = ("tests/client", "tests/allocator/session", "tests/simulation")
+SESSION_TESTS: Final = ("tests/allocator/session", "tests/simulation", "tests/client")
 WORKER_TESTS: Final = ("tests/worker/test_scheduler.py", "tests/worker/test_order.py", "tests/worker")
 GATEWAY_TESTS: Final = ("tests/gateway", "tests/security")
 # Files to change, and the tests that may notice a change. The tests that notice most per second come first.
 AREAS: Final = {
     "allocator_service/quire_allocator/core": ALLOCATOR_TESTS,
-    "allocator_service/quire_allocator/wire": ("tests/allocator/session", "tests/allocator/service", *ALLOCATOR_TESTS),
+    "allocator_service/quire_allocator/wire": ("tests/allocator/session", "tests/simulation", *ALLOCATOR_TESTS),
     "allocator_service/quire_allocator/session": ("tests/allocator/session", "tests/simulation", "tests/allocator"),
     "client/quire/session": SESSION_TESTS,
     "worker_service/quire_worker/scheduling": WORKER_TESTS,
     "gateway_service/quire_gateway": GATEWAY_TESTS,
 }
 TESTS_S: Final = 1_800.0  # time limit for the tests of one change
+# Ends the whole run at the time limit of a test. A signal would wait for an event loop that never ends.
+HANGS: Final = "--timeout-method=thread"
+FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+NO_TESTS: Final = 5  # how pytest exits if it collects none
 COMPARED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -171,10 +177,53 @@ def copy_repository(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def failure_of(folder: Path, paths: tuple[str, ...]) -> str:
-    """Runs tests in a copy of the repository. Returns the first failure, or an empty text if all tests pass.
+def modules_of(test: Path) -> frozenset[str]:
+    """Returns the modules that a test file imports. An imported name counts as a module, too, because it may be one."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(test.read_bytes())):
+        if isinstance(node, ast.Import):
+            found.update(name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update((node.module, *(f"{node.module}.{name.name}" for name in node.names)))
+    return frozenset(found)
 
-    A run that does not end counts as failed.
+
+def nearest(changed: str, paths: tuple[str, ...]) -> list[str]:
+    """Returns the test files below some paths that import the changed file's module, or have its or its folder's name.
+
+    Files with the fewest imports come first, because they test the least else.
+    """
+    source = next(source for source in SOURCES if changed.startswith(f"{source}/"))
+    module = ".".join(Path(changed).relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+    names = [set(part.strip("_").split("_")) for part in module.split(".")[1:]]
+    imports = {}
+    for path in paths:
+        for test in [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"):
+            modules = modules_of(test)
+            if module in modules or any(words <= set(test.stem.split("_")) for words in names):
+                imports[str(test.relative_to(ROOT))] = len(modules)
+    return sorted(imports, key=lambda test: (imports[test], test))
+
+
+def runs_of(mutant: Mutant) -> list[list[str]]:
+    """Returns the arguments of each run of pytest that may notice a change. Each test is in one of them.
+
+    There is a run for each path: most changes fail in the first, and collecting the others takes longer than that.
+    """
+    paths = next(tests for area, tests in AREAS.items() if mutant.path.startswith(area))
+    done = nearest(mutant.path, paths)
+    runs = [list(done)] if done else []
+    for path in paths:
+        if path not in done:
+            runs.append([path, *(f"--ignore={each}" for each in done)])
+            done.append(path)
+    return runs
+
+
+def failure_of(folder: Path, tests: Sequence[str]) -> str:
+    """Runs tests in a copy of the repository. Returns the first test that fails, or an empty text if all tests pass.
+
+    If no test is to blame, because the run does not end or ends early, the text says so.
     """
     environment = {
         **os.environ,
@@ -182,29 +231,41 @@ def failure_of(folder: Path, paths: tuple[str, ...]) -> str:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    # One run for each path: most changes fail in the first, and collecting the others takes longer than that.
-    for path in paths:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", path]
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TESTS_S
-            )
-        except subprocess.TimeoutExpired:
-            return f"{path} did not end"
-        if done.returncode:
-            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0] if failed else f"{path} ended with {done.returncode}"
-    return ""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", HANGS, *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TESTS_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"{tests[0]} did not end"
+    if done.returncode in (0, NO_TESTS):  # The run may have left out all its tests, because earlier runs had them.
+        return ""
+    failed = FAILED.search(done.stdout)
+    return failed[1] if failed else f"{tests[0]} ended with {done.returncode}"
 
 
 def failure_with(mutant: Mutant, folder: Path) -> str:
-    """Returns the first failure of the tests of the change's area with it; empty if it survives."""
+    """Returns the first test of the change's area that notices it; empty if it survives.
+
+    A busy machine fails tests, too. So a test has noticed the change if it also fails alone, and passes without it.
+    """
     file = folder / mutant.path
     data = file.read_bytes()
-    tests = next(tests for area, tests in AREAS.items() if mutant.path.startswith(area))
+    changed = data[: mutant.start] + mutant.new.encode() + data[mutant.end :]
     try:
-        file.write_bytes(data[: mutant.start] + mutant.new.encode() + data[mutant.end :])
-        return failure_of(folder, tests)
+        for tests in runs_of(mutant):
+            passed_over: list[str] = []
+            file.write_bytes(changed)
+            while failure := failure_of(folder, [*tests, *passed_over]):
+                if "::" not in failure:  # No test is to blame.
+                    return failure
+                fails_alone = failure_of(folder, [failure])
+                file.write_bytes(data)
+                if fails_alone and not failure_of(folder, [failure]):
+                    return failure
+                file.write_bytes(changed)
+                passed_over.append(f"--deselect={failure}")
+        return ""
     finally:
         file.write_bytes(data)
 
@@ -239,7 +300,6 @@ def main() -> None:
 
         with ThreadPoolExecutor(options.jobs) as pool:
             for mutant, failure in zip(mutants, pool.map(attempt, mutants), strict=True):
-                # A busy machine fails tests, too, by their time limits: the failure says so.
                 print(f"noticed: {mutant}\n    {failure}" if failure else f"SURVIVES: {mutant}", flush=True)
                 survivors += [mutant] * (not failure)
     print(f"\n{len(survivors)} of {len(mutants)} changes were not noticed", *survivors, sep="\n")

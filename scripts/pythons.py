@@ -30,7 +30,11 @@ BY_COMMAND: Final = (
     "tests/client/test_readers_words.py",
     "tests/client/test_serving.py",
 )
-MODEL: Final = re.compile(r"^ *(?:import|from) (?:torch|transformers|quire_worker|tests\.worker)\b|LocalStack", re.M)
+MODEL: Final = re.compile(
+    r"^ *(?:import|from) (?:torch|transformers|quire_worker|tests\.worker)\b|LocalStack"
+    r"|importorskip\(\"(?:llguidance|quire_worker)\b",
+    re.M,
+)
 
 
 def with_a_model(without: Collection[str]) -> list[str]:

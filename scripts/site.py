@@ -46,6 +46,23 @@ SERVERS: Final = {
     "quire-worker": ("quire_worker.process.options", "make_parser"),
 }
 PACKAGES: Final = {"client": "quire", "kernels": "quire_kernels"}
+# folder of a package -> its page; on the repository's pages a link leads to the folder
+PACKAGE_PAGES: Final = {"client/quire": "client.md", "worker_service/quire_kernels": "kernels.md"}
+QUESTIONS: Final = "docs/faq.md"
+# What the search prefers: a name's beginning -> factor of its pages. Records of the past answer few questions.
+SEARCH_FACTORS: Final = {
+    QUESTIONS: 3,
+    "docs/troubleshooting.md": 2,
+    "reference/": 0.5,
+    "benchmarks/": 0.3,
+    "conformance/": 0.3,
+    "integrations/": 0.3,
+    "docs/decisions/": 0.1,
+    "docs/bugs.md": 0.1,
+    "CHANGELOG.md": 0.1,
+    "STYLE.md": 0.1,
+    "tests/": 0.1,
+}
 
 
 def linked(page: Path) -> Iterator[Path]:
@@ -91,24 +108,41 @@ def stage(target: Path) -> None:
         if path.is_dir():
             continue
         if path.suffix == ".md":
-            copy.write_text(as_markdown_reads_it(with_folders(path)), encoding="utf-8")
+            name, text = str(path.relative_to(ROOT)), as_markdown_reads_it(with_folders(path))
+            copy.write_text(search_factor(name) + (as_sections(text) if name == QUESTIONS else text), encoding="utf-8")
         else:
             shutil.copyfile(path, copy)
     for folder in (path for path in reachable() if path.is_dir() and not (path / "README.md").exists()):
-        listing(folder, target)
+        if str(folder.relative_to(ROOT)) not in PACKAGE_PAGES:
+            listing(folder, target)
     for name, text in reference().items():
         page = target / "reference" / name
         page.parent.mkdir(exist_ok=True)
-        page.write_text(text, encoding="utf-8")
+        page.write_text(search_factor(f"reference/{name}") + text, encoding="utf-8")
+
+
+def search_factor(name: str) -> str:
+    """Returns the lines before a page's text that tell the search how much its words count; nothing for most pages."""
+    factors = (factor for beginning, factor in SEARCH_FACTORS.items() if name.startswith(beginning))
+    return "".join(f"---\nsearch:\n  boost: {factor}\n---\n" for factor in factors)
+
+
+def as_sections(text: str) -> str:
+    """Returns the page of questions with a section for each row of its table, which the search finds by its title."""
+    head, *rows = re.sub(r"^\| (?:question|---).*\n", "", text, flags=re.M).splitlines()
+    cells = [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in rows if row]
+    return "\n\n".join([head, *(f"## {question}\n\n{answer}\nMore: {more}" for question, answer, more in cells)]) + "\n"
 
 
 def with_folders(page: Path) -> str:
     """Returns a page with each link to a folder replaced by a link to the folder's page."""
 
     def named(match: re.Match[str]) -> str:
-        path = page.parent / match[1]
+        path = (page.parent / match[1]).resolve()
         if not path.is_dir():
             return match[0]
+        if (written := PACKAGE_PAGES.get(os.path.relpath(path, ROOT))) is not None:
+            return f"]({os.path.relpath(ROOT / 'reference' / written, page.parent)}"
         return f"{match[0].rstrip('/')}/{'README.md' if (path / 'README.md').exists() else 'files.md'}"
 
     return LINK.sub(named, page.read_text(encoding="utf-8"))

@@ -220,6 +220,14 @@ def test_actions_of_continuous_integration_are_named_by_their_commit() -> None:
     assert [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action)] == []
 
 
+def test_the_memory_that_installing_names_is_what_the_services_may_take(compose: dict[str, Any]) -> None:
+    lasting = [each for each in compose["services"].values() if "profiles" not in each]
+    limits = [service["mem_limit"] for service in lasting if "mem_limit" in service]
+    mebibytes = sum(int(limit[:-1]) * {"m": 1, "g": 1024}[limit[-1]] for limit in limits)
+    install = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert f"| memory | at most {mebibytes / 1024:.1f} GiB" in install
+
+
 def test_prometheus_is_in_the_group_that_may_read_its_token_and_key(compose: dict[str, Any]) -> None:
     (group,) = compose["services"]["prometheus"]["group_add"]
     for name, stage in image_targets().items():

@@ -19,3 +19,8 @@ def test_files_that_need_a_model_are_left_out_and_no_others() -> None:
     ]
     assert len(kept) > len(ignored)
     assert not [path for path in kept if MODEL.search(path.read_text())]
+
+
+def test_a_file_that_skips_itself_without_the_worker_is_left_out_with_those_that_import_it() -> None:
+    ignored = with_a_model([])
+    assert {"tests/gateway/test_call_grammars.py", "tests/gateway/test_free_text.py"} <= set(ignored)

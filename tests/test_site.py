@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 from pathlib import Path
@@ -39,6 +40,21 @@ def test_the_questions_of_a_first_day_have_a_row_with_a_page_each() -> None:
     assert [row for row in rows if "](" not in row.rsplit("|", 2)[1]] == []
 
 
+def test_each_question_is_a_section_of_its_own_that_the_search_puts_before_records(tmp_path: Path) -> None:
+    build.stage(tmp_path)
+    text = (tmp_path / "docs" / "faq.md").read_text()
+    table = (build.ROOT / "docs" / "faq.md").read_text()
+    assert text.count("\n## ") == table.count("\n| ") - 2
+    assert "\n\n## Which quantizations?\n\ntorchao's" in text
+    assert "\n|" not in text
+    assert "[client](../reference/client.md)" in text
+
+    def factor(name: str) -> float:
+        return float(re.findall(r"boost: ([\d.]+)\n---\n", (tmp_path / name).read_text())[0])
+
+    assert factor("docs/faq.md") > 1 > factor("reference/client.md") > factor("docs/decisions/README.md")
+
+
 def page(site: Path, name: str, body: str) -> None:
     (site / name).write_text(f"<!doctype html><html><body>{body}</body></html>")
 
@@ -66,5 +82,8 @@ def test_the_site_is_built_without_a_warning_and_has_no_dead_link(tmp_path: Path
     assert build.build(tmp_path / "source", tmp_path / "site") == []
     client = (tmp_path / "site" / "reference" / "client.html").read_text()
     assert 'id="quire.AsyncClient' in client or 'id="quire.Client' in client
+    found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    revoking = [entry for entry in found if entry["location"] == "docs/faq.html#how-do-i-revoke-a-key"]
+    assert [entry["boost"] for entry in revoking] == [build.SEARCH_FACTORS[build.QUESTIONS]]
     loaded = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="?(https?:[^">]*)', client)
     assert loaded == [], "nothing is fetched from elsewhere"

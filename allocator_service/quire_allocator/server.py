@@ -28,6 +28,9 @@ from quire_allocator.session.lease_watch import LeaseWatch
 log = structlog.get_logger()
 
 LEASE_CHECK_S = 0.5
+BLOCKS_DEFAULT = (
+    1 << 22
+)  # blocks of all pools of one caller: the pool of a GPU of 141 GB for a model of 2 KiB per token
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -78,9 +81,10 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--blocks-per-caller",
         type=_up_to(BLOCKS_OF_CALLER_MAX),
-        default=BLOCKS_OF_CALLER_MAX,
+        default=BLOCKS_DEFAULT,
         metavar="COUNT",
-        help="blocks of all pools of one caller; each takes from 4 bytes to about 700 here (default: %(default)d)",
+        help=f"blocks of all pools of one caller, 1 to {BLOCKS_OF_CALLER_MAX}; each takes 4 bytes here, 44 when it is"
+        " published in a long prefix, up to 2,000 when it is published alone (default: %(default)d)",
     )
     parser.add_argument(
         "--cpu", type=int, help="run only on this CPU: under load a message then costs a third less CPU time"

@@ -22,7 +22,7 @@ from quire._serving.caller_shares import CallerShares
 from quire._serving.calls import Arrivals
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
-from quire.protocol.features import FEATURES
+from quire.protocol.features import FEATURES, ROUTE
 from quire.protocol.limits import PROTOCOL_VERSION
 from quire.protocol.permissions import Permissions
 from quire.v1 import _packed_pb2 as packed
@@ -40,7 +40,7 @@ from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.stream import SessionStream
 from quire_allocator.session.unary import UnarySessions
 from quire_allocator.watch import Watching
-from quire_allocator.wire import authorization, translate, views
+from quire_allocator.wire import authorization, routes, translate, views
 from quire_allocator.wire.translate import require
 
 WAITERS_MAX: Final = 1_000  # owners whose waiting was logged; the oldest are forgotten
@@ -173,6 +173,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         )
         self._waiters: dict[tuple[str, bytes] | None, None] = {}
         self.unary_sessions = UnarySessions(self.sessions, counters)
+        counters.routes = self.sessions.router.counts
         counters.refused_pool_count = lambda: self.sessions.refused_pool_count(self.clock())
 
     # -- the owner's stream --------------------------------------------------------------------------------------------
@@ -256,6 +257,12 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         return pb.MatchPrefixResponse(matches=found)
 
     @unary
+    def Route(self, request: pb.RouteRequest, permissions: Permissions) -> pb.RouteResponse:
+        prompt = routes.prompt(request, permissions)
+        authorization.require_namespace(permissions, prompt.namespace)
+        return routes.response(self.sessions.router.route(self._observable(permissions), prompt, self.clock()))
+
+    @unary
     def ListPools(self, request: pb.ListPoolsRequest, permissions: Permissions) -> pb.ListPoolsResponse:
         return views.pool_page(self._observable(permissions), request, self.clock())
 
@@ -286,7 +293,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         return server_pb2.GetServerInfoResponse(
             version=__version__,
             protocol_version=PROTOCOL_VERSION,
-            features=FEATURES,
+            features=(*FEATURES, ROUTE),
             limits=translate.LIMITS,
             core=CORE,
         )

@@ -216,7 +216,7 @@ def metrics_operations() -> list[Counted]:
     function, arguments = observed(opened)
     function(*arguments)  # The first call creates the metric's samples.
     assert counters.sample is not None
-    counters.sample._follow(counters.sample._first_least)  # as in a pool that has used many blocks
+    counters.sample._follow(counters.sample._least)  # as in a pool that has used many blocks
     new = [StepBuilder().allocate(500 + i, PROMPT_TOKENS + 1, own) for i, own in enumerate(prompts(1))]
     fresh = [observed(builder) for builder in new]
     for step in range(1, BLOCK_TOKENS + 1):

@@ -45,6 +45,7 @@ class Reason(enum.StrEnum):
     PROMPT_EMPTY = "PROMPT_EMPTY"
     POOL_UNKNOWN = "POOL_UNKNOWN"
     BRANCH_UNKNOWN = "BRANCH_UNKNOWN"
+    MODEL_UNKNOWN = "MODEL_UNKNOWN"
     POOL_OWNED = "POOL_OWNED"
     FENCED = "FENCED"
     ADAPTER_UNKNOWN = "ADAPTER_UNKNOWN"
@@ -261,6 +262,7 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.PROMPT_EMPTY: grpc.StatusCode.INVALID_ARGUMENT,
     Reason.POOL_UNKNOWN: grpc.StatusCode.NOT_FOUND,
     Reason.BRANCH_UNKNOWN: grpc.StatusCode.NOT_FOUND,
+    Reason.MODEL_UNKNOWN: grpc.StatusCode.NOT_FOUND,
     Reason.POOL_OWNED: grpc.StatusCode.ALREADY_EXISTS,
     Reason.FENCED: grpc.StatusCode.ABORTED,
     Reason.ADAPTER_UNKNOWN: grpc.StatusCode.NOT_FOUND,

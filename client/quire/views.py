@@ -136,6 +136,28 @@ class PrefixMatch(NamedTuple):
     attended_token_count: int = 0
 
 
+class Route(NamedTuple):
+    """The worker for a prompt, as of the moment of the answer.
+
+    Attributes:
+        pool: the worker's pool.
+        address: the worker's address.
+        hit_token_count: leading tokens of the prompt that are published there.
+        promised_token_count: tokens after those that the worker computes for other prompts.
+        uncached_token_count: the rest of the prompt.
+        backlog_token_count: tokens that the worker had still to compute for others.
+        reserved: whether the prompt now counts among the worker's load.
+    """
+
+    pool: str
+    address: str
+    hit_token_count: int
+    promised_token_count: int
+    uncached_token_count: int
+    backlog_token_count: int
+    reserved: bool
+
+
 class CacheDropped(NamedTuple):
     """The outcome of dropping a cache: blocks that are now empty, and blocks that sequences still hold. Both numbers
     are for the namespace, or for all namespaces."""

@@ -1,5 +1,8 @@
 """The best of 16 answers to one prompt. The prompt is computed once, each answer is a fork, and one batch decodes
-all."""
+all.
+
+Needs a clone and `pip install '.[all]'`; starts its own servers with the demo model.
+"""
 
 from __future__ import annotations
 

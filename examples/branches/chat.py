@@ -1,4 +1,7 @@
-"""A chat that keeps its pages: each turn computes only its new tokens."""
+"""A chat that keeps its pages: each turn computes only its new tokens.
+
+Needs a clone and `pip install '.[all]'`; starts its own servers with the demo model.
+"""
 
 from __future__ import annotations
 

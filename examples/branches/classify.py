@@ -1,4 +1,7 @@
-"""A classifier by `score`: the likeliest label wins. Instructions and examples are computed once for all texts."""
+"""A classifier by `score`: the likeliest label wins. Instructions and examples are computed once for all texts.
+
+Needs a clone and `pip install '.[all]'`; starts its own servers with the demo model.
+"""
 
 from __future__ import annotations
 

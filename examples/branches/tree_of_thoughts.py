@@ -1,6 +1,8 @@
 """A tree of thoughts with three levels. Each level tries four continuations of every thought and keeps the two best.
 
 A thought is good if the model finds a good verdict likely after it. Every branch holds only its own tail.
+
+Needs a clone and `pip install '.[all]'`; starts its own servers with the demo model.
 """
 
 from __future__ import annotations

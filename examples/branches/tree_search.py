@@ -2,6 +2,8 @@
 
 A node is a branch. A node's children are forks, each eight tokens longer. A rollout tries a node on a fork that is
 dropped afterwards, so the tree holds each token once.
+
+Needs a clone and `pip install '.[all]'`; starts its own servers with the demo model.
 """
 
 from __future__ import annotations

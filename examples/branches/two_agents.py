@@ -1,4 +1,7 @@
-"""Two agents on one long document. Each agent has a branch of the document, and reads the other agent's lines."""
+"""Two agents on one long document. Each agent has a branch of the document, and reads the other agent's lines.
+
+Needs a clone and `pip install '.[all]'`; starts its own servers with the demo model.
+"""
 
 from __future__ import annotations
 

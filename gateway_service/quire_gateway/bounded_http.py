@@ -179,7 +179,9 @@ class BoundedHttp(HttpToolsProtocol):
         elif version != "1.1":
             raise httptools.HttpParserError(f"its version is {version}: use 1.1 or 1.0")
         if not self.url.startswith(b"/"):
-            self.url = _with_path(self.url)
+            self.url, host = _with_path(self.url)
+            # RFC 9112 says that the host of such a target counts, not the header.
+            self.headers[:] = [(name, host if name == b"host" else value) for name, value in self.headers]
 
     def on_body(self, body: bytes) -> None:
         """Hands a part of the body on, which is no longer counted as unframed bytes."""
@@ -314,8 +316,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.abort()
 
 
-def _with_path(target: bytes) -> bytes:
-    """Returns a target that is a whole URL with a path, as proxies send it.
+def _with_path(target: bytes) -> tuple[bytes, bytes]:
+    """Returns a target that is a whole URL, as proxies send it, with a path, and the URL's host.
 
     Raises:
         httptools.HttpParserError: the target is not a URL.
@@ -324,9 +326,10 @@ def _with_path(target: bytes) -> bytes:
         parsed = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:
         raise httptools.HttpParserError("the request's target is not a URL") from None
+    host = target.partition(b"//")[2].partition(b"/")[0].partition(b"?")[0].partition(b"#")[0]
     if parsed.path is not None:
-        return target
-    return b"/" if parsed.query is None else b"/?" + parsed.query
+        return target, host
+    return b"/" if parsed.query is None else b"/?" + parsed.query, host
 
 
 def _without_upgrade(parser: httptools.HttpRequestParser, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:

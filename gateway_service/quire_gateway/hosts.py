@@ -8,7 +8,9 @@ rebound, and neither can names without a dot, because no one can register such a
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
+from typing import Final
 
 from quire_gateway.failures import ApiError
 
@@ -52,12 +54,16 @@ def check_count(hosts: int, version: str) -> None:
         raise ApiError(400, f"a request must have exactly one Host header, not {hosts}")
 
 
+_HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|([^][:@/%\s]*))(?::\d*)?")
+
+
 def _name_of(host: str) -> str:
-    """Returns a name without its port, and an address without its brackets."""
-    if host.startswith("["):
-        address, _, port = host[1:].partition("]")
-        return address if not port or port.startswith(":") else host
-    return host.partition(":")[0].lower().rstrip(".")
+    """Returns a name without its port, and an address without its brackets and zone. Anything else, such as a name with
+    user information, is returned whole with a dot before it, and is nobody's name."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return "." + host
+    return found[1] or found[2].lower().rstrip(".")
 
 
 def _is_of_this_machine(name: str) -> bool:
@@ -66,7 +72,7 @@ def _is_of_this_machine(name: str) -> bool:
     if name.endswith(".localhost"):
         return True
     try:
-        ipaddress.ip_address(name.partition("%")[0])
+        ipaddress.ip_address(name)
     except ValueError:
         return False
     return True

@@ -134,6 +134,21 @@ HITS: Final = Row(
             ],
         ),
         Plot(
+            "Routes and reservations",
+            "Prompts that the allocator routed, by what decided, and how their reservations ended.",
+            "ops",
+            [
+                (f"sum by (basis) (rate(quire_allocator_routes_total{RATE}))", "{{basis}}"),
+                (f"sum by (end) (rate(quire_allocator_reservations_total{RATE}))", "{{end}}"),
+            ],
+        ),
+        Plot(
+            "Precision of routes",
+            "Prefix tokens a second that routes promised, that their workers hit, and that were missed.",
+            "short",
+            [(f"sum by (kind) (rate(quire_allocator_routed_tokens_total{RATE}))", "{{kind}}")],
+        ),
+        Plot(
             "Evictions by need",
             "Evicted cached blocks per second: for their own namespace, for another one, or above the quota.",
             "ops",

@@ -66,6 +66,11 @@ def test_an_owner_drops_its_cache_and_is_told_what_left_and_what_others_drop(all
         assert [each.digests for each in outcome.removed] == digests(0, 1)
         with pytest.raises(ValueError, match="digests need the namespace"):
             step.drop(None, digests(0, 1))
+        for empty in (b"", []):  # As of a prompt shorter than a block. Everything would be dropped.
+            with pytest.raises(ValueError, match="digests must not be empty"):
+                client.drop_cache("mine", "", empty)
+            with pytest.raises(ValueError, match="digests must not be empty"):
+                step.drop("", empty)
 
 
 def test_an_allocator_that_comes_back_empty_is_not_told_of_what_was_dropped(tmp_path: Path) -> None:

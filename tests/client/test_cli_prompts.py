@@ -159,6 +159,27 @@ def test_cache_warm_prefills_and_lets_go(server: ScriptedServer) -> None:
     result = quire("cache", "warm", "twelve bytes", "--worker", server.address)
     assert result.stdout == "12 tokens, 8 of them already cached\n"
     assert server.attempts["ReleaseBranches"] == 1
+    assert not [
+        each for each in server.requests if isinstance(each, worker_pb.PrefillRequest) and each.HasField("cache")
+    ]
+
+
+@pytest.mark.parametrize(("keep", "keep_ms"), [("1ms", 1), ("90s", 90_000), ("30m", 1_800_000), ("24h", 86_400_000)])
+def test_cache_warm_asks_to_keep_the_prompt_for_a_time(server: ScriptedServer, keep: str, keep_ms: int) -> None:
+    server.answers["Prefill"] = lambda *_: worker_pb.PrefillResponse(branch_id=b"b" * 16, ttl_ms=60_000, token_count=12)
+    server.answers["ReleaseBranches"] = lambda *_: worker_pb.ReleaseBranchesResponse()
+    found = parsed(quire("cache", "warm", "twelve bytes", "--keep", keep, "--json", "--worker", server.address))
+    assert found == {"token_count": 12, "cached_token_count": 0, "keep_ms": keep_ms}
+    asked_for = [each.cache for each in server.requests if isinstance(each, worker_pb.PrefillRequest)]
+    assert asked_for == [worker_pb.CachePolicy(keep_ms=keep_ms)]
+
+
+@pytest.mark.parametrize("keep", ["", "30", "soon", "-1s", "0s", "25h", "1d", "1.5h", "nan"])
+def test_a_time_to_keep_that_is_none_is_refused_by_its_option(server: ScriptedServer, keep: str) -> None:
+    result = quire("cache", "warm", "p", f"--keep={keep}", "--json", "--worker", server.address)
+    error = json.loads(result.stderr)["error"]
+    assert (result.returncode, "--keep" in error["message"]) == (2, True), error
+    assert not server.attempts
 
 
 def test_version_says_the_protocol_and_whether_the_core_is_compiled() -> None:

@@ -47,6 +47,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Apply": (StepBuilder(),),
     "DropCache": ("pool",),
     "MatchPrefix": ([],),
+    "Route": ("model", [], 1),
     "GetPool": ("pool",),
     "GetPoolBlocks": ("pool",),
     "GetPoolUsage": ("pool",),

@@ -94,7 +94,8 @@ def test_a_server_is_closed_while_a_caller_holds_a_connection() -> None:
 
 @pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("127.0.0.1:9", 200), ("[::1]", 200),
                                               ("LOCALHOST.:9", 200),
-                                              ("evil.example", 421), ("localhost.evil.example:80", 421)])  # fmt: skip
+                                              ("evil.example", 421), ("localhost.evil.example:80", 421),
+                                              ("user@localhost", 421), ("localhost:80@evil.example", 421)])  # fmt: skip
 def test_on_loopback_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
     with serving() as server:
         assert ask(server, "/metrics", Host=host) == status

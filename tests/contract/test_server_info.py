@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import quire
 from quire import AsyncAllocator
-from quire.protocol.features import FEATURES
+from quire.protocol.features import FEATURES, ROUTE
 from quire.protocol.limits import HEARTBEAT_S, PROTOCOL_VERSION, SILENCE_S
 from quire.session.owner import PoolOwner
 from quire.v1 import _packed_pb2 as packed
@@ -23,7 +23,8 @@ async def test_an_allocator_says_what_it_is() -> None:
         owner = StreamOwner(allocator)
         await owner.attach()
         ready = await owner.report()
-    assert (info.version, info.protocol_version, info.features) == (quire.__version__, PROTOCOL_VERSION, FEATURES)
+    assert (info.version, info.protocol_version) == (quire.__version__, PROTOCOL_VERSION)
+    assert info.features == (*FEATURES, ROUTE)
     assert info.core == ("compiled" if IS_COMPILED else "python")
     assert (info.limits.heartbeat_ms, info.limits.silence_ms, info.limits.stops_max) == (1000, 3000, 32)
     assert ready.limits == translate.LIMITS

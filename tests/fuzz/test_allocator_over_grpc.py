@@ -71,6 +71,7 @@ RIGHT: dict[str, Any] = {
     "CloseSession": pb.CloseSessionRequest(session_id=bytes(16)),
     "DropCache": pb.DropCacheRequest(pool="other", drop=pb.CacheDrop(namespace="", digests=d("ab"))),
     "MatchPrefix": pb.MatchPrefixRequest(digests=d("ab")),
+    "Route": pb.RouteRequest(model="model", digests=d("ab"), prompt_token_count=9, reservation_ms=1_000),
     "GetServerInfo": server_pb2.GetServerInfoRequest(),
     "ListPools": pb.ListPoolsRequest(),
     "GetPool": pb.GetPoolRequest(pool="bystander"),

@@ -136,6 +136,13 @@ def test_a_long_prompt_is_dropped_whole(served: ServerProcess) -> None:
     assert cached(served, body) == 0
 
 
+def test_a_prompt_shorter_than_a_block_drops_nothing(served: ServerProcess) -> None:
+    body = {"prompt": prompt(10)}
+    warm(served, body)
+    assert told(served, "/v1/cache/drop", {"prompt": prompt(11, BLOCK - 1)})["dropped_blocks"] == 0
+    assert cached(served, body) == 96
+
+
 def test_a_namespace_is_counted_and_dropped(served: ServerProcess) -> None:
     bodies = [{"prompt": prompt(number)} for number in (7, 8)]
     for body in bodies:

@@ -85,6 +85,12 @@ def test_on_loopback_only_names_of_this_machine_are_answered(worker: ScriptedSer
             "localhost.evil.example:80",
             "[::1].evil.example",
             "a..b",
+            "user@localhost",
+            "localhost:80@evil.example",
+            "[::1]:80@evil.example",
+            "127.0.0.1%evil.example",
+            "localhost/.evil.example",
+            "localhost:evil",
         ):
             for path in ("/v1/models", "/metrics", "/nowhere", "/openapi.json"):
                 answer = curl(served, path, "-H", f"Host: {host}")
@@ -96,10 +102,21 @@ def test_on_loopback_only_names_of_this_machine_are_answered(worker: ScriptedSer
             "a.localhost",
             "127.0.0.1:1",
             "[::1]:80",
+            "[fe80::1%eth0]:80",
+            "127.0.0.1.",
+            "gateway.example.:80",
             "gateway.example.",
             "box",
         ):
             assert curl(served, "/v1/models", "-H", f"Host: {host}").status == 200, host
+        for target, status in (("http://evil.example/v1/models", 421), ("http://localhost/v1/models", 200)):
+            for host in ("localhost", "evil.example"):  # A target's host counts, whatever the header says.
+                answer = curl(served, "/", "--request-target", target, "-H", f"Host: {host}")
+                assert answer.status == status, (target, host)
+        for name in ("X-Forwarded-Host: localhost", "Forwarded: host=localhost", "X-Original-Host: localhost"):
+            assert curl(served, "/v1/models", "-H", "Host: evil.example", "-H", name).status == 421, name
+            evil = name.replace("localhost", "evil.example")
+            assert curl(served, "/v1/models", "-H", "Host: localhost", "-H", evil).status == 200, evil
         assert curl(served, "/healthz", "-H", "Host: evil.example").status == 200, "probes say yes or no to anybody"
     arguments = ("--worker", worker.address, "--listen", "0.0.0.0:0", "--plain-http")
     with gateway(tmp_path / "open", *arguments, QUIRE_API_KEYS=KEY) as served:

@@ -77,6 +77,20 @@ def test_a_refusal_has_the_value_and_the_callers_name_for_it(
     assert answer.error["message"] == message
 
 
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"response_format": {"type": "text", "x" * 300: 1}}, "response_format."),
+        ({"tools": [{"type": "function", "function": {"name": "f"}, "x" * 300: 1}]}, "tools[0]."),
+    ],
+)
+def test_an_unknown_field_is_named_by_at_most_128_characters(
+    served: ServerProcess, fields: dict[str, Any], place: str
+) -> None:
+    error = curl(served, "/v1/chat/completions", body={"messages": CHAT, "max_tokens": 2, **fields}).error
+    assert error["param"] == place + "x" * (128 - len(place))
+
+
 def test_a_schema_that_everything_fits_may_be_true(served: ServerProcess) -> None:
     fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}, "max_tokens": 2}
     assert curl(served, "/v1/completions", body={"prompt": "a", **fields}).status == 200

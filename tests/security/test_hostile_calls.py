@@ -89,6 +89,9 @@ REQUESTS: dict[str, Callable[[Scene], Any]] = {
     "/quire.v1.AllocatorService/MatchPrefix": lambda _: pb.MatchPrefixRequest(
         namespace=ATTACKER, digests=d("a") * 16_384
     ),
+    "/quire.v1.AllocatorService/Route": lambda _: pb.RouteRequest(
+        namespace=ATTACKER, model="m", digests=d("a") * 16_384, prompt_token_count=1 << 24, reservation_ms=60_000
+    ),
     "/quire.v1.AllocatorService/WatchEvents": lambda _: pb.WatchEventsRequest(pool="attacker-large"),
     "/quire.v1.AllocatorService/OpenSession": lambda _: pb.OpenSessionRequest(
         version=3, request_id=f"open {next(NUMBERS)}", pool=f"attacker-opened-{next(NUMBERS) % 64}", spec=spec()

@@ -282,6 +282,16 @@ def of_requests(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
     return call
 
 
+def routed(scene: Scene, who: str) -> Any:
+    """Asks for the worker of a prompt in `red`. No pool here has one, and callers learn no more than that."""
+    try:
+        return scene.call(who, "Route", namespace="red", model="m", prompt_token_count=1)
+    except grpc.RpcError as error:
+        if from_rpc_error(error).reason != Reason.MODEL_UNKNOWN:
+            raise
+        return error
+
+
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
 UNKNOWN = Reason.BRANCH_UNKNOWN  # Callers without a branch's namespace get this for existing branches, too.
@@ -294,6 +304,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "CloseSession": (close_another, OWNING, None),
     "DropCache": (unary("DropCache", pool="a", drop=pb.CacheDrop(namespace="red")), OWNING, USING),
     "MatchPrefix": (unary("MatchPrefix", namespace="red", digests=d("a")), None, USING),
+    "Route": (routed, None, USING),
     "GetServerInfo": (get_server_info, None, None),
     "ListPools": (unary("ListPools"), None, None),
     "GetPool": (unary("GetPool", pool="a"), None, None),
@@ -322,6 +333,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
 # Calls that name no pool. The pools of a caller's certificate do not matter for them.
 WITHOUT_POOL = {
     "MatchPrefix",
+    "Route",
     "ListPools",
     *(
         method.name

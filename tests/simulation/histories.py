@@ -137,12 +137,12 @@ class History:
             self._allocate(step)
         return step
 
-    def some_drop(self) -> tuple[str | None, list[bytes], int]:
+    def some_drop(self) -> tuple[str | None, list[bytes] | None, int]:
         """Returns a random drop: of everything, of a namespace, or of blocks after some place of a prompt."""
         rng = self.rng
         namespace = rng.choice([None, "", "tenant"])
         if namespace is None or rng.random() < 0.3:
-            return namespace, [], 0
+            return namespace, None, 0
         digests = block_digests(ROOT, rng.choice(self._prompts)[: rng.randrange(4, 30)], self.digest_tokens)
         return namespace, digests, rng.randrange(len(digests) + 1)
 

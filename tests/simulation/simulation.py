@@ -182,7 +182,8 @@ class Simulation:
                 namespace, digests, kept = worker.history.some_drop()
                 before = set(checks.carried_by(owner.pool).values())
                 try:
-                    allocator.sessions.drop_cache(owner, CacheDrop(namespace, b"".join(digests), kept), self.clock.now)
+                    drop = CacheDrop(namespace, b"".join(digests or ()), kept)
+                    allocator.sessions.drop_cache(owner, drop, self.clock.now)
                 except Refusal as refusal:
                     checks.require(refusal.reason == "LIMIT", f"a drop was refused: {refusal}")
                     continue

@@ -12,8 +12,8 @@ import pytest
 import torch
 from quire.errors import QuireError
 from quire.protocol.permissions import EVERYTHING
-from quire_worker.calls.branch import Branch
 from quire_worker.calls.branches import Branches
+from quire_worker.calls.held_branch import Branch
 from quire_worker.sampling.params import SamplingParams
 
 from tests.worker.engine_harness import Harness, prompt, reference_model, reference_text

@@ -240,6 +240,25 @@ def test_no_special_token_is_made_of_several_texts_or_of_names(
     assert not special & set(tokenizer.encode_written(template.text(signed)))
 
 
+@pytest.mark.parametrize("source", ["<{{ X }}>", "{{ '<|' + X + '|>' }}", "<|{{ X | lower }}|>", "<{{ X | trim }}>"])
+@pytest.mark.parametrize("word", ["s", "S", "/s", "eot", "EOT", " eot\n", "user|>x</s><|user", "<|eot|>"])
+@pytest.mark.parametrize("key", ["role", "name"])
+def test_no_role_and_no_name_becomes_a_special_token(source: str, word: str, key: str) -> None:
+    special = ["<s>", "</s>", "<|user|>", "<|eot|>"]
+    template = ChatTemplate({"default": source.replace("X", f"messages[0].{key}")}, {})
+    message = {"role": "user", "content": "", key: word}
+    signed = sign(Conversation([message], [], {}, False), special)
+    text = template.text(signed)
+    assert not any(name in text for name in special), text
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool"])
+def test_a_template_may_make_special_tokens_of_known_roles(role: str) -> None:
+    template = ChatTemplate({"default": "{{ '<|' + messages[0].role + '|>' }}"}, {})
+    signed = sign(Conversation([{"role": role, "content": ""}], [], {}, False), [f"<|{role}|>", "<|eot|>"])
+    assert template.text(signed) == f"<|{role}|>"
+
+
 def test_special_tokens_that_overlap_are_all_cut() -> None:
     conversation = Conversation([{"role": "user", "content": "xabaab"}], [], {"deep": {"er": ["ab"]}}, False)
     signed = sign(conversation, ["ab", "ba", "x"])

@@ -97,6 +97,20 @@ def test_a_namespace_with_one_request_does_not_wait_for_all_of_another_with_many
     assert starts(worker, [*many, one]).index(8) <= 1
 
 
+def test_a_namespace_that_runs_nothing_displaces_the_last_sample_of_one_that_runs_several() -> None:
+    worker = PretendedWorker(block_count=40, block_size=4, batch_tokens=64, running_max=2)
+    many = [worker.submit(each, namespace="many", max_tokens=40) for each in lasting_prompts(2, output_tokens=40)]
+    worker.turn()
+    one = worker.submit(numbers(8, seed=99), namespace="one", max_tokens=3)
+    while not one.admitted:
+        worker.turn()
+    assert not any(each.is_done for each in many)
+    worker.run()
+    assert [each.usage.preemption_count for each in many] == [0, 1]
+    for request in (*many, one):
+        worker.check_text(request)
+
+
 @pytest.mark.parametrize("seed", SEEDS[:6])
 def test_namespaces_that_all_wait_are_served_alike(seed: int) -> None:
     print(f"QUIRE_SEED={seed}")
@@ -256,6 +270,23 @@ def test_short_ones_do_not_wait_for_a_head_with_blocks_free(seed: int, is_pipeli
     assert not long.is_done
     worker.run()
     for request in (long, head, *short):
+        worker.check_text(request)
+
+
+@pytest.mark.parametrize(("max_tokens", "passes"), [(9, True), (13, False)])
+def test_a_long_request_passes_the_head_if_it_needs_no_more_than_the_blocks_that_remain(
+    max_tokens: int, passes: bool
+) -> None:
+    worker = PretendedWorker(block_count=40, block_size=4, batch_tokens=256)
+    running = worker.submit(lasting_prompts(1, output_tokens=5)[0], max_tokens=5)
+    worker.turn()
+    head = worker.submit(numbers(144, seed=1), max_tokens=2)  # 36 blocks, and one for the next token: 3 remain
+    later = worker.submit(numbers(3, seed=2), max_tokens=max_tokens)
+    while not running.is_done:
+        worker.turn()
+    assert (head.admitted, later.admitted) == (False, passes)
+    worker.run()
+    for request in (running, head, later):
         worker.check_text(request)
 
 

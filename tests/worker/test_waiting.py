@@ -48,6 +48,13 @@ def test_places_are_missing_where_as_many_run_as_may() -> None:
     assert reason(worker, worker.submit(numbers(8, seed=1), max_tokens=3)) is WaitReason.PLACES
 
 
+def test_blocks_are_missing_where_the_last_place_is_free() -> None:
+    worker, _ = busy_worker(block_count=20, running_max=2)
+    request = worker.submit(numbers(60, seed=1), max_tokens=3)
+    worker.turn()
+    assert reason(worker, request) is WaitReason.BLOCKS
+
+
 def test_a_request_behind_the_first_waits_for_its_order_or_for_fairness() -> None:
     worker, _ = busy_worker(running_max=1)
     head = worker.submit(numbers(8, seed=1), namespace="b", max_tokens=3)

@@ -34,9 +34,10 @@ class Announcement:
 
 
 class PendingPrefixes:
-    """Finds the announcements of a pool by their next digests."""
+    """Finds the announcements of a pool by their next digests. `left_count` of all their digests are unpublished."""
 
     def __init__(self) -> None:
+        self.left_count = 0
         self._places: dict[bytes, list[Announcement]] = {}
 
     def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Announcement | None:
@@ -47,6 +48,7 @@ class PendingPrefixes:
         if next_digest >= digest_count:
             return None
         announcement = Announcement(namespace, digests, next_digest, digest_count)
+        self.left_count += digest_count - next_digest
         self._add_place(announcement)
         return announcement
 
@@ -56,12 +58,14 @@ class PendingPrefixes:
             self.drop(announcement)
             return False
         if next_digest > announcement.next_digest:
+            self.left_count -= next_digest - announcement.next_digest
             announcement.next_digest = next_digest
             self._add_place(announcement)
         return True
 
     def drop(self, announcement: Announcement) -> None:
         """Removes an announcement: its sequence is gone or has published all of it."""
+        self.left_count -= announcement.digest_count - announcement.next_digest
         for place in announcement.places:
             key = announcement.key(place)
             announcements = self._places[key]
@@ -91,8 +95,4 @@ class PendingPrefixes:
     def _add_place(self, announcement: Announcement) -> None:
         announcement.places.append(announcement.next_digest)
         key = announcement.key(announcement.next_digest)
-        announcements = self._places.get(key)
-        if announcements is None:
-            self._places[key] = [announcement]
-        else:
-            announcements.append(announcement)
+        self._places.setdefault(key, []).append(announcement)

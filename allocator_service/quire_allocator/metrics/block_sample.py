@@ -1,12 +1,12 @@
 """Follows a sample of a pool's blocks by their digests, for metrics that counting alone cannot give.
 
-Digests are hashes: those with a small first byte are a random sample of all prefixes, the same in every pool and on
-every day (SHARDS). They are filed in slices, in the order in which they were last named. If the newer slices have fewer
-digests than a pool has room for, the block would have been a hit in that pool, with eviction of the least recently
-used.
+Digests are hashes: those that begin with a small number are a random sample of all prefixes, the same in every pool and
+on every day (SHARDS). They are filed in slices, in the order in which they were last named. If the newer slices have
+fewer digests than a pool has room for, the block would have been a hit in that pool, with eviction of the least
+recently used.
 
-All digests are followed at first. Each time there are more than `_FOLLOWED_MIN`, half of them are dropped, down to the
-share of the pool: a pool that saw few prefixes would else have none in its sample.
+All digests are followed at first. Each time there would be more than `_FOLLOWED_MIN`, half of them are dropped, down to
+the share of the pool: a pool that saw few prefixes would else have none in its sample.
 
 A slice is an eighth of the pool, and the model is no finer than that. Lists in exact order, one for each size, would
 cost far more for each named digest.
@@ -44,8 +44,8 @@ _NEW: Final = 4
 SIZES = (0.5, 1.0, 2.0, 4.0)  # sizes of modelled pools, in multiples of the pool's own
 AGE_SECONDS_BOUNDS = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
 _FOLLOWED_MIN: Final = 256  # followed blocks of a pool, if it has that many
-_BYTES: Final = 256  # values of a digest's first byte
-_FIRST_MIN: Final = 4  # values that are followed in large pools: one block in 64
+_BYTES: Final = 256  # values of a byte
+_BEGINNINGS: Final = _BYTES * _BYTES  # values of a digest's first two bytes
 
 _SLICES: Final = 8  # slices for as many digests as the pool itself has room for
 _SLICES_MAX: Final = 64
@@ -101,29 +101,29 @@ class BlockSample:
         self.gaps = Histogram(AGE_SECONDS_BOUNDS)
         self._digest_tokens = pool.digest_tokens
         self._room = room = _room(pool.spec)
-        self._first_least = min(_BYTES, max(_FIRST_MIN, _FOLLOWED_MIN * _BYTES // room)) if room else _BYTES
+        self._least = min(_BEGINNINGS, max(1, _FOLLOWED_MIN * _BEGINNINGS // room)) if room else _BEGINNINGS
         self.tokens = pool.digest_tokens if room else 0
-        self._follow(_BYTES)
+        self._follow(_BEGINNINGS)
         self._slices = [_Slice()]  # the newest last
         self._followed: dict[bytes, _Followed] = {}  # digests that the largest modelled pool would have
 
-    def _follow(self, first_count: int) -> None:
-        """Follows digests whose first byte is below `first_count`."""
+    def _follow(self, beginning_count: int) -> None:
+        """Follows digests whose first two bytes are a number below `beginning_count`."""
         room = self._room
-        self._first_count = first_count
-        self._weight = _BYTES / first_count
-        self._marks = bytes([byte < first_count for byte in range(_BYTES)])
-        self._rooms = [max(1, int(size * room * first_count / _BYTES)) for size in SIZES]
-        self._slice_room = max(1, room * first_count // _BYTES // _SLICES)
+        self._beginning_count = beginning_count
+        self._weight = _BEGINNINGS / beginning_count
+        self._marks = bytes([byte * _BYTES >= beginning_count for byte in range(_BYTES)])  # 0 for those followed
+        self._rooms = [max(1, int(size * room * beginning_count / _BEGINNINGS)) for size in SIZES]
+        self._slice_room = max(1, room * beginning_count // _BEGINNINGS // _SLICES)
 
     def observe(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
         """Takes in a step that was applied at `now`, in seconds of a clock that never goes back."""
         if not self.tokens:
             return
         if step.commit_digest_data:
-            places = self._places(step.commit_digest_data)
-            if places:
-                self._publish(step.commit_digest_data, places, now)
+            followed = self._those_followed(step.commit_digest_data, 0, len(step.commit_digest_data))
+            if followed:
+                self._publish(step.commit_digest_data, followed, now)
         removed_count = self.log.removed_count - self._removed_count
         if removed_count:
             self._removed_count += removed_count
@@ -131,9 +131,9 @@ class BlockSample:
         if step.grow_digest_data:
             self._ask_all(step, reply, now)
 
-    def _publish(self, digests: bytes, places: list[int], now: float) -> None:
-        for place in places:
-            digest = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+    def _publish(self, digests: bytes, offsets: list[int], now: float) -> None:
+        for offset in offsets:
+            digest = digests[offset : offset + DIGEST_BYTES]
             followed = self._followed.get(digest)
             if followed is None:  # no prompt named it: it belongs to an answer
                 followed = self._file(digest, None, now)
@@ -147,9 +147,8 @@ class BlockSample:
         for _, _, scope, _, _, source, start, end in self.log.latest_removed(count):
             if scope.manager is not manager:
                 continue
-            digests = bytes(source[start:end])
-            for place in self._places(digests):
-                followed = self._followed.get(digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES])
+            for offset in self._those_followed(source, start, end):
+                followed = self._followed.get(bytes(source[offset : offset + DIGEST_BYTES]))
                 if followed is None or followed.stage != _PUBLISHED:
                     continue
                 followed.stage = _GONE
@@ -163,27 +162,29 @@ class BlockSample:
         for row, digests in enumerate(step.grow_digests):
             if not digests or (results and results[row]):
                 continue
-            places = self._places(digests)
-            if not places:
+            if self._beginning_count > self._least:
+                self._follow_fewer(len(digests) // DIGEST_BYTES)
+            offsets = self._those_followed(digests, 0, len(digests))
+            if not offsets:
                 continue
             prompt = step.grow_token_counts[row]
             if step.prompt_token_counts:
                 prompt = max(prompt, step.prompt_token_counts[row])
-            limit = min((prompt - 1) // self._digest_tokens, len(digests) // DIGEST_BYTES)
-            hit_end = entry_uint32(reply.matched_token_counts, row) // self._digest_tokens
-            group_end = entry_uint32(reply.unmatched.attended_token_counts, row) // self._digest_tokens
+            limit = min((prompt - 1) // self._digest_tokens, len(digests) // DIGEST_BYTES) * DIGEST_BYTES
+            hit_end = entry_uint32(reply.matched_token_counts, row) // self._digest_tokens * DIGEST_BYTES
+            group_end = entry_uint32(reply.unmatched.attended_token_counts, row) // self._digest_tokens * DIGEST_BYTES
             is_return = bool(step.returns and step.returns[row])
-            while places and places[-1] >= limit:
-                places.pop()
-            named = [digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES] for place in places]
+            while offsets and offsets[-1] >= limit:
+                offsets.pop()
+            named = [digests[offset : offset + DIGEST_BYTES] for offset in offsets]
             found = [self._followed.get(digest) for digest in named]
             if not is_return:
-                for place, followed in zip(places, found):  # noqa: B905 - the compiler makes a loop of it
-                    self._count(followed, _HIT if place < hit_end else _GROUP if place < group_end else _NEW, now)
-            for place, digest, followed in zip(places, named, found):  # noqa: B905
+                for offset, followed in zip(offsets, found):  # noqa: B905 - the compiler makes a loop of it
+                    self._count(followed, _HIT if offset < hit_end else _GROUP if offset < group_end else _NEW, now)
+            for offset, digest, followed in zip(offsets, named, found):  # noqa: B905
                 filed = self._file(digest, followed, now)
                 filed.used = now
-                if place < hit_end:
+                if offset < hit_end:
                     filed.stage = _PUBLISHED
             self._make_room()
 
@@ -225,8 +226,7 @@ class BlockSample:
     def _make_room(self) -> None:
         """Begins a slice if the newest one is full, and forgets digests that no modelled pool has room for. Called only
         after a whole prompt, because its hits are held."""
-        if len(self._followed) > _FOLLOWED_MIN and self._first_count > self._first_least:
-            self._follow_fewer()
+        self._follow_fewer(0)
         if len(self._slices[-1].digests) < self._slice_room:
             return
         slices = self._slices
@@ -243,11 +243,14 @@ class BlockSample:
             older.count += newer.count
         slices.append(_Slice())
 
-    def _follow_fewer(self) -> None:
-        """Drops digests until few are followed, or the share of the pool."""
-        while len(self._followed) > _FOLLOWED_MIN and self._first_count > self._first_least:
-            self._follow(max(self._first_count // 2, self._first_least))
-            for digest in [digest for digest in self._followed if digest[0] >= self._first_count]:
+    def _follow_fewer(self, coming_count: int) -> None:
+        """Drops digests until few are followed, of those that come now, too, or the share of the pool."""
+        while (
+            self._beginning_count > self._least
+            and len(self._followed) + coming_count * self._beginning_count // _BEGINNINGS > _FOLLOWED_MIN
+        ):
+            self._follow(max(self._beginning_count // 2, self._least))
+            for digest in [digest for digest in self._followed if not self._is_followed(digest, 0)]:
                 self._followed.pop(digest).slice.count -= 1
 
     def _held(self, of: _Slice) -> list[bytes]:
@@ -259,14 +262,21 @@ class BlockSample:
                 held.append(digest)
         return held
 
-    def _places(self, digests: bytes) -> list[int]:
-        """Returns the places of followed digests among these."""
-        marks, places = digests[::DIGEST_BYTES].translate(self._marks), list[int]()
-        place = marks.find(1)
+    def _those_followed(self, source: bytes | bytearray, start: int, end: int) -> list[int]:
+        """Returns the offsets of followed digests among those in `source[start:end]`."""
+        firsts, offsets = source[start:end:DIGEST_BYTES], list[int]()
+        if self._beginning_count > _BYTES:
+            firsts = firsts.translate(self._marks)
+        place = firsts.find(0)
         while place >= 0:
-            places.append(place)
-            place = marks.find(1, place + 1)
-        return places
+            offset = start + place * DIGEST_BYTES
+            if self._is_followed(source, offset):
+                offsets.append(offset)
+            place = firsts.find(0, place + 1)
+        return offsets
+
+    def _is_followed(self, source: bytes | bytearray, offset: int) -> bool:
+        return source[offset] * _BYTES + source[offset + 1] < self._beginning_count
 
 
 def _room(spec: PoolSpec) -> int:

@@ -17,6 +17,7 @@ from quire_allocator.core.readers import retention, usage
 from quire_allocator.core.spec import Result
 from quire_allocator.metrics.block_sample import OUTCOMES, SIZES
 from quire_allocator.metrics.counters import OTHER, Counters, PoolCounters
+from quire_allocator.metrics.route_metrics import route_metrics
 
 METRIC_NAMES = frozenset(
     {
@@ -51,6 +52,9 @@ METRIC_NAMES = frozenset(
         "quire_allocator_lease_expirations_total",
         "quire_allocator_quarantines_total",
         "quire_allocator_refused_pools",
+        "quire_allocator_reservations_total",
+        "quire_allocator_routed_tokens_total",
+        "quire_allocator_routes_total",
         "quire_allocator_log_lines_dropped_total",
     }
 )
@@ -75,6 +79,7 @@ class AllocatorCollector(Collector):
         yield from self._evictions()
         yield from self._recoveries()
         yield from self._sampled()
+        yield from route_metrics(self._counters.routes)
 
     def _counted(self) -> Iterator[tuple[Ownership, PoolCounters]]:
         return ((owner, self._counters.seen(owner.name)) for owner in self._directory.open_pools())

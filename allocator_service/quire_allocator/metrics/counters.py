@@ -18,6 +18,7 @@ from quire.v1 import _packed_pb2 as packed
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import Result
 from quire_allocator.metrics.block_sample import BlockSample
+from quire_allocator.routing.router import RouteCounts
 from quire_allocator.wire.step_columns import StepColumns
 
 STEP_SECONDS_BOUNDS = (
@@ -141,6 +142,7 @@ class Counters:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
         self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets it
+        self.routes = RouteCounts()  # `AllocatorService` replaces them by its router's
         self.namespaces = sorted({*namespaces} - {OTHER})
         self._pools: defaultdict[str, PoolCounters] = defaultdict(lambda: PoolCounters(namespaces))
 

@@ -32,7 +32,7 @@ from quire_allocator.core.spec import PoolSpec
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.session.steps import answer_step, pool_digest
-from quire_allocator.wire import authorization, translate
+from quire_allocator.wire import authorization, routes, translate
 from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import require
 
@@ -136,6 +136,7 @@ class SessionMachine:
             f"window must be from 1 to {limits.WINDOW_MAX}, not {attach.window}",
         )
         self._spec = translate.pool_spec(attach.spec)
+        worker = routes.worker_of(attach)
         name = translate.pool_name(attach.pool)
         self.attaching = name, attach.incarnation
         authorization.require_owning(self._permissions, name)
@@ -157,6 +158,7 @@ class SessionMachine:
             now=now,
             caller=self._permissions,
         )
+        self._sessions.router.register(name, worker)
         if isinstance(older, SessionMachine):
             older.end("FENCED", "a newer stream of this owner took over")
         if not resumed:
@@ -205,6 +207,7 @@ class SessionMachine:
         assert owner is not None
         assert spec is not None
         if request.HasField("heartbeat"):
+            self._hear_worker(owner, request.heartbeat)
             self._directory.renew(owner, now)
             return []
         if self._report is None:
@@ -228,6 +231,8 @@ class SessionMachine:
         self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
     ) -> packed.SessionReply:
         """Puts the reported pool in force. If the report is refused, the earlier pool stays."""
+
+        self._sessions.check_sequences(owner, staged.sequence_count)
 
         def operate() -> None:
             self._directory.open(
@@ -268,6 +273,7 @@ class SessionMachine:
             self._directory.renew(owner, now)
             return [answer]
         if kind == "heartbeat":
+            self._hear_worker(owner, request.heartbeat)
             self._directory.renew(owner, now)
             self._sessions.publish(owner, min(request.heartbeat.ack, owner.steps.next_step - 1))
             return [packed.SessionReply(heartbeat=pb.Heartbeat())]
@@ -275,6 +281,12 @@ class SessionMachine:
         self.phase = Phase.DETACHED
         self._sessions.drop(owner)
         return []
+
+    def _hear_worker(self, owner: Ownership, heartbeat: pb.Heartbeat) -> None:
+        """Notes what an owner says of its worker with a heartbeat; most heartbeats say nothing."""
+        worker = routes.worker_of(heartbeat)
+        if worker is not None:
+            self._sessions.router.register(owner.name, worker)
 
     def _step(self, owner: Ownership, step: packed.Step, now: float) -> packed.SessionReply:
         session_id = step.session_id  # read once, because an access costs time

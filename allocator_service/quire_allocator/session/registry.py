@@ -12,6 +12,7 @@ from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.routing.router import Router
 from quire_allocator.session.kept_bytes import KeptBytes
 
 AnswerT = TypeVar("AnswerT")
@@ -74,6 +75,7 @@ class SessionRegistry:
     Attributes:
         draining: whether the allocator is shutting down, and opens no session any more.
         kept_bytes: the bytes of steps and replies that sessions keep for replay.
+        router: chooses workers among the pools whose owners registered one.
         streams: every stream, those that have not attached yet included.
         staging: the streams that have a place for a report.
     """
@@ -92,6 +94,7 @@ class SessionRegistry:
         self.check_invariants = check_invariants
         self.draining = False
         self.kept_bytes = KeptBytes(directory)
+        self.router = Router()
         self.streams: set[Stream] = set()
         self.staging: set[Stream] = set()
         self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # time of each quarantine, by pool
@@ -122,12 +125,27 @@ class SessionRegistry:
         except Exception as error:
             self._quarantines[owner.name].append(now)
             self.directory.quarantine(owner)
+            if owner.unary:
+                self.router.forget(owner.name)
             self.observer.quarantined(owner, error)
             raise Refusal(
                 "POOL_QUARANTINED",
                 f"an invariant of pool {owner.name} broke because of a bug in the allocator; attach again",
             ) from error
         return answer
+
+    def check_sequences(self, owner: Ownership, count: int) -> None:
+        """Checks that a pool may have `count` live sequences beside those in its caller's other pools.
+
+        Raises:
+            Refusal: LIMIT.
+        """
+        if count > limits.SEQUENCES_UNSHARED:
+            pools = [each for each in self.directory.open_pools() if each.caller == owner.caller and each is not owner]
+            total, most = count + sum(len(each.pool.sequences) for each in pools), limits.SEQUENCES_OF_CALLER_MAX
+            if total > most:
+                text = f"all pools of one caller may have {most:,} live sequences, not {total:,}: free some"
+                raise Refusal("LIMIT", text)
 
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
         """Drops cached blocks of a pool for a caller other than its owner. The owner learns of it with its next
@@ -180,6 +198,7 @@ class SessionRegistry:
     def drop(self, owner: Ownership) -> None:
         """Drops a pool: its owner detached or closed it, or its lease ended."""
         self.directory.remove(owner)
+        self.router.forget(owner.name)
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int) -> None:
@@ -189,7 +208,8 @@ class SessionRegistry:
             self.observer.published(owner)
 
     def expire(self, now: float) -> None:
-        """Drops pools with expired leases."""
+        """Drops pools with expired leases, and reservations whose time has ended."""
+        self.router.expire(now)
         for stream in list(self.staging):
             stream.check_report(now)
         for owner in self.directory.expire(now):

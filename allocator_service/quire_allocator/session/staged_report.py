@@ -64,6 +64,11 @@ class StagedReport:
         return not self._chunk_count
 
     @property
+    def sequence_count(self) -> int:
+        """Counts the live sequences reported so far."""
+        return len(self._sequences)
+
+    @property
     def block_count(self) -> int:
         """Counts the blocks reported so far; once finished, also the sequences' own blocks."""
         return self._rebuild.use.block_count if self._rebuild is not None else 0
@@ -140,8 +145,11 @@ class StagedReport:
             )
         released = self._freed.in_order()
         require(len(set(released)) == len(released), lambda: f"block {_repeated(released)} is freed twice")
-        rebuild = self._rebuild or Rebuild(self._spec)
-        return rebuild.finish(Report(self._sequences, [], released, end.last_sequence_id))
+        if self._rebuild is None:  # An empty pool needs no memory for the use of its blocks.
+            pool = Pool(self._spec)
+            pool.last_sequence_id = end.last_sequence_id
+            return pool
+        return self._rebuild.finish(Report(self._sequences, [], released, end.last_sequence_id))
 
     def _add_sequence(self, message: pb.ReportedSequence, names: list[str]) -> None:
         groups = len(self._spec.groups)

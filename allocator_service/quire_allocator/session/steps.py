@@ -9,11 +9,12 @@ from quire.protocol.permissions import Permissions
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
 from quire.v1 import _packed_pb2 as packed
 
+from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.registry import SessionRegistry
-from quire_allocator.wire import authorization, step_apply, step_checks, translate
+from quire_allocator.wire import authorization, routes, step_apply, step_checks, translate
 from quire_allocator.wire.step_columns import StepColumns
 
 
@@ -46,7 +47,10 @@ def answer_step(
     kept = owner.steps.replay(number, step)
     if kept is not None:
         return Answered(cast("packed.SessionReply", kept), None)
-    columns = step_checks.check_step(owner.pool, step)
+    pool = owner.pool
+    columns = step_checks.check_step(pool, step)
+    if columns.has_new and len(pool.sequences) + columns.operation_count > limits.SEQUENCES_UNSHARED:
+        sessions.check_sequences(owner, step_checks.sequence_count_after(pool, columns))
     if restricted is not None:
         for drop in columns.drops:
             authorization.require_drop(restricted, drop)
@@ -57,6 +61,8 @@ def answer_step(
     if owner.untold_drops:
         reply.outside_drops.extend(map(translate.cache_drop_message, owner.untold_drops))
 
+    last_sequence_id = owner.pool.last_sequence_id
+
     def operate() -> None:
         owner.pool.blocks.policy.now_ms = int(now * 1_000)
         step_apply.apply_step(owner.pool, columns, reply)
@@ -64,10 +70,14 @@ def answer_step(
             reply.state_digest = digest_after(owner.pool, number)
 
     sessions.apply(owner, operate, now)
+    if columns.has_new and sessions.router.expects(owner.name):
+        admissions = routes.admissions(columns, reply, last_sequence_id)
+        sessions.router.admitted(owner.name, admissions, now)
     owner.untold_drops.clear()
     owner.steps.record(step, answer)
     owner.steps.forget(ack)
-    sessions.publish(owner, ack)
+    # An owner has at most `window` unanswered steps. Without this bound, events of one that never acknowledges pile up.
+    sessions.publish(owner, max(ack, number - owner.window))
     return Answered(answer, columns)
 
 

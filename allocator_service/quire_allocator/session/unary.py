@@ -22,7 +22,7 @@ from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.steps import answer_step
-from quire_allocator.wire import authorization, translate
+from quire_allocator.wire import authorization, routes, translate
 from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import require
 
@@ -49,6 +49,7 @@ class UnarySessions:
         name = translate.pool_name(request.pool)
         authorization.require_owning(permissions, name)
         self._sessions.check_quarantine(name, now)
+        worker = routes.worker_of(request)
         owner = self._directory.open_unary(
             name=name,
             spec=translate.pool_spec(request.spec),
@@ -57,6 +58,7 @@ class UnarySessions:
             now=now,
             caller=permissions,
         )
+        self._sessions.router.register(name, worker)
         self._sessions.observer.opened(owner)
         return owner
 

@@ -140,12 +140,17 @@ def _check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int
 def _check_sequence_count(pool: Pool, columns: StepColumns) -> None:
     if len(pool.sequences) + columns.operation_count <= limits.SEQUENCES_MAX:
         return
-    new = len(columns.children) + sum(sequence > pool.last_sequence_id for sequence in columns.grow_sequences)
-    freed = sum(sequence in pool.sequences for sequence in set(columns.frees))
-    count = len(pool.sequences) - freed + new
+    count = sequence_count_after(pool, columns)
     if count > limits.SEQUENCES_MAX:
         text = f"a pool may have at most {limits.SEQUENCES_MAX:,} live sequences, not {count:,}: free some"
         raise Refusal("LIMIT", text)
+
+
+def sequence_count_after(pool: Pool, columns: StepColumns) -> int:
+    """Returns how many live sequences the pool has after a step whose operations all succeed."""
+    new = len(columns.children) + sum(sequence > pool.last_sequence_id for sequence in columns.grow_sequences)
+    freed = sum(sequence in pool.sequences for sequence in set(columns.frees))
+    return len(pool.sequences) - freed + new
 
 
 def _check_optional(values: Sequence[int], count: int, phase: str, name: str) -> None:

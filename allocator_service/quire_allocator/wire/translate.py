@@ -61,7 +61,7 @@ def require(
         raise Refusal(reason, message if isinstance(message, str) else message(), field=field)
 
 
-def _in_range(field: str, value: int, least: int, most: int, where: str = "") -> None:
+def in_range(field: str, value: int, least: int, most: int, where: str = "") -> None:
     """Refuses a number outside of a range as MALFORMED."""
     if not least <= value <= most:
         name = field.rpartition(" ")[2]
@@ -181,21 +181,21 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
             for groups that it cannot manage.
     """
     asked = features(spec.features)
-    _in_range("block_count", spec.block_count, 1, limits.BLOCKS_MAX)
-    _in_range("number of groups", len(spec.groups), 1, limits.GROUPS_MAX)
-    _in_range("bytes of cache_layout", len(spec.cache_layout.encode()), 0, limits.LAYOUT_BYTES_MAX)
-    _in_range("bytes of model_fingerprint", len(spec.model_fingerprint), 0, limits.FINGERPRINT_BYTES_MAX)
-    _in_range("watermark_block_count", spec.watermark_block_count, 0, spec.block_count)
+    in_range("block_count", spec.block_count, 1, limits.BLOCKS_MAX)
+    in_range("number of groups", len(spec.groups), 1, limits.GROUPS_MAX)
+    in_range("bytes of cache_layout", len(spec.cache_layout.encode()), 0, limits.LAYOUT_BYTES_MAX)
+    in_range("bytes of model_fingerprint", len(spec.model_fingerprint), 0, limits.FINGERPRINT_BYTES_MAX)
+    in_range("watermark_block_count", spec.watermark_block_count, 0, spec.block_count)
     _known("eviction_policy", spec.eviction_policy, sorted(POLICIES))
     _known("retention", spec.retention, RETENTIONS)
-    _in_range("chunk_token_count_max", spec.chunk_token_count_max, 0, limits.CHUNK_TOKENS_MAX)
+    in_range("chunk_token_count_max", spec.chunk_token_count_max, 0, limits.CHUNK_TOKENS_MAX)
     require(
         spec.first_block_id == 0 or FIRST_BLOCK_ID in asked,
         f"first_block_id must be left out without the feature {FIRST_BLOCK_ID}, not {spec.first_block_id}",
         field="first_block_id",
     )
-    _in_range("first_block_id", spec.first_block_id, 0, limits.FIRST_BLOCK_MAX)
-    _in_range("block_bytes", spec.block_bytes, 0, limits.BLOCK_BYTES_MAX)
+    in_range("first_block_id", spec.first_block_id, 0, limits.FIRST_BLOCK_MAX)
+    in_range("block_bytes", spec.block_bytes, 0, limits.BLOCK_BYTES_MAX)
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
     odd = [group.block_size for group in groups if group.block_size % smallest]
@@ -229,16 +229,16 @@ def _group_spec(group: pb.GroupSpec) -> GroupSpec:
     if kind is None:
         known = ", ".join(f"{number} ({each.name})" for number, each in KINDS.items())
         raise Refusal("MALFORMED", f"group kind {group.kind} is not known: use one of {known}", field="kind")
-    _in_range("block_size", group.block_size, 1, limits.BLOCK_SIZE_MAX)
+    in_range("block_size", group.block_size, 1, limits.BLOCK_SIZE_MAX)
     if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
-        _in_range("window", group.window, 1, limits.WINDOW_TOKENS_MAX, f" of a {kind.name} group")
+        in_range("window", group.window, 1, limits.WINDOW_TOKENS_MAX, f" of a {kind.name} group")
     else:
         require(group.window == 0, f"window must be 0 for a {kind.name} group, not {group.window:,}", field="window")
     return GroupSpec(kind, group.block_size, group.window)
 
 
 def _quotas(quotas: Sequence[pb.Quota]) -> tuple[Quota, ...]:
-    _in_range("number of quotas", len(quotas), 0, limits.QUOTAS_MAX)
+    in_range("number of quotas", len(quotas), 0, limits.QUOTAS_MAX)
     names = [namespace(quota.namespace) for quota in quotas]
     seen = set[str]()
     for name in names:

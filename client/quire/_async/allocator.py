@@ -10,6 +10,7 @@ from quire._async.connection import AsyncConnected
 from quire._async.streams import AsyncEventStream
 from quire._transport import messages
 from quire._transport.channel import DEFAULT_ALLOCATOR, UNARY_TIMEOUT_S, resolve_address
+from quire._transport.messages import RESERVATION_S
 from quire._transport.watch import Watch
 from quire.engine import AsyncEngine
 from quire.errors import QuireError
@@ -91,12 +92,44 @@ class AsyncAllocator(AsyncConnected):
         request = messages.match_request(digests, namespace)
         return messages.prefix_matches(await self._link.call(self._stub.MatchPrefix, request, timeout_s))
 
+    async def route(
+        self, model: str, digests: bytes | Iterable[bytes], prompt_token_count: int, namespace: str = "", *,
+        adapter: str = "", excluded_pools: Iterable[str] = (), reservation_s: float = RESERVATION_S,
+        timeout_s: float | None = None,
+    ) -> views.Route:  # fmt: skip
+        """Returns the worker for a prompt: the one that shares most of it, until that one is saturated.
+
+        Args:
+            model: name of the model.
+            digests: digests of the prompt's full blocks, in order.
+            prompt_token_count: tokens of the whole prompt.
+            namespace: namespace of the request.
+            adapter: name of the adapter on the model.
+            excluded_pools: pools not to choose, such as those of workers that just failed.
+            reservation_s: seconds for which the prompt counts among the worker's load, unless the worker admits it
+                before; 0 for no reservation.
+            timeout_s: timeout of the call.
+
+        Raises:
+            NotFoundError: MODEL_UNKNOWN, no worker serves the model and takes work.
+        """
+        request = messages.route_request(
+            model, digests, prompt_token_count, namespace=namespace, adapter=adapter, reservation_s=reservation_s
+        )
+        request.excluded_pools.extend(excluded_pools)
+        reply = await self._link.call(self._stub.Route, request, timeout_s)
+        return views.Route(**messages.values_of(reply))
+
     async def drop_cache(
-        self, pool: str, namespace: str | None = None, digests: bytes | Iterable[bytes] = b"",
+        self, pool: str, namespace: str | None = None, digests: bytes | Iterable[bytes] | None = None,
         kept_digest_count: int = 0, *, timeout_s: float | None = None,
     ) -> views.CacheDropped:  # fmt: skip
         """Drops cached blocks: of the whole pool, of one namespace, or of one prefix in it behind its first
-        `kept_digest_count` digests. Blocks that sequences hold stay. The caller needs permission to own the pool."""
+        `kept_digest_count` digests. Blocks that sequences hold stay. The caller needs permission to own the pool.
+
+        Raises:
+            ValueError: `digests` are empty, as those of a prompt shorter than a block.
+        """
         request = messages.drop_request(pool, namespace, digests, kept_digest_count)
         reply = await self._link.call(self._stub.DropCache, request, timeout_s)
         return views.CacheDropped(**messages.values_of(reply))

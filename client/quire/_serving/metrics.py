@@ -213,7 +213,8 @@ def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
 
     def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
         try:
-            host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname or ""
+            parts = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}")
+            host = "" if parts.username is not None else parts.hostname or ""
         except ValueError:  # The brackets do not contain an address.
             host = ""
         host = host.removesuffix(".")  # A fully qualified name may end in a dot.

@@ -36,6 +36,7 @@ class ServerTls:
         self._lock = threading.Lock()  # Handshakes of gRPC and of the metrics server run on different threads.
         self._stamp = self._look()
         self._context, self._grpc = self._read()
+        self._fault = ""  # why the replaced files are unusable
         self._told: object = None  # the configuration that gRPC uses for handshakes
 
     @property
@@ -72,12 +73,14 @@ class ServerTls:
                     return
                 self._context, self._grpc = self._read()
             except UsageError as error:
-                log.warning(
-                    "the replaced certificate files are unusable; the previous certificates stay in use",
-                    error=str(error),
-                )
+                if str(error) != self._fault:  # Every handshake comes here, those of strangers included.
+                    self._fault = str(error)
+                    log.warning(
+                        "the replaced certificate files are unusable; the previous certificates stay in use",
+                        error=self._fault,
+                    )
                 return
-            self._stamp = stamp
+            self._stamp, self._fault = stamp, ""
             log.info("certificates were replaced")
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:

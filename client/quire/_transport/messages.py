@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -140,7 +140,7 @@ def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
 
 
 def drop_request(
-    pool: str, namespace: str | None, digests: bytes | Iterable[bytes], kept_digest_count: int
+    pool: str, namespace: str | None, digests: bytes | Iterable[bytes] | None, kept_digest_count: int
 ) -> pb.DropCacheRequest:
     """Returns the message that drops cached blocks of a pool."""
     check("kept_digest_count", kept_digest_count, UINT32, Reason.MALFORMED)
@@ -176,6 +176,24 @@ def pool_blocks(pages: Sequence[pb.GetPoolBlocksResponse]) -> views.PoolBlocks:
 def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchPrefixRequest:
     """Returns the message that asks which pools have published a prompt's prefix."""
     return pb.MatchPrefixRequest(namespace=namespace, digests=concatenated(digests))
+
+
+RESERVATION_S: Final = 5.0  # more than a request takes from a gateway to its worker's scheduler
+
+
+def route_request(
+    model: str,
+    digests: bytes | Iterable[bytes],
+    prompt_token_count: int,
+    *,
+    namespace: str,
+    adapter: str,
+    reservation_s: float,
+) -> pb.RouteRequest:
+    """Returns the message that asks for a prompt's worker."""
+    request = pb.RouteRequest(model=model, digests=concatenated(digests), namespace=namespace, adapter=adapter)
+    numbers = {"prompt_token_count": prompt_token_count, "reservation_ms": int(reservation_s * 1_000)}
+    return fill(request, reason=Reason.MALFORMED, **numbers)
 
 
 def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, ...]:

@@ -18,6 +18,7 @@ from quire.cli import (
     certs,
     chat,
     doctor,
+    fleet,
     generate,
     output,
     plan,
@@ -71,6 +72,7 @@ pool.register(app)
 cache.register(app)
 status.register(app)
 top.register(app)
+fleet.register(app)
 adapter.register(app)
 requests.register(app)
 branch.register(app)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Final
 
 import typer
 
-from quire import Allocator, Client
+from quire import Allocator, Client, GroupKind
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
 from quire.cli.names import CommandGroup
-from quire.cli.prompts import Prompt, prompted, tokens_of
+from quire.cli.prompts import Prompt, maybe_prompted, prompted, tokens_of
 from quire.errors import UsageError
+from quire.protocol.limits import KEEP_MS_MAX
+from quire.sampling import CachePolicy
 from quire.views import CacheDropped
 
-DROP_EXAMPLES = """Drop the cache of a pool or of one namespace, for example after weights changed or a tenant left.
+DROP_EXAMPLES = """Drop the cache of a pool, of one namespace or of a prompt, for example after a tenant left.
 
+A prompt's drop includes all prompts that continue one of its blocks. `quire cache match` prints the pools that have it.
 Blocks that live sequences hold stay. This needs permission to own the pool.
 
 Examples:
@@ -23,7 +27,8 @@ Examples:
     quire cache drop default
     quire cache drop default --namespace tenant-7
     quire cache drop default --namespace tenant-7 --dry-run
-    quire cache drop default --json
+    quire cache drop default "The for statement iterates over the items of a sequence, in their order."
+    quire cache drop default --messages @chat.json --keep-tokens 1024 --json
 """
 
 MATCH_EXAMPLES = """Print how many leading tokens of a prompt each pool would serve from its cache. Nothing is computed.
@@ -36,11 +41,29 @@ Examples:
 """
 WARM_EXAMPLES = """Compute a prompt, so that later prompts hit it. It stays cached until it is evicted.
 
+With --keep it is evicted late: after prompts that nobody asked to keep, within its namespace's share of the pool.
+
 Examples:
 
     quire cache warm - --namespace tenant-7 < system-prompt.txt
-    quire cache warm --messages @chat.json
+    quire cache warm --messages @chat.json --keep 30m
 """
+
+
+def _keep_s(text: str) -> float:
+    """Returns the time of --keep.
+
+    Raises:
+        BadParameter: it is no duration, or out of range.
+    """
+    found = options.duration_s(text)
+    if not 0 < found <= KEEP_MS_MAX / 1e3:
+        raise typer.BadParameter(f"a prompt can be kept from 1ms to 24h, not {text}")
+    return found
+
+
+DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator takes until the owner's next step
+Adapter = Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")]
 Namespace = Annotated[str, typer.Option(help="Only requests of the same namespace share prefixes.")]
 
 
@@ -59,7 +82,7 @@ def match(
     *,
     prompt: Prompt,
     namespace: Namespace = "",
-    adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
+    adapter: Adapter = "",
     worker: options.Worker = options.WORKER,
     allocator: options.Allocator = options.ALLOCATOR,
     timeout: options.Timeout = 10.0,
@@ -89,36 +112,65 @@ def warm(
     *,
     prompt: Prompt,
     namespace: Namespace = "",
+    keep: Annotated[
+        float | None,
+        typer.Option(parser=_keep_s, metavar="DURATION", help="Evict it late for so long, such as 90s, 30m or 24h."),
+    ] = None,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Prefills a branch, and releases it."""
+    """Prefills a branch, and releases it. The time to keep begins then."""
+    wish = None if keep is None else CachePolicy(keep_s=keep)
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         given = tokens_of(client, prompt, timeout)
-        with client.prefill(given, namespace=namespace, timeout_s=timeout) as branch:
+        with client.prefill(given, namespace=namespace, timeout_s=timeout, cache=wish) as branch:
             counts = {"token_count": branch.token_count, "cached_token_count": branch.cached_token_count}
     if as_json:
-        output.print_json(counts)
+        output.print_json({**counts, "keep_ms": round((keep or 0) * 1e3)})
     else:
         print(f"{counts['token_count']:,} tokens, {counts['cached_token_count']:,} of them already cached")
 
 
 @options.connects
+@maybe_prompted
 def drop(
     pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
     *,
-    namespace: Annotated[str | None, typer.Option(help="Drop only this namespace. Default: all.")] = None,
+    prompt: Prompt | None,
+    namespace: Annotated[
+        str | None, typer.Option(help='Drop only this namespace. Default: all, or "" with a prompt.')
+    ] = None,
+    adapter: Adapter = "",
+    keep_tokens: Annotated[
+        int, typer.Option(min=0, help="Leading tokens of the prompt to keep, rounded down to whole blocks.")
+    ] = 0,
     dry_run: options.DryRun = False,
+    worker: options.Worker = options.WORKER,
     allocator: options.Allocator = options.ALLOCATOR,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
     """Calls DropCache, and prints the number of dropped blocks."""
+    if prompt is None and (adapter or keep_tokens):
+        raise UsageError(
+            f"--{'adapter' if adapter else 'keep-tokens'} needs a prompt: without one, everything is dropped"
+        )
     with Allocator(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
-        done = _cached(client, pool, namespace) if dry_run else client.drop_cache(pool, namespace)
+        if prompt is not None:
+            with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as of_text:
+                token_ids = tokens_of(of_text, prompt, timeout)
+                digests = of_text.digests(token_ids, namespace=namespace or "", adapter=adapter)
+                kept = min(keep_tokens // of_text.status().block_size, len(digests))
+            if dry_run:
+                _print_cached_part(client, pool, namespace or "", digests, len(token_ids), as_json=as_json)
+                return
+            found = _fitting(client, pool, digests, kept)
+            done = client.drop_cache(pool, namespace or "", found, kept) if found else CacheDropped(0, 0)
+        else:
+            done = _cached(client, pool, namespace) if dry_run else client.drop_cache(pool, namespace)
     if as_json:
         output.print_json({**done._asdict(), "dry_run": dry_run})
         return
@@ -126,6 +178,34 @@ def drop(
     print(
         f"{done.dropped_block_count:,} blocks {forgotten}, {done.held_block_count:,} stay because sequences hold them"
     )
+
+
+def _print_cached_part(
+    client: Allocator, pool: str, namespace: str, digests: Sequence[bytes], token_count: int, *, as_json: bool
+) -> None:
+    """Prints how much of a prompt a pool has cached now."""
+    client.get_pool(pool)  # raises NotFoundError for an unknown pool, as a drop would
+    matches = client.match_prefix(digests, namespace)
+    matched = max((match.matched_token_count for match in matches if match.pool == pool), default=0)
+    if as_json:
+        output.print_json({"matched_token_count": matched, "token_count": token_count, "dry_run": True})
+    else:
+        print(f"{matched:,} of {token_count:,} tokens are cached, and would be dropped behind the tokens to keep")
+
+
+def _fitting(client: Allocator, pool: str, digests: tuple[bytes, ...], kept: int) -> tuple[bytes, ...]:
+    """Returns as many digests as one drop may name. Full attention drops everything behind the last one, too.
+
+    Raises:
+        UsageError: the pool has no full attention, or the tokens to keep have too many digests.
+    """
+    groups = client.get_pool(pool).spec.groups
+    if len(digests) <= DROP_DIGESTS_MAX:
+        return digests
+    if kept >= DROP_DIGESTS_MAX or all(group.kind is not GroupKind.FULL_ATTENTION for group in groups):
+        what = f"at most {DROP_DIGESTS_MAX:,} blocks of a prompt can be dropped or kept in this pool"
+        raise UsageError(f"{what}, not {len(digests):,}: drop the namespace, or a shorter prefix")
+    return digests[:DROP_DIGESTS_MAX]
 
 
 def _cached(client: Allocator, pool: str, namespace: str | None) -> CacheDropped:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
@@ -60,6 +61,22 @@ Timeout: TypeAlias = Annotated[
         help="How long a call may take.",
     ),
 ]
+_DURATION: Final = re.compile(r"([0-9]{1,9})(ms|s|m|h)")
+_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0}
+
+
+def duration_s(text: str) -> float:
+    """Returns the seconds of a duration from the command line.
+
+    Raises:
+        BadParameter: the text is not a number with a unit.
+    """
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(f'{text!r:.80} is no duration: give a number and ms, s, m or h, such as "30m"')
+    return int(found[1]) * _UNIT_S[found[2]]
+
+
 DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")]
 
 ALLOCATOR = DEFAULT_ALLOCATOR

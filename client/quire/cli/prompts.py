@@ -47,6 +47,19 @@ def prompted(command: Callable[..., None]) -> Callable[..., None]:
     return replaced(command, "prompt", _OPTIONS, _prompt_of)
 
 
+def maybe_prompted(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options for a prompt that may be left out. The command gets the prompt, or None, as `prompt`.
+
+    Raises:
+        UsageError: from the command: several prompts are given, or the prompt is invalid.
+    """
+
+    def made(values: dict[str, Any]) -> Prompt | None:
+        return None if all(value is None for value in values.values()) else _prompt_of(values)
+
+    return replaced(command, "prompt", _OPTIONS, made)
+
+
 def tokens_of(client: Client, prompt: Prompt, timeout_s: float) -> Sequence[int]:
     """Returns a prompt's tokens. The function asks the worker's tokenizer if necessary."""
     return prompt if isinstance(prompt, tuple) else client.tokenize(prompt, timeout_s=timeout_s)

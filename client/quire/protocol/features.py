@@ -17,6 +17,8 @@ FIRST_BLOCK_ID: Final = "first-block-id"
 TELLS_REMOVED: Final = "tells-removed"
 FEATURES: Final = (APPEND_ONLY, FIRST_BLOCK_ID, TELLS_REMOVED)
 
+ROUTE: Final = "route"  # the allocator answers Route; no owner relies on it, because it concerns callers of Route alone
+
 
 def check_served(asked: Iterable[str], served: Iterable[str]) -> None:
     """Checks that an allocator knows each feature that an owner relies on.

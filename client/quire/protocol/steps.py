@@ -88,7 +88,7 @@ class StepBuilder:
         return self
 
     def drop(
-        self, namespace: str | None = None, digests: bytes | Sequence[bytes] = b"", kept_digest_count: int = 0
+        self, namespace: str | None = None, digests: bytes | Sequence[bytes] | None = None, kept_digest_count: int = 0
     ) -> Self:
         """Drops cached blocks: all of a namespace, or of the whole pool without a namespace.
 
@@ -240,15 +240,17 @@ class StepBuilder:
 
 
 def cache_drop(
-    namespace: str | None = None, digests: bytes | Iterable[bytes] = b"", kept_digest_count: int = 0
+    namespace: str | None = None, digests: bytes | Iterable[bytes] | None = None, kept_digest_count: int = 0
 ) -> pb.CacheDrop:
     """Returns a message with the part of a cache to drop.
 
     Raises:
-        ValueError: digests have no namespace, or `kept_digest_count` exceeds their number.
+        ValueError: digests are empty or have no namespace, or `kept_digest_count` exceeds their number.
         TypeError: `kept_digest_count` is not a number.
     """
-    data = concatenated(digests)
+    data = b"" if digests is None else concatenated(digests)
+    if digests is not None and not data:  # A prompt shorter than a block has none. On the wire that means everything.
+        raise ValueError("digests must not be empty: leave them out to drop the whole namespace or pool")
     if data and namespace is None:
         raise ValueError("digests need the namespace that they belong to: give namespace, too")
     pack_uint32((kept_digest_count,), "kept_digest_count")

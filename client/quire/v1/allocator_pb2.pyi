@@ -468,6 +468,142 @@ class PrefixMatch(_message.Message):
 Global___PrefixMatch: _TypeAlias = PrefixMatch  # noqa: Y015
 
 @_typing.final
+class RoutedWorker(_message.Message):
+    """RoutedWorker: what routers may know of the worker that owns a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Where its WorkerService listens, as gateways reach it; 1 to 256 bytes."""
+    model: _builtins.str
+    """Its model, 1 to 256 bytes."""
+    prefill_tokens_per_s: _builtins.int
+    """Prompt tokens that it computes in a second, as it measured; at most 16,777,216. 0 until it has: the mean of the others."""
+    draining: _builtins.bool
+    """It finishes what it has; Route does not choose it."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its loaded adapters, at most 1,024 of 256 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        model: _builtins.str = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
+        prefill_tokens_per_s: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "draining", b"draining", "model", b"model", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutedWorker: _TypeAlias = RoutedWorker  # noqa: Y015
+
+@_typing.final
+class RouteRequest(_message.Message):
+    """RouteRequest: a prompt, as digests and a length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    EXCLUDED_POOLS_FIELD_NUMBER: _builtins.int
+    RESERVATION_MS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Namespace, at most 128 bytes."""
+    digests: _builtins.bytes
+    """As in MatchPrefixRequest."""
+    prompt_token_count: _builtins.int
+    """Tokens of the whole prompt, 1 to 16,777,216. At least one is computed, whatever the digests match."""
+    model: _builtins.str
+    """The model, and the adapter on it, if any."""
+    adapter: _builtins.str
+    reservation_ms: _builtins.int
+    """Milliseconds after which the reservation ends, if the worker has not asked for the prompt's blocks by then; at most
+    60,000. 0: no reservation is made.
+    """
+    @_builtins.property
+    def excluded_pools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Pools that are not to be chosen, such as those whose worker has just failed. At most 256."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        digests: _builtins.bytes = ...,
+        prompt_token_count: _builtins.int = ...,
+        model: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        excluded_pools: _abc.Iterable[_builtins.str] | None = ...,
+        reservation_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "digests", b"digests", "excluded_pools", b"excluded_pools", "model", b"model", "namespace", b"namespace", "prompt_token_count", b"prompt_token_count", "reservation_ms", b"reservation_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
+
+@_typing.final
+class RouteResponse(_message.Message):
+    """RouteResponse: where the prompt goes. Token counts are of the moment of the answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    HIT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PROMISED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    UNCACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    BACKLOG_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool, and its worker's address."""
+    address: _builtins.str
+    hit_token_count: _builtins.int
+    """Leading tokens that are published there."""
+    promised_token_count: _builtins.int
+    """Tokens after those that other prompts are computing there, or were routed there to compute."""
+    uncached_token_count: _builtins.int
+    """Tokens after those, which the worker has to compute for this prompt."""
+    backlog_token_count: _builtins.int
+    """Tokens that the worker had still to compute for others."""
+    reserved: _builtins.bool
+    """Whether the prompt was added to that load. False where it was not wanted, or where the caller has as many bytes in
+    reservations as it may.
+    """
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        address: _builtins.str = ...,
+        hit_token_count: _builtins.int = ...,
+        promised_token_count: _builtins.int = ...,
+        uncached_token_count: _builtins.int = ...,
+        backlog_token_count: _builtins.int = ...,
+        reserved: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backlog_token_count", b"backlog_token_count", "hit_token_count", b"hit_token_count", "pool", b"pool", "promised_token_count", b"promised_token_count", "reserved", b"reserved", "uncached_token_count", b"uncached_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
+
+@_typing.final
 class ListPoolsRequest(_message.Message):
     """ListPoolsRequest: asks for a page of pools."""
 
@@ -1233,6 +1369,7 @@ class OpenSessionRequest(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id chosen by the caller, 1 to 64 characters; a request with a repeated id returns the first answer."""
     pool: _builtins.str
@@ -1243,6 +1380,10 @@ class OpenSessionRequest(_message.Message):
     def spec(self) -> Global___PoolSpec:
         """The pool's specification."""
 
+    @_builtins.property
+    def worker(self) -> Global___RoutedWorker:
+        """As in Attach. A repeated request may change it."""
+
     def __init__(
         self,
         *,
@@ -1250,10 +1391,11 @@ class OpenSessionRequest(_message.Message):
         pool: _builtins.str = ...,
         spec: Global___PoolSpec | None = ...,
         version: _builtins.int = ...,
+        worker: Global___RoutedWorker | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "request_id", b"request_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "request_id", b"request_id", "spec", b"spec", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2255,6 +2397,7 @@ class Attach(_message.Message):
     LAST_STEP_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Protocol version: 3. Any other fails with FAILED_PRECONDITION / VERSION. It changes where an old message would be
     misread; what is merely new is a feature of `spec`.
@@ -2277,6 +2420,10 @@ class Attach(_message.Message):
     def spec(self) -> Global___PoolSpec:
         """The pool's specification; where a session is resumed it must equal that session's."""
 
+    @_builtins.property
+    def worker(self) -> Global___RoutedWorker:
+        """What routers may know of its worker. Absent: Route does not choose this pool."""
+
     def __init__(
         self,
         *,
@@ -2288,10 +2435,11 @@ class Attach(_message.Message):
         last_step: _builtins.int = ...,
         spec: Global___PoolSpec | None = ...,
         window: _builtins.int = ...,
+        worker: Global___RoutedWorker | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_step", b"last_step", "pool", b"pool", "resume_session", b"resume_session", "spec", b"spec", "version", b"version", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "last_step", b"last_step", "pool", b"pool", "resume_session", b"resume_session", "spec", b"spec", "version", b"version", "window", b"window", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2361,7 +2509,7 @@ class ReportChunk(_message.Message):
     """ReportChunk: part of the owner's account of its pool, at most 4,096 entries (sequences, published blocks and freed
     blocks together) and 256 KiB. The server stages chunks, and ReportEnd puts all of them in force at once. A whole
     report may take what the pool can need: 256 bytes for each of its blocks, 256 bytes and 8 a group for each sequence
-    that it may have, and 67,108,864 table entries beyond one for each block, for sequences that share blocks. A larger
+    that it may have, and 16,777,216 table entries beyond one for each block, for sequences that share blocks. A larger
     one fails with RESOURCE_EXHAUSTED / TOO_LARGE. The server stages few reports at a time and refuses others with
     RESOURCE_EXHAUSTED / REPORT_ADMISSION.
     """
@@ -2640,18 +2788,24 @@ class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACK_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     ack: _builtins.int
     """From the owner: number of the last step whose reply it applied, as in Step; watchers may be told of the steps up to
     that one. 0 in the answer.
     """
+    @_builtins.property
+    def worker(self) -> Global___RoutedWorker:
+        """From the owner, where it has changed: what is true of its worker from now on."""
+
     def __init__(
         self,
         *,
         ack: _builtins.int = ...,
+        worker: Global___RoutedWorker | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

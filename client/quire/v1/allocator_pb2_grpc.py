@@ -68,6 +68,11 @@ class AllocatorServiceStub:
                 request_serializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.FromString,
                 _registered_method=True)
+        self.Route = channel.unary_unary(
+                '/quire.v1.AllocatorService/Route',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.RouteRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.RouteResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/quire.v1.AllocatorService/WatchEvents',
                 request_serializer=quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.SerializeToString,
@@ -146,6 +151,16 @@ class AllocatorServiceServicer:
     def MatchPrefix(self, request, context):
         """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
         evicted before a sequence is created that shares them. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Route(self, request, context):
+        """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It counts
+        the prompt among that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN where no
+        worker that the caller may look into serves the model. A call that is repeated routes once more. GetServerInfo
+        names "route" among the features of an allocator that has it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,6 +257,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     servicer.MatchPrefix,
                     request_deserializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.FromString,
                     response_serializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.SerializeToString,
+            ),
+            'Route': grpc.unary_unary_rpc_method_handler(
+                    servicer.Route,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.RouteRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.RouteResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -439,6 +459,33 @@ class AllocatorService:
             '/quire.v1.AllocatorService/MatchPrefix',
             quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.SerializeToString,
             quire_dot_v1_dot_allocator__pb2.MatchPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Route(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/Route',
+            quire_dot_v1_dot_allocator__pb2.RouteRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.RouteResponse.FromString,
             options,
             channel_credentials,
             insecure,

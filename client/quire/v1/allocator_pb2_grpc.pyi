@@ -85,6 +85,12 @@ class AllocatorServiceStub:
     """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
     evicted before a sequence is created that shares them. Read-only.
     """
+    Route: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.RouteRequest, _allocator_pb2.RouteResponse]
+    """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It counts
+    the prompt among that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN where no
+    worker that the caller may look into serves the model. A call that is repeated routes once more. GetServerInfo
+    names "route" among the features of an allocator that has it.
+    """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]
     """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
     order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
@@ -146,6 +152,12 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     MatchPrefix: _aio.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]  # type: ignore[assignment]
     """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
     evicted before a sequence is created that shares them. Read-only.
+    """
+    Route: _aio.UnaryUnaryMultiCallable[_allocator_pb2.RouteRequest, _allocator_pb2.RouteResponse]  # type: ignore[assignment]
+    """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It counts
+    the prompt among that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN where no
+    worker that the caller may look into serves the model. A call that is repeated routes once more. GetServerInfo
+    names "route" among the features of an allocator that has it.
     """
     WatchEvents: _aio.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]  # type: ignore[assignment]
     """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
@@ -241,6 +253,18 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocator_pb2.MatchPrefixResponse, _abc.Awaitable[_allocator_pb2.MatchPrefixResponse]]:
         """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
         evicted before a sequence is created that shares them. Read-only.
+        """
+
+    @_abc_1.abstractmethod
+    def Route(
+        self,
+        request: _allocator_pb2.RouteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.RouteResponse, _abc.Awaitable[_allocator_pb2.RouteResponse]]:
+        """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It counts
+        the prompt among that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN where no
+        worker that the caller may look into serves the model. A call that is repeated routes once more. GetServerInfo
+        names "route" among the features of an allocator that has it.
         """
 
     @_abc_1.abstractmethod

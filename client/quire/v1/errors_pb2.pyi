@@ -46,6 +46,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """NOT_FOUND: no pool of that name is attached."""
     REASON_BRANCH_UNKNOWN: _Reason.ValueType  # 15
     """NOT_FOUND: no branch of that id: it was released, its time has ended, or its worker was started anew."""
+    REASON_MODEL_UNKNOWN: _Reason.ValueType  # 16
+    """NOT_FOUND: no worker that the caller may look into, and that takes work, serves the model or adapter."""
     REASON_POOL_OWNED: _Reason.ValueType  # 11
     """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
     REASON_FENCED: _Reason.ValueType  # 12
@@ -131,6 +133,8 @@ REASON_POOL_UNKNOWN: Reason.ValueType  # 10
 """NOT_FOUND: no pool of that name is attached."""
 REASON_BRANCH_UNKNOWN: Reason.ValueType  # 15
 """NOT_FOUND: no branch of that id: it was released, its time has ended, or its worker was started anew."""
+REASON_MODEL_UNKNOWN: Reason.ValueType  # 16
+"""NOT_FOUND: no worker that the caller may look into, and that takes work, serves the model or adapter."""
 REASON_POOL_OWNED: Reason.ValueType  # 11
 """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
 REASON_FENCED: Reason.ValueType  # 12

@@ -54,7 +54,9 @@ class GetServerInfoResponse(_message.Message):
     """Of an allocator: how its core runs, "compiled" or "python". Empty of a worker."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Features that it knows, as in `PoolSpec.features`. Of a worker: those of its own session's side."""
+        """Features that it knows, as in `PoolSpec.features`. Of a worker: those of its own session's side.
+        Of an allocator that answers Route: also "route".
+        """
 
     @_builtins.property
     def limits(self) -> Global___Limits:

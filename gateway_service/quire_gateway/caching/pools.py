@@ -71,6 +71,8 @@ async def dropped(
     named = call.model if call is not None else None if model is None else fleet.model(model)
     backends = [each for each in fleet.backends if each.status is not None and (named is None or each.serves(named))]
     drops = {_status(each).pool: Prefix() if call is None else _prefix(each, call, keep_tokens) for each in backends}
+    if call is not None:  # A prompt shorter than a block has no digests, and no digests would mean the whole namespace.
+        drops = {pool: drop for pool, drop in drops.items() if drop.digests}
     blocks, held = 0, 0
     for allocator in fleet.allocators:
         for pool, drop in drops.items():
@@ -78,7 +80,8 @@ async def dropped(
                 if is_dry:
                     done = await _counted(allocator, pool, namespace)
                 else:
-                    done = await allocator.drop_cache(pool, namespace, *await fitting(allocator, pool, drop))
+                    cut = await fitting(allocator, pool, drop)
+                    done = await allocator.drop_cache(pool, namespace, cut.digests or None, cut.kept_digest_count)
             except NotFoundError:
                 continue
             except QuireError as error:

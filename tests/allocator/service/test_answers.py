@@ -101,6 +101,8 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
             "forks": pb.ForkPhase(parents=[2, 5, 20], children=[20, 21, 22]),
             "grows": grows((21, 23, b""), (22, 30, b"")),
         },
+        {"forks": pb.ForkPhase(parents=[5] * 60, children=range(30, 90))},
+        {"grows": grows(*((sequence, 22, b"") for sequence in range(30, 90)))},  # a copy in each group
     ]
     for number, phase in enumerate(phases, 1):
         step = packed.Step.FromString(pb.Step(number=number, **phase).SerializeToString())

@@ -26,6 +26,7 @@ from quire_allocator.core.ownership import directory
 from tests.allocator.service import boundary_limit_cases as boundary_cases
 from tests.allocator.service import drop_limit_cases as drop_cases
 from tests.allocator.service import limit_cases as cases
+from tests.allocator.service import route_limit_cases as route_cases
 from tests.allocator.service.harness import RunningAllocator, UnaryOwner, running_allocator
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -79,6 +80,15 @@ EDGES: list[Edge] = [
     Edge("DROPS_UNTOLD_MAX", drop_cases.drops_of_others, "LIMIT"),
     Edge("DROPS_UNTOLD_DIGESTS_MAX", drop_cases.digests_of_drops_of_others, "LIMIT"),
     Edge("QUOTAS_MAX", cases.quotas),
+    Edge("ADDRESS_BYTES_MAX", route_cases.address),
+    Edge("ADDRESS_BYTES_MAX", route_cases.model),
+    Edge("ADDRESS_BYTES_MAX", route_cases.adapter),
+    Edge("ADAPTERS_MAX", route_cases.adapters),
+    Edge("PREFILL_RATE_MAX", route_cases.prefill_rate),
+    Edge("PROMPT_TOKENS_MAX", route_cases.prompt_tokens),
+    Edge("EXCLUDED_POOLS_MAX", route_cases.excluded_pools),
+    Edge("RESERVATION_MS_MAX", route_cases.reservation_ms),
+    Edge("NAMESPACE_BYTES_MAX", route_cases.namespace),
     Edge("WATCHERS_MAX", cases.watchers, "LIMIT"),
     Edge("NAME_CHARACTERS_MAX", cases.pool_name),
     Edge("LAYOUT_BYTES_MAX", cases.layout),
@@ -98,6 +108,14 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "STREAMS_OF_ALL_MAX": ("allocator/service/test_stream_shares.py", "test_callers_leave_streams_for_others"),
     "UNREAD_BYTES_MAX": ("allocator/service/test_stream_shares.py", "test_a_reply_that_takes_too_many_bytes_ends_its"),
     "KEPT_BYTES_MAX": ("allocator/session/test_kept_bytes.py", "test_a_caller_that_keeps_too_many_bytes_loses_replies"),
+    "RESERVED_BYTES_MAX": ("allocator/routing/test_router.py", "test_a_caller_with_too_many_bytes_is_routed_without"),
+    "PREFILL_TOKENS_PER_S": ("allocator/routing/test_router.py", "test_a_worker_that_has_not_measured_its_rate"),
+    "ROUTE_DELAY_S": ("allocator/routing/test_router.py", "test_a_prompt_waits_at_the_longest_prefix_as_long_as"),
+    "SEQUENCES_OF_CALLER_MAX": (
+        "allocator/session/test_kept_bytes.py",
+        "test_pools_of_one_caller_have_a_limit_of_live",
+    ),
+    "SEQUENCES_UNSHARED": ("allocator/session/test_kept_bytes.py", "test_pools_of_one_caller_have_a_limit_of_live"),
     "METRIC_NAMESPACES_MAX": (
         "allocator/session/test_counters.py",
         "test_metrics_name_few_namespaces_and_each_by_its_name",

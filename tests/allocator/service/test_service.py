@@ -61,6 +61,11 @@ async def test_opening_again_with_the_same_request_id_gives_the_same_session(all
         await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, request_id="other", pool="a", spec=spec()))
 
 
+async def test_a_session_is_not_opened_without_a_request_id(allocator: RunningAllocator) -> None:
+    with refused(Reason.MALFORMED, "request_id must have 1 to"):
+        await allocator.stub.OpenSession(pb.OpenSessionRequest(version=3, pool="a", spec=spec()))
+
+
 async def test_a_silent_session_expires_and_its_pool_can_be_taken(allocator: RunningAllocator) -> None:
     owner = await UnaryOwner.open(allocator)
     allocator.pass_time(9.9)

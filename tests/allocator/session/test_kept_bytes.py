@@ -1,12 +1,14 @@
-"""Tests how many bytes of steps and replies the sessions of one caller keep for replay."""
+"""Tests what the sessions of one caller keep: bytes of steps and replies for replay, live sequences, events."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
+from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session import kept_bytes
@@ -14,7 +16,8 @@ from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.steps import answer_step
 from quire_allocator.wire.translate import pool_spec
 
-from tests.allocator.service.harness import grows, spec
+from tests.allocator.core.compiled import IS_COMPILED
+from tests.allocator.service.harness import commits, d, grows, spec
 from tests.simulation.world import Quiet
 
 SIZE = kept_bytes.SMALL_BYTES + 1_000
@@ -80,3 +83,39 @@ def test_sessions_that_ended_leave_their_bytes_to_their_caller(sessions: Session
     owner = opened(sessions, "a1", "a", window=8)
     assert take(sessions, owner, 1)
     assert not take(sessions, owner, 1)
+
+
+def step(sessions: SessionRegistry, owner: Ownership, **phases: Any) -> None:
+    number = owner.steps.next_step
+    message = pb.Step(session_id=owner.session_id, number=number, **phases)
+    answer_step(sessions, owner, packed.Step.FromString(message.SerializeToString()), None, 0.0)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
+def test_pools_of_one_caller_have_a_limit_of_live_sequences(
+    sessions: SessionRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SEQUENCES_OF_CALLER_MAX", 10)
+    monkeypatch.setattr(limits, "SEQUENCES_UNSHARED", 2)
+    first, second, other = (opened(sessions, name, name[0], window=1) for name in ("a1", "a2", "b1"))
+    step(sessions, first, grows=grows((1, 1, b"")))
+    step(sessions, first, forks=pb.ForkPhase(parents=[1] * 7, children=range(2, 9)))
+    for owner in (second, other):
+        step(sessions, owner, grows=grows((1, 1, b""), (2, 1, b"")))
+    with pytest.raises(Refusal, match="may have 10 live sequences, not 11"):
+        step(sessions, second, grows=grows((3, 1, b"")))
+    step(sessions, other, grows=grows((3, 1, b"")))
+    step(sessions, first, frees=pb.FreePhase(sequences=[1]))
+    step(sessions, second, grows=grows((3, 1, b"")))
+
+
+def test_events_of_an_owner_that_never_acknowledges_are_published_when_its_window_has_passed(
+    sessions: SessionRegistry,
+) -> None:
+    owner = opened(sessions, "a1", "a", window=2)
+    for sequence in range(1, 50):
+        digest = d(chr(sequence + 64))
+        step(sessions, owner, grows=grows((sequence, 4, b"")))
+        step(sessions, owner, commits=commits((sequence, 4, digest)), frees=pb.FreePhase(sequences=[sequence]))
+    assert len(owner.pool.log._recorded) <= 4
+    assert owner.pool.log.last_cursor > 40

@@ -203,6 +203,16 @@ async def test_steps_are_limited_in_bytes_and_operations(allocator: RunningAlloc
     assert [each.steps.next_step for each in allocator.service.directory.open_pools()] == [1, 1]
 
 
+async def test_a_large_step_counts_with_its_reply_until_it_is_acknowledged(allocator: RunningAllocator) -> None:
+    owner = await StreamOwner.ready(allocator, block_count=400)
+    phase = grows((1, 1_300, bytes(range(256)) * 40))
+    reply = await owner.step(grows=phase)
+    shares = allocator.service.sessions.kept_bytes.shares
+    assert phase.ByteSize() + reply.ByteSize() < shares.count < phase.ByteSize() + reply.ByteSize() + 100
+    await owner.step(ack=1)
+    assert shares.count == 0
+
+
 @pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
 async def test_children_count_as_live_sequences(allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)

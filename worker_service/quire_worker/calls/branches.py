@@ -30,7 +30,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 
-from quire_worker.calls.branch import ID_BYTES, PREFIX_BYTES, Branch, Scores
+from quire_worker.calls.held_branch import ID_BYTES, PREFIX_BYTES, Branch, Scores
 from quire_worker.calls.loop_timer import LoopTimer
 from quire_worker.engine import Engine
 from quire_worker.sampling.grammar import Matcher

@@ -31,6 +31,10 @@ TOOL_COUNT_MAX: Final = 4_096
 DEPTH_MAX: Final = 100  # deepest nesting of arrays and objects, so that no recursion reaches Python's limit
 SIGN: Final = "\U0010fff0"  # a private-use character that marks where `sign` cuts a text
 JOINED_MAX: Final = 3  # characters of a special token that a template may write before or behind a text
+# A template may write a special token of each of these roles, as in `'<|' + role + '|>'`.
+KNOWN_ROLES: Final = frozenset(
+    {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "environment", "observation"}
+)
 _PROBE: Final = "quireprobe"
 
 
@@ -121,9 +125,10 @@ class _Special:
         self.beginnings = frozenset(name[:end] for name in ordered for end in range(1, len(name)))
         cut = {name[start:] for name in ordered for start in range(1, min(JOINED_MAX, len(name) - 1) + 1)}
         self.ends = frozenset(end for end in cut if len(end) > 1)
-        # Words are no pieces: templates compare roles and types with them.
         ends = {end[: len(end) - count] for end in cut for count in range(1, JOINED_MAX + 1)}
+        # Words are no pieces, except as roles and names of messages: templates compare types with words.
         self.middles = frozenset(middle for middle in ends if middle and not middle.isidentifier())
+        self.words = frozenset(middle.lower() for middle in ends if middle.isidentifier())
         self.sizes = range(1, len(ordered[0]))
 
 
@@ -143,6 +148,11 @@ def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
         return conversation
     pieces = _special_of(tuple(names))
     messages, tools = (_signed(each, pieces) for each in conversation[:2])
+    for message in messages:
+        for key, known in (("role", KNOWN_ROLES), ("name", frozenset[str]())):
+            word = message.get(key)
+            if isinstance(word, str) and word not in known and word.strip().lower() in pieces.words:
+                message[key] = SIGN + word.strip()
     variables = {name: _signed(value, pieces) for name, value in conversation.variables.items()}
     return conversation._replace(messages=messages, tools=tools, variables=variables)
 

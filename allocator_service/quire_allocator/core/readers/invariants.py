@@ -159,6 +159,7 @@ def _check_admission(pool: Pool) -> None:
 def _check_pending(pool: Pool) -> None:
     """Checks that only live sequences have announcements, each filed under exactly the places that it names."""
     places: Counter[Any] = Counter()
+    left = 0
     for sequence_id, sequence in pool.sequences.items():
         announced = sequence.announcement
         if announced is not None:
@@ -168,7 +169,9 @@ def _check_pending(pool: Pool) -> None:
                 f"{sequence_id} still announces published blocks"
             )
             assert announced.places, f"the announcement of {sequence_id} has no place where it can be found"
+            left += announced.digest_count - done
             places.update((announced.key(place), id(announced)) for place in announced.places)
     listed = Counter((key, id(found)) for key, founds in pool.pending._places.items() for found in founds)
     assert listed == places, "the index of announcements differs from the live sequences' announcements"
     assert all(pool.pending._places.values()), "the index of announcements has an empty place"
+    assert pool.pending.left_count == left, f"{pool.pending.left_count} digests are counted as unpublished, not {left}"

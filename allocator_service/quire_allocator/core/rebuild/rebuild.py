@@ -123,7 +123,7 @@ class Rebuild:
 
 def _ranks(spec: PoolSpec, report: Report) -> array[int]:
     """Returns each block's rank in the order of release; -1 if it was never released."""
-    ranks = array("q", [-1]) * spec.block_id_end
+    ranks = array("i", [-1]) * spec.block_id_end
     check_block_ids(spec, report.released)
     for rank, block in enumerate(report.released):
         ranks[block] = rank

@@ -141,4 +141,4 @@ class BlockUse:
     def unused(self) -> array[int]:
         """Returns the blocks without users, the lowest first."""
         first = self._spec.first_block_id
-        return array("I", [block for block, place in enumerate(self._places) if place < _PRIVATE and block >= first])
+        return array("I", (block for block, place in enumerate(self._places) if place < _PRIVATE and block >= first))

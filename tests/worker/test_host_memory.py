@@ -111,3 +111,21 @@ server.main(["--model", {str(DEMO)!r}, "--listen", "127.0.0.1:0", "--metrics", "
     assert done.returncode == 1
     assert "quire-worker: the memory that this process may have is too small: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limit", "byte_count", "words"),
+    [
+        ("RLIMIT_AS", GIB, "may have 1.0 GiB of address space, and torch needs at least 1.5 GiB"),
+        ("RLIMIT_DATA", GIB // 4, "may have 256.0 MiB of data, and torch needs at least 512.0 MiB"),
+    ],
+)
+def test_a_worker_whose_limits_leave_no_room_for_torch_says_so(limit: str, byte_count: int, words: str) -> None:
+    script = f"""
+import os, resource, sys
+resource.setrlimit(resource.{limit}, ({byte_count}, resource.getrlimit(resource.{limit})[1]))
+os.execv(sys.executable, [sys.executable, "-m", "quire_worker", "--model", {str(DEMO)!r}, "--listen", "127.0.0.1:0"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert words in done.stderr

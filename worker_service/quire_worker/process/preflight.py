@@ -7,9 +7,11 @@ the pool fits the machine's memory.
 from __future__ import annotations
 
 import argparse
+import resource
 import tempfile
 from fractions import Fraction
 from pathlib import Path
+from typing import Final
 
 from quire._serving.server import check_options
 from quire._transport.address import canonical
@@ -23,6 +25,12 @@ from quire_worker.process.kv_event_options import check_kv_events
 
 __all__ = ["ModelError", "check", "check_budget", "check_files", "check_memory", "check_model"]
 
+# With less, torch 2.13 for CPUs aborts or fails in odd ways while it is loaded. torch for GPUs needs more.
+_LIMITS: Final = (
+    (resource.RLIMIT_AS, 3 << 29, "address space", "ulimit -v"),
+    (resource.RLIMIT_DATA, 1 << 29, "data", "ulimit -d"),
+)
+
 
 def check(options: argparse.Namespace) -> None:
     """Runs all checks.
@@ -30,8 +38,9 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         CheckpointError: the folder lacks a file.
         UsageError: an address is taken, unsafe or invalid, a key file is unusable, or the pool is larger than the
-            memory.
+            memory, or the process may have too little memory for torch.
     """
+    check_own_limits()
     check_temporary_folder()
     check_files(options)
     canonical(options.allocator)
@@ -52,6 +61,21 @@ def check_files(options: argparse.Namespace) -> None:
     if options.draft_model is not None:
         check_model(options.draft_model)
     check_memory(options)
+
+
+def check_own_limits() -> None:
+    """Refuses limits of this process under which torch cannot be loaded.
+
+    Raises:
+        UsageError: a limit is too low.
+    """
+    for limit, least, what, command in _LIMITS:
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY and soft < least:
+            raise UsageError(
+                f"this process may have {size(soft)} of {what}, and torch needs at least {size(least)}: "
+                f"raise the limit ({command})"
+            )
 
 
 def check_temporary_folder() -> None:

@@ -165,6 +165,21 @@ def test_only_so_many_reports_are_staged_at_a_time_and_empty_ones_do_not_count(s
     assert machine.receive(packed.SessionRequest(report_chunk=chunk), 0.0) == []
 
 
+def test_one_caller_leaves_half_of_the_reports_at_a_time_to_others(sessions: SessionRegistry) -> None:
+    def claim(name: str, caller: str) -> None:
+        side, machine = owner(name), SessionMachine(sessions, caller=caller)
+        side.last_step = 7
+        side.attach()
+        machine.receive(side.outbox.popleft(), 0.0)
+
+    for number in range(limits.REPORTS_MAX // 2):
+        claim(f"own-{number}", "a")
+    with pytest.raises(Refusal) as caught:
+        claim("own-last", "a")
+    assert caught.value.reason == "REPORT_ADMISSION"
+    claim("other", "b")
+
+
 def test_who_has_applied_steps_waits_before_it_puts_its_report_together(sessions: SessionRegistry) -> None:
     for number in range(limits.REPORTS_MAX):
         side, machine = owner(f"staging-{number}"), SessionMachine(sessions)

@@ -18,7 +18,7 @@ from quire.cli import (
     certs,
     chat,
     doctor,
-    fleet,
+    fleets,
     generate,
     output,
     plan,
@@ -72,7 +72,7 @@ pool.register(app)
 cache.register(app)
 status.register(app)
 top.register(app)
-fleet.register(app)
+fleets.register(app)
 adapter.register(app)
 requests.register(app)
 branch.register(app)

@@ -20,7 +20,7 @@ from scripts.release import PYTHONS, ROOT, Interpreter, interpreters, run
 PARTS: Final = ("tests/allocator", "tests/client", "tests/gateway")
 TOOLS: Final = (
     *("hypothesis", "jsonschema", "openai", "psutil"),
-    *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "pyyaml"),
+    *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "pyyaml", "ruff"),
 )
 # Tests in these files use a command line to start a worker or ask for a model.
 BY_COMMAND: Final = (

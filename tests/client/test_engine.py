@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -71,7 +72,13 @@ def test_with_quire_messages_pass_no_other_thread() -> None:
     assert variable == "None"  # Child processes must not inherit the variable.
 
 
-@pytest.mark.parametrize("module", ["quire_allocator.server", "quire_worker.process.server", "quire.cli.app"])
+WITH_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a worker needs torch")
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["quire_allocator.server", pytest.param("quire_worker.process.server", marks=WITH_TORCH), "quire.cli.app"],
+)
 def test_so_they_do_in_every_process_of_quire(module: str) -> None:
     count, _ = _wakes(f"import {module}")
     assert count < MESSAGES / 4

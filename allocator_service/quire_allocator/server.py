@@ -8,6 +8,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import structlog
 import uvloop
@@ -28,9 +29,8 @@ from quire_allocator.session.lease_watch import LeaseWatch
 log = structlog.get_logger()
 
 LEASE_CHECK_S = 0.5
-BLOCKS_DEFAULT = (
-    1 << 22
-)  # blocks of all pools of one caller: the pool of a GPU of 141 GB for a model of 2 KiB per token
+# Blocks of all pools of one caller: the pool of a GPU of 141 GB for a model of 2 KiB per token.
+BLOCKS_DEFAULT: Final = 1 << 22
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -84,7 +84,7 @@ def make_parser() -> Parser:
         default=BLOCKS_DEFAULT,
         metavar="COUNT",
         help=f"blocks of all pools of one caller, 1 to {BLOCKS_OF_CALLER_MAX}; each takes 4 bytes here, 44 when it is"
-        " published in a long prefix, up to 2,000 when it is published alone (default: %(default)d)",
+        " published in a long prefix, 850 to 2,060 when it is published alone (default: %(default)d)",
     )
     parser.add_argument(
         "--cpu", type=int, help="run only on this CPU: under load a message then costs a third less CPU time"

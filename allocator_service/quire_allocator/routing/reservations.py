@@ -23,7 +23,7 @@ from quire_allocator.core.spec import DIGEST_BYTES
 FRAME_BYTES: Final = 512  # of a reservation without its digests
 
 
-class Reservation:
+class RouteReservation:
     """One routed prompt.
 
     Attributes:
@@ -82,15 +82,15 @@ class Reservations:
     def __init__(self) -> None:
         self.uncached_token_count = 0
         self.pending = PendingPrefixes()
-        self._by_key: dict[tuple[str, bytes], deque[Reservation]] = {}
-        self._ends: list[tuple[float, int, Reservation]] = []  # a heap with one entry for each, of its first end
+        self._by_key: dict[tuple[str, bytes], deque[RouteReservation]] = {}
+        self._ends: list[tuple[float, int, RouteReservation]] = []  # a heap with one entry for each, of its first end
         self._number = 0
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, reservation: Reservation, hit_digest_count: int, digest_count: int, now: float) -> None:
+    def add(self, reservation: RouteReservation, hit_digest_count: int, digest_count: int, now: float) -> None:
         """Adds a reservation, which computes the digests from number `hit_digest_count` to number `digest_count`."""
         made = self.pending.announce(reservation.namespace, reservation.digests, hit_digest_count, digest_count)
         reservation.announcement = made
@@ -100,16 +100,16 @@ class Reservations:
         reservation.end_s = now + reservation.length_s
         self._schedule(reservation)
 
-    def find(self, namespace: str, digests: bytes) -> Reservation | None:
+    def find(self, namespace: str, digests: bytes) -> RouteReservation | None:
         """Returns the oldest reservation of a prompt."""
         found = self._by_key.get(key_of(namespace, digests))
         return found[0] if found else None
 
-    def renew(self, reservation: Reservation, now: float) -> None:
+    def renew(self, reservation: RouteReservation, now: float) -> None:
         """Lets a reservation end later, because the worker has asked for its blocks."""
         reservation.end_s = max(reservation.end_s, now + reservation.length_s)
 
-    def remove(self, reservation: Reservation) -> None:
+    def remove(self, reservation: RouteReservation) -> None:
         """Removes a reservation that is here."""
         equals = self._by_key[reservation.key]
         equals.remove(reservation)
@@ -122,9 +122,9 @@ class Reservations:
         # Its entry in the heap stays until its time. Without this the digests would stay, too.
         reservation.is_gone, reservation.digests, reservation.announcement = True, b"", None
 
-    def expire(self, now: float) -> list[Reservation]:
+    def expire(self, now: float) -> list[RouteReservation]:
         """Removes the reservations whose time has ended, and returns them."""
-        ended = list[Reservation]()
+        ended = list[RouteReservation]()
         while self._ends and self._ends[0][0] <= now:
             _, _, reservation = heapq.heappop(self._ends)
             if reservation.is_gone:
@@ -136,7 +136,7 @@ class Reservations:
                 ended.append(reservation)
         return ended
 
-    def unordered(self) -> list[Reservation]:
+    def unordered(self) -> list[RouteReservation]:
         """Returns the reservations of all prompts, equal ones by age."""
         return [reservation for equals in self._by_key.values() for reservation in equals]
 
@@ -154,6 +154,6 @@ class Reservations:
         listed = {id(found) for founds in self.pending._places.values() for found in founds}
         assert len(listed) == announced, f"{len(listed)} prefixes are announced by {announced} reservations"
 
-    def _schedule(self, reservation: Reservation) -> None:
+    def _schedule(self, reservation: RouteReservation) -> None:
         self._number += 1
         heapq.heappush(self._ends, (reservation.end_s, self._number, reservation))

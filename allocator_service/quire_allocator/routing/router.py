@@ -24,7 +24,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, Result
-from quire_allocator.routing.reservations import Reservation, Reservations
+from quire_allocator.routing.reservations import Reservations, RouteReservation
 from quire_allocator.routing.rule import Basis, Candidate, choose
 
 # Admitted; never to be admitted; over; gone with the pool; not made, because the caller had too many bytes in others.
@@ -61,7 +61,7 @@ class Prompt:
     caller: Hashable = None
 
 
-class Route(NamedTuple):
+class RoutedTo(NamedTuple):
     """Where a prompt goes, and what was known of that worker."""
 
     pool: str
@@ -70,7 +70,7 @@ class Route(NamedTuple):
     is_reserved: bool
 
 
-class Admission(NamedTuple):
+class PromptResult(NamedTuple):
     """A worker's request for the blocks of a new sequence, and its result."""
 
     namespace: str
@@ -142,7 +142,7 @@ class Router:
             for reservation in book.expire(now):
                 self._count_end(reservation, "expired")
 
-    def route(self, owners: Iterable[Ownership], prompt: Prompt, now: float) -> Route:
+    def route(self, owners: Iterable[Ownership], prompt: Prompt, now: float) -> RoutedTo:
         """Chooses one of these pools for a prompt.
 
         Pools whose owner's stream is down come last: their workers may be gone.
@@ -163,13 +163,13 @@ class Router:
         self.counts.routes[basis] += 1
         name, candidate = served[place].name, candidates[place]
         is_reserved = prompt.reservation_s > 0 and self._reserve(served[place], prompt, candidate, now)
-        return Route(name, self._workers[name].address, candidate, is_reserved)
+        return RoutedTo(name, self._workers[name].address, candidate, is_reserved)
 
     def expects(self, pool: str) -> bool:
         """Returns whether a pool has reservations."""
         return bool(self._reservations.get(pool))
 
-    def admitted(self, pool: str, admissions: Iterable[Admission], now: float) -> None:
+    def admitted(self, pool: str, admissions: Iterable[PromptResult], now: float) -> None:
         """Ends or renews the reservations of prompts whose blocks a worker asked for."""
         book = self._reservations[pool]
         for admission in admissions:
@@ -229,7 +229,7 @@ class Router:
         return Candidate(hit, promised, uncached, backlog, rate)
 
     def _reserve(self, owner: Ownership, prompt: Prompt, candidate: Candidate, now: float) -> bool:
-        made = Reservation(prompt.namespace, prompt.digests, caller=prompt.caller, length_s=prompt.reservation_s)
+        made = RouteReservation(prompt.namespace, prompt.digests, caller=prompt.caller, length_s=prompt.reservation_s)
         made.shared_token_count = candidate.shared_token_count
         made.uncached_token_count = candidate.uncached_token_count
         if not self._bytes.take(made.caller, made.byte_count):
@@ -241,11 +241,11 @@ class Router:
         book.add(made, candidate.hit_token_count // size, limit, now)
         return True
 
-    def _end(self, book: Reservations, reservation: Reservation, how: str) -> None:
+    def _end(self, book: Reservations, reservation: RouteReservation, how: str) -> None:
         self._bytes.leave(reservation.caller, reservation.byte_count)
         book.remove(reservation)
         self.counts.ends[how] += 1
 
-    def _count_end(self, reservation: Reservation, how: str) -> None:
+    def _count_end(self, reservation: RouteReservation, how: str) -> None:
         self._bytes.leave(reservation.caller, reservation.byte_count)
         self.counts.ends[how] += 1

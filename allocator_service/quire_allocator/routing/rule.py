@@ -53,14 +53,14 @@ class Candidate(NamedTuple):
         return (self.backlog_token_count + self.uncached_token_count) / self.prefill_tokens_per_s
 
 
-class Choice(NamedTuple):
+class WorkerChoice(NamedTuple):
     """The place of the chosen candidate, and why it was chosen."""
 
     place: int
     basis: Basis
 
 
-def choose(candidates: Sequence[Candidate], tolerated_s: float) -> Choice:
+def choose(candidates: Sequence[Candidate], tolerated_s: float) -> WorkerChoice:
     """Returns the best worker for a prompt; the first one of equals.
 
     Args:
@@ -73,7 +73,7 @@ def choose(candidates: Sequence[Candidate], tolerated_s: float) -> Choice:
         sharing = [index for index in indices if candidates[index].shared_token_count == most]
         best = min(sharing, key=lambda index: candidates[index].prefill_s)
         if candidates[best].wait_s <= tolerated_s:
-            return Choice(best, Basis.PREFIX)
+            return WorkerChoice(best, Basis.PREFIX)
     fastest = min(indices, key=lambda index: (candidates[index].prefill_s, -candidates[index].shared_token_count))
     is_spread = candidates[fastest].shared_token_count < most
-    return Choice(fastest, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)
+    return WorkerChoice(fastest, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)

@@ -11,7 +11,7 @@ from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
 from quire_allocator.core.spec import Result
-from quire_allocator.routing.router import Admission, Prompt, Route, Worker
+from quire_allocator.routing.router import Prompt, PromptResult, RoutedTo, Worker
 from quire_allocator.wire import translate
 from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import in_range
@@ -60,7 +60,7 @@ def prompt(request: pb.RouteRequest, caller: object) -> Prompt:
     )
 
 
-def response(route: Route) -> pb.RouteResponse:
+def response(route: RoutedTo) -> pb.RouteResponse:
     """Returns the message of a route."""
     return pb.RouteResponse(
         pool=route.pool,
@@ -73,7 +73,7 @@ def response(route: Route) -> pb.RouteResponse:
     )
 
 
-def admissions(columns: StepColumns, reply: packed.StepReply, last_sequence_id: int) -> Iterator[Admission]:
+def admissions(columns: StepColumns, reply: packed.StepReply, last_sequence_id: int) -> Iterator[PromptResult]:
     """Yields the new sequences that an applied step asked for, and what became of them. Preempted requests that return
     are left out: they were admitted before.
 
@@ -95,4 +95,4 @@ def admissions(columns: StepColumns, reply: packed.StepReply, last_sequence_id: 
     )
     for sequence, digests, namespace, is_return, token_count, result in rows:
         if sequence > last_sequence_id and not is_return and sequence not in columns.children:
-            yield Admission(namespace, digests, token_count, Result(result))
+            yield PromptResult(namespace, digests, token_count, Result(result))

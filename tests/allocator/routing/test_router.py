@@ -10,7 +10,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, GroupSpec, PoolSpec, Result
-from quire_allocator.routing.router import Admission, Prompt, Route, Router, Worker
+from quire_allocator.routing.router import Prompt, PromptResult, RoutedTo, Router, Worker
 from quire_allocator.routing.rule import Basis
 
 from tests.allocator.service.harness import d
@@ -37,7 +37,7 @@ class Scene:
     def owner(self, name: str) -> Ownership:
         return self.directory.pool(name)
 
-    def route(self, letters: str, now: float = 0.0, **fields: object) -> Route:
+    def route(self, letters: str, now: float = 0.0, **fields: object) -> RoutedTo:
         """Routes a prompt with one block for each letter, and a token after them."""
         count = 4 * len(letters) + 1
         prompt = Prompt("", d(letters), count, "m", reservation_s=5.0, caller="caller")
@@ -49,7 +49,7 @@ class Scene:
         made = self.owner(name).pool.allocate(self.last, 4 * len(letters) + 1, d(letters))
         assert made.result is Result.OK
         if self.router.expects(name):
-            admission = Admission("", d(letters), made.matched_token_count, made.result)
+            admission = PromptResult("", d(letters), made.matched_token_count, made.result)
             self.router.admitted(name, [admission], now)
         return self.last
 
@@ -103,7 +103,7 @@ def test_a_promise_that_is_not_kept_is_counted_as_missed() -> None:
 def test_a_reservation_ends_after_its_time_unless_the_worker_asks_for_its_blocks() -> None:
     scene = Scene()
     name = scene.route("xyz", now=0.0).pool
-    scene.router.admitted(name, [Admission("", d("xyz"), 0, Result.PENDING)], 4.0)
+    scene.router.admitted(name, [PromptResult("", d("xyz"), 0, Result.PENDING)], 4.0)
     scene.router.expire(8.9)
     assert scene.router.counts.ends == {}
     scene.router.expire(9.0)
@@ -115,7 +115,7 @@ def test_a_reservation_ends_after_its_time_unless_the_worker_asks_for_its_blocks
 def test_a_reservation_ends_with_a_refusal_for_good_and_with_its_pool() -> None:
     scene = Scene()
     name = scene.route("xyz").pool
-    scene.router.admitted(name, [Admission("", d("xyz"), 0, Result.TOO_LONG)], 0.0)
+    scene.router.admitted(name, [PromptResult("", d("xyz"), 0, Result.TOO_LONG)], 0.0)
     scene.route("xyz")
     scene.router.forget("a")
     scene.router.forget("b")
@@ -190,7 +190,7 @@ def test_sums_and_promises_hold_after_every_event(seed: int) -> None:
             running[scene.admit(name, letters, now)] = name, letters
         elif event == "refuse" and waiting and scene.router.expects(waiting[0][0]):
             name, letters = waiting[0]
-            scene.router.admitted(name, [Admission("", d(letters), 0, Result.NO_SPACE)], now)
+            scene.router.admitted(name, [PromptResult("", d(letters), 0, Result.NO_SPACE)], now)
         elif event in ("compute", "free") and running:
             sequence_id = chance.choice(list(running))
             name, letters = running[sequence_id]

@@ -61,6 +61,7 @@ class ServiceSide:
                 "--metrics": "127.0.0.1:0",
                 "--cpu": str(min(os.sched_getaffinity(0))),
                 "--lease": str(LEASE_S),
+                "--blocks-per-caller": str(1 << 25),  # The pools of all rounds count until their leases end.
             }
             command = list(chain.from_iterable(arguments.items()))
             self._server = ServerProcess("quire_allocator", command, folder=folder, log=folder / "log")

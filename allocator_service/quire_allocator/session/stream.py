@@ -205,8 +205,9 @@ class SessionStream:
             Refusal: LIMIT, the caller leaves too many bytes of replies unread.
         """
         unread = self._service.unread_shares
-        text = f"one caller may leave {unread.each_max:,} bytes of replies unread, fewer if others leave many"
-        require(unread.take(self._caller, size), f"{text}: read replies faster", "LIMIT")
+        if not unread.take(self._caller, size):
+            text = f"one caller may leave {unread.each_max:,} bytes of replies unread, fewer if others leave many"
+            raise Refusal("LIMIT", f"{text}: read replies faster")
         try:
             await self._context.write(answer)
         finally:

@@ -267,10 +267,10 @@ class BlockSample:
         firsts, offsets = source[start:end:DIGEST_BYTES], list[int]()
         if self._beginning_count > _BYTES:
             firsts = firsts.translate(self._marks)
-        place = firsts.find(0)
+        place, is_exact = firsts.find(0), self._beginning_count % _BYTES == 0
         while place >= 0:
             offset = start + place * DIGEST_BYTES
-            if self._is_followed(source, offset):
+            if is_exact or self._is_followed(source, offset):  # else the second byte decides, too
                 offsets.append(offset)
             place = firsts.find(0, place + 1)
         return offsets

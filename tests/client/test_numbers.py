@@ -43,6 +43,7 @@ LEFT_OUT = ("keep_ms", "keep_token_count", "prompt_token_count", "priority", "de
 GIVEN: dict[str, Any] = {
     "prompt": "p", "many": ["p"], "conversation": [{"role": "user", "content": "u"}], "pool": "p", "spec": SPEC,
     "sequence_id": 2, "token_count": 1, "parent_id": 1, "child_id": 2, "namespace": "n", "digests": b"d" * 32,
+    "model": "m", "prompt_token_count": 1,
 }  # fmt: skip
 
 

@@ -144,7 +144,8 @@ class History:
         if namespace is None or rng.random() < 0.3:
             return namespace, None, 0
         digests = block_digests(ROOT, rng.choice(self._prompts)[: rng.randrange(4, 30)], self.digest_tokens)
-        return namespace, digests, rng.randrange(len(digests) + 1)
+        kept_count = rng.randrange(len(digests) + 1)
+        return namespace, digests or None, kept_count  # A prompt shorter than a block has no digests to drop.
 
     def make_new(self) -> StepBuilder:
         """Returns a step that adds a sequence, in any state of knowledge."""

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from quire import types, views
 from quire._numbers import shown
-from quire._transport.ranges import UINT32, check, check_field
+from quire._transport.ranges import UINT32, Range, check, check_field
 from quire.errors import InvalidArgumentError, Reason
 from quire.protocol.features import APPEND_ONLY, FIRST_BLOCK_ID, TELLS_REMOVED
 from quire.protocol.limits import PROTOCOL_VERSION, REQUEST_ID_CHARACTERS_MAX
@@ -179,6 +179,7 @@ def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchP
 
 
 RESERVATION_S: Final = 5.0  # more than a request takes from a gateway to its worker's scheduler
+_RESERVATION_S: Final = Range(0, 60.0)
 
 
 def route_request(
@@ -192,7 +193,8 @@ def route_request(
 ) -> pb.RouteRequest:
     """Returns the message that asks for a prompt's worker."""
     request = pb.RouteRequest(model=model, digests=concatenated(digests), namespace=namespace, adapter=adapter)
-    numbers = {"prompt_token_count": prompt_token_count, "reservation_ms": int(reservation_s * 1_000)}
+    check("reservation_s", reservation_s, _RESERVATION_S)
+    numbers = {"prompt_token_count": prompt_token_count, "reservation_ms": round(reservation_s * 1e3)}
     return fill(request, reason=Reason.MALFORMED, **numbers)
 
 

@@ -62,7 +62,7 @@ class Prompt:
 
 
 class RoutedTo(NamedTuple):
-    """Where a prompt goes, and what was known of that worker."""
+    """The worker that Route chose for a prompt, with the numbers that the choice rests on."""
 
     pool: str
     address: str

@@ -170,7 +170,7 @@ class Server:
                 ("grpc.server.max_pending_requests_hard_limit", 4 * calls_max),
                 ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # per connection
                 # Probing would enlarge the windows to megabytes. At gRPC's 64 KiB, the digests of 2,048 blocks wait for
-                # an update of the window, which takes a third of the step's CPU time.
+                # an update of the window, which takes a quarter of the step's CPU time.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", 256 << 10),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),

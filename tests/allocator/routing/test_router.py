@@ -151,7 +151,9 @@ def test_a_caller_with_too_many_bytes_is_routed_without_a_reservation(monkeypatc
 
 
 @pytest.mark.parametrize(
-    "fields", [{"model": "other"}, {"adapter": "other"}, {"excluded_pools": frozenset("ab")}], ids=str
+    "fields",
+    [{"model": "other"}, {"adapter": "other"}, {"excluded_pools": frozenset("ab")}],
+    ids=["model", "adapter", "excluded"],
 )
 def test_only_workers_of_the_model_that_are_not_excluded_are_chosen(fields: dict[str, object]) -> None:
     scene = Scene()

@@ -3,8 +3,10 @@
 Arrivals are open loop (Poisson). The product's pools and router run; a model of time replaces forward passes, so equal
 seeds give equal rows on every machine. Eight workers compute 12,000 prompt tokens a second each, eight gateways choose.
 
-Quire's Route is compared with itself without reservations, round robin, the fewest requests, and llm-d's rule on a
-gateway's own choices or on events. Of the others, a gateway knows its own requests only.
+The part `calls` measures the CPU time of Route over gRPC. It is not written to a file.
+
+Quire's Route is compared with itself without reservations, with the gateways' rule without Route, round robin, the
+fewest requests, and llm-d's rule on a gateway's own choices or on events. There, a gateway knows its own requests only.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fleet_sides import workloads
-from fleet_sides.fleet import QUIRE, RULES, UNRESERVED, WEIGHTS, Fleet, Outcome, Setting
+from fleet_sides import route_calls, workloads
+from fleet_sides.fleet import MIRRORS, PEERS, QUIRE, RULES, UNRESERVED, WEIGHTS, Fleet, Outcome, Setting
 from fleet_sides.workloads import Request
 from report import Goal, Part, add_output_arguments, publish_parts
 
@@ -44,7 +46,7 @@ def prefixes(rate: float) -> Callable[[int, float], Sequence[Request]]:
 def cases() -> dict[str, Case]:
     """Returns every case by its name."""
     weighed = (*RULES, *(rule for rule in WEIGHTS if rule != QUIRE))
-    roomy, faulty = Setting(QUIRE, cache_tokens=ROOMY), ("llm-d, events", UNRESERVED, QUIRE)
+    roomy, faulty = Setting(QUIRE, cache_tokens=ROOMY), (*PEERS[3:], MIRRORS, UNRESERVED, QUIRE)
     begin = workloads.WARM_UP_S + 5.0
     found = {
         "40/s": Case(prefixes(40), roomy, weighed),
@@ -57,8 +59,8 @@ def cases() -> dict[str, Case]:
             lambda seed, seconds: workloads.bursts_in_traffic(seed, rate=30, seconds=seconds), roomy
         ),
         "agents": Case(lambda seed, seconds: workloads.agents(seed, rate=6, seconds=seconds), roomy),
-        "60/s, events 5 s late": Case(prefixes(60), replace(roomy, event_s=5.0), ("llm-d, events", QUIRE)),
-        "60/s, one gateway": Case(prefixes(60), replace(roomy, gateways=1), (*RULES[2:4], QUIRE)),
+        "60/s, events 5 s late": Case(prefixes(60), replace(roomy, event_s=5.0), (*PEERS[3:], MIRRORS, QUIRE)),
+        "60/s, one gateway": Case(prefixes(60), replace(roomy, gateways=1), (QUIRE,)),
         RESTART: Case(prefixes(60), replace(roomy, worker_restart=(begin, 2.0)), faulty),
     }
     for seconds in OUTAGES_S:
@@ -124,7 +126,7 @@ def goals(rows: Sequence[dict[str, object]]) -> list[Goal]:
     for workload in dict.fromkeys(str(each["workload"]) for each in rows):
         if (workload, QUIRE) not in found:
             continue
-        peers = [rule for rule in RULES[:4] if (workload, rule) in found]
+        peers = [rule for rule in PEERS if (workload, rule) in found]
         if peers:
             best = max(value(workload, peer, "hit_rate") for peer in peers)
             fastest = min(value(workload, peer, "first_token_p99_s") for peer in peers)
@@ -158,11 +160,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of measured arrivals (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=400, help="of Route, in each round (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds of these calls (default: %(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=("rules", "calls"), default=("rules", "calls"))
     parser.add_argument("--workloads", nargs="+", choices=list(cases()), help="(default: all)", metavar="NAME")
     add_output_arguments(parser)
     options = parser.parse_args()
-    rows = simulate(options)
-    publish_parts([Part("Workers chosen by each rule", rows, goals(rows), options.csv)], as_json=options.json)
+    parts = []
+    if "rules" in options.parts:
+        rows = simulate(options)
+        parts.append(Part("Workers chosen by each rule", rows, goals(rows), options.csv))
+    if "calls" in options.parts:
+        costs, aims = route_calls.measure(options.calls, options.repeat)
+        parts.append(Part("CPU time of Route over gRPC", costs, aims, None))
+    publish_parts(parts, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from quire_allocator.core.events import Event
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pending import PendingPrefixes
 from quire_allocator.core.pool import Pool
@@ -24,6 +25,7 @@ from fleet_sides.rules import (
     Guesses,
     LeastLoaded,
     LlmD,
+    Mirrored,
     Quire,
     RoundRobin,
     Rule,
@@ -35,7 +37,9 @@ from fleet_sides.workloads import BLOCK_TOKENS, Request
 QUIRE: Final = "quire"
 WEIGHTS: Final = {QUIRE: UNCACHED_WEIGHT, "quire, weight 1": 1.0, "quire, weight 3": 3.0}
 UNRESERVED: Final = "quire, no reservation"
-RULES: Final = ("round robin", "least loaded", "llm-d, own choices", "llm-d, events", UNRESERVED, QUIRE)
+MIRRORS: Final = "quire, mirrors alone"
+PEERS: Final = ("round robin", "least loaded", "llm-d, own choices", "llm-d, events", "llm-d, events, one gateway")
+RULES: Final = (*PEERS, MIRRORS, UNRESERVED, QUIRE)
 LEASE_S: Final = 1e9
 
 
@@ -94,13 +98,16 @@ class Fleet:
         ]
         self._events = EventIndex(setting.workers)
         self._cursors = [0] * setting.workers
-        self._reads_events = setting.rule == "llm-d, events" or bool(setting.route_outage or setting.allocator_outage)
-        self._rules = [self._rule(gateway) for gateway in range(setting.gateways)]
+        self._untold: list[tuple[int, list[Event]]] = []  # events while the gateways do not reach the allocator
+        self._reads_events = "events" in setting.rule or setting.rule == MIRRORS
+        self._reads_events |= bool(setting.route_outage or setting.allocator_outage)
+        self._gateways = 1 if "one gateway" in setting.rule else setting.gateways
+        self._rules = [self._rule(gateway) for gateway in range(self._gateways)]
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Serves all requests; requests are changed by it."""
         for number, request in enumerate(requests):
-            request.gateway = number % self._setting.gateways
+            request.gateway = number % self._gateways
             self._clock.at(request.arrival_s, partial(self._arrive, request))
         if self._setting.worker_restart is not None:
             start, seconds = self._setting.worker_restart
@@ -156,8 +163,11 @@ class Fleet:
             self._cursors[worker] = pool.log.last_cursor
             self._clock.after(self._setting.event_s, partial(self._told, worker, events))
 
-    def _told(self, worker: int, events: list) -> None:
-        self._events.apply(worker, events)
+    def _told(self, worker: int, events: list[Event]) -> None:
+        if self._allocator.is_away:
+            self._untold.append((worker, events))
+        else:
+            self._events.apply(worker, events)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -212,6 +222,9 @@ class Fleet:
 
     def _come_back(self, *, is_whole: bool) -> None:
         self._allocator.is_away = False
+        for number, events in self._untold:
+            self._events.apply(number, events)
+        self._untold.clear()
         if not is_whole:
             return
         self._count_ends(lost=self._allocator.router.reservation_count)
@@ -228,6 +241,9 @@ class Fleet:
         for kind, count in {**self._allocator.router.counts.ends, "lost with the allocator": lost}.items():
             self.outcome.ends[kind] = self.outcome.ends.get(kind, 0) + count
 
+    def _request_counts(self) -> list[int]:
+        return [len(worker.waiting) + len(worker.running) for worker in self._workers]
+
     def _rule(self, gateway: int) -> Rule:
         count = self._setting.workers
         match self._setting.rule:
@@ -237,11 +253,12 @@ class Fleet:
                 return LeastLoaded(gateway, count)
             case "llm-d, own choices":
                 return LlmD(count, Guesses(count, block_count=self._spec.block_count), None)
-            case "llm-d, events":
+            case "llm-d, events" | "llm-d, events, one gateway":
                 return LlmD(count, Guesses(count, seconds=GUESS_S), self._events)
             case rule if rule in WEIGHTS or rule == UNRESERVED:
-                mirror = LlmD(count, Guesses(count, seconds=GUESS_S), self._events)
                 seconds = 0.0 if rule == UNRESERVED else self._setting.reservation_s
-                return Quire(self._allocator, seconds, mirror)
+                return Quire(self._allocator, seconds, Mirrored(self._events, self._request_counts))
+            case rule if rule == MIRRORS:
+                return Mirrored(self._events, self._request_counts)
             case rule:
                 raise ValueError(f"no rule is named {rule!r}: use one of {', '.join(RULES)}")

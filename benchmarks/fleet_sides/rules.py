@@ -6,18 +6,20 @@ The others run in each gateway by itself: a gateway knows the requests that it s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from quire_allocator.core.events import Change, Event
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.routing.router import Prompt, Router
+from quire_gateway.routing import Standing, best
 
 from fleet_sides.workers import PREFILL_TOKENS_PER_S
 from fleet_sides.workloads import BLOCK_TOKENS, DIGEST_BYTES, Request
 
 MODEL: Final = "m"
 RESERVATION_S: Final = 5.0  # the client's default
+POLL_S: Final = 1.0  # between a gateway's polls of the workers
 GUESS_S: Final = 2.0  # how long llm-d believes that a prompt is where it was sent, until events say so
 
 
@@ -64,9 +66,9 @@ class LeastLoaded:
         self._counts = [0] * worker_count
 
     def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
-        best = min(workers, key=lambda worker: (self._counts[worker], (worker - self._gateway) % len(self._counts)))
-        self._counts[best] += 1
-        return Choice(best, 0)
+        found = min(workers, key=lambda worker: (self._counts[worker], (worker - self._gateway) % len(self._counts)))
+        self._counts[found] += 1
+        return Choice(found, 0)
 
     def first_token(self, request: Request, worker: int) -> None: ...
 
@@ -117,7 +119,7 @@ class Guesses:
 class LlmD:
     """llm-d's rule: the longest prefix until its worker is saturated, then the least to compute.
 
-    The prefixes are estimated from events (precise), or from this gateway's own choices (approximate), and the load is
+    Prefixes are estimated from events (precise), or from this gateway's own choices (approximate), and the load is
     the uncached tokens of this gateway's requests without a first token.
     """
 
@@ -129,17 +131,13 @@ class LlmD:
 
     def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
         hits = {worker: self._hit(worker, request.matchable, now) for worker in workers}
-        best = max(workers, key=lambda worker: (hits[worker], -self._load[worker]))
-        if not hits[best] or self._load[best] > self._saturated:
-            best = min(workers, key=lambda worker: self._load[worker] + request.prompt_tokens - hits[worker])
-        self.sent(request, best, request.prompt_tokens - hits[best])
-        self._guesses.add(best, request.matchable, now)
-        return Choice(best, hits[best])
-
-    def sent(self, request: Request, worker: int, uncached_tokens: int) -> None:
-        """Notes a request that this gateway sent to a worker."""
-        self._uncached[request] = uncached_tokens
-        self._load[worker] += uncached_tokens
+        found = max(workers, key=lambda worker: (hits[worker], -self._load[worker]))
+        if not hits[found] or self._load[found] > self._saturated:
+            found = min(workers, key=lambda worker: self._load[worker] + request.prompt_tokens - hits[worker])
+        self._uncached[request] = request.prompt_tokens - hits[found]
+        self._load[found] += self._uncached[request]
+        self._guesses.add(found, request.matchable, now)
+        return Choice(found, hits[found])
 
     def first_token(self, request: Request, worker: int) -> None:
         self._load[worker] -= self._uncached.pop(request, 0)
@@ -148,17 +146,8 @@ class LlmD:
         self.first_token(request, worker)
 
     def _hit(self, worker: int, digests: bytes, now: float) -> int:
-        """Returns the tokens of the longest prefix. If a digest is there, so are all before it: both indexes forget the
-        deepest digests first. So the end is found by bisection."""
-        low, high = 0, len(digests) // DIGEST_BYTES
-        while low < high:
-            middle = (low + high + 1) // 2
-            digest = digests[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]
-            if (self._events and digest in self._events.stored[worker]) or self._guesses.has(worker, digest, now):
-                low = middle
-            else:
-                high = middle - 1
-        return low * BLOCK_TOKENS
+        stored = self._events.stored[worker] if self._events else frozenset[bytes]()
+        return longest(digests, lambda digest: digest in stored or self._guesses.has(worker, digest, now))
 
 
 class Allocator:
@@ -169,16 +158,48 @@ class Allocator:
         self.is_away = False
 
 
-class Quire:
-    """Asks the allocator. While it is away, the same rule decides by a mirror that gets no events then, and by the
-    load of this gateway's own requests."""
+class Mirrored:
+    """The gateway's rule without Route: prefixes by mirrors of the pools, the load by counts of requests.
 
-    def __init__(self, allocator: Allocator, reservation_s: float, mirror: LlmD) -> None:
-        self._allocator, self._reservation_s, self._mirror = allocator, reservation_s, mirror
+    A gateway knows its own requests as of now, and those of others as of a poll each second.
+    """
+
+    def __init__(self, events: EventIndex, request_counts: Callable[[], list[int]]) -> None:
+        self._events, self._request_counts = events, request_counts
+        self._own = [0] * len(events.stored)
+        self._others = [0] * len(events.stored)
+        self._polled_s = -1.0
+
+    def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
+        if now >= self._polled_s + POLL_S:
+            self._polled_s = now
+            counts = zip(self._request_counts(), self._own, strict=True)
+            self._others = [max(0, count - own) for count, own in counts]
+        hits = [longest(request.matchable, self._events.stored[worker].__contains__) for worker in workers]
+        loads = [self._own[worker] + self._others[worker] for worker in workers]
+        place = best(list(map(Standing, loads, hits)))
+        self.sent(workers[place])
+        return Choice(workers[place], hits[place])
+
+    def sent(self, worker: int) -> None:
+        """Notes a request that this gateway sent to a worker."""
+        self._own[worker] += 1
+
+    def first_token(self, request: Request, worker: int) -> None: ...
+
+    def ended(self, request: Request, worker: int) -> None:
+        self._own[worker] -= 1
+
+
+class Quire:
+    """Asks the allocator; while it is away, the gateway's mirrors decide, which get no events then."""
+
+    def __init__(self, allocator: Allocator, reservation_s: float, mirrors: Mirrored) -> None:
+        self._allocator, self._reservation_s, self._mirrors = allocator, reservation_s, mirrors
 
     def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
         if self._allocator.is_away:
-            return self._mirror.choose(request, workers, now)
+            return self._mirrors.choose(request, workers, now)
         prompt = Prompt(
             "",
             request.matchable,
@@ -190,14 +211,28 @@ class Quire:
         )
         routed = self._allocator.router.route(self._allocator.directory.open_pools(), prompt, now)
         worker = int(routed.address)
-        self._mirror.sent(request, worker, routed.candidate.uncached_token_count)
+        self._mirrors.sent(worker)
         return Choice(worker, routed.candidate.shared_token_count)
 
-    def first_token(self, request: Request, worker: int) -> None:
-        self._mirror.first_token(request, worker)
+    def first_token(self, request: Request, worker: int) -> None: ...
 
     def ended(self, request: Request, worker: int) -> None:
-        self._mirror.ended(request, worker)
+        self._mirrors.ended(request, worker)
+
+
+def longest(digests: bytes, has: Callable[[bytes], bool]) -> int:
+    """Returns the tokens of a prompt's longest prefix that an index has.
+
+    If a digest is there, so are all before it, because indexes forget the deepest first. So bisection finds the end.
+    """
+    low, high = 0, len(digests) // DIGEST_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if has(digests[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]):
+            low = middle
+        else:
+            high = middle - 1
+    return low * BLOCK_TOKENS
 
 
 def pool_name(worker: int) -> str:

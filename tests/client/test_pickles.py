@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import quire
 import quire.session
-from quire import QuireError, Reason, events, views
+from quire import QuireError, Reason, events, types, views
 from quire.engine import NotAdmittedError
 from quire.engine.sequence import Refusal
 from quire.events import SnapshotEnd
@@ -85,7 +85,7 @@ def test_every_value_arrives_as_it_was(value: Any, again: Callable[[Any], Any]) 
 def test_what_is_large_is_not_printed() -> None:
     stored = events.BlocksStored("p", b"s", 1, 2, (0,), "", b"", (bytes(32),) * 4096, 16, 0)
     removed = events.BlocksRemoved("p", b"s", 1, 2, (0,), "", (bytes(32),) * 4096, 0)
-    status = next(value for value in values() if isinstance(value, quire.WorkerStatus))
+    status = next(value for value in values() if isinstance(value, types.WorkerStatus))
     for value in (stored, removed, status):
         assert len(repr(value)) <= 200
 

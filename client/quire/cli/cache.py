@@ -7,14 +7,13 @@ from typing import Annotated, Final
 
 import typer
 
-from quire import Allocator, Client, GroupKind
+from quire import Allocator, CachePolicy, Client, GroupKind
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
 from quire.cli.names import CommandGroup
 from quire.cli.prompts import Prompt, maybe_prompted, prompted, tokens_of
 from quire.errors import UsageError
 from quire.protocol.limits import KEEP_MS_MAX
-from quire.sampling import CachePolicy
 from quire.views import CacheDropped
 
 DROP_EXAMPLES = """Drop the cache of a pool, of one namespace or of a prompt, for example after a tenant left.

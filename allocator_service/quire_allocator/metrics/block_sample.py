@@ -36,16 +36,16 @@ from quire_allocator.wire.step_columns import StepColumns
 
 OUTCOMES: Final = ("hit", "group", "evicted", "computing", "new")
 _HIT: Final = 0
-_GROUP: Final = 1  # full attention had it, another group not
-_EVICTED: Final = 2  # it was published earlier, and is not any more
-_COMPUTING: Final = 3  # an earlier prompt had named it
+_GROUP: Final = 1  # full attention had the block, another group did not
+_EVICTED: Final = 2  # the block was published earlier and has been evicted
+_COMPUTING: Final = 3  # an earlier prompt had asked for the block
 _NEW: Final = 4
 
 SIZES = (0.5, 1.0, 2.0, 4.0)  # sizes of modelled pools, in multiples of the pool's own
 AGE_SECONDS_BOUNDS = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
-_FOLLOWED_MIN: Final = 256  # followed blocks of a pool, if it has that many
-_BYTES: Final = 256  # values of a byte
-_BEGINNINGS: Final = _BYTES * _BYTES  # values of a digest's first two bytes
+_FOLLOWED_MIN: Final = 256  # blocks of a pool that the sample follows, if the pool has that many
+_BYTES: Final = 256  # number of values of a byte
+_BEGINNINGS: Final = _BYTES * _BYTES  # number of values of a digest's first two bytes
 
 _SLICES: Final = 8  # slices for as many digests as the pool itself has room for
 _SLICES_MAX: Final = 64
@@ -53,7 +53,7 @@ _SLICES_MAX: Final = 64
 _ASKED: Final = 0
 _PUBLISHED: Final = 1
 _GONE: Final = 2
-_UNKNOWN: Final = -1.0  # published before it was followed
+_UNKNOWN: Final = -1.0  # the block was published before the sample followed it
 
 
 class _Slice:
@@ -112,7 +112,8 @@ class BlockSample:
         room = self._room
         self._beginning_count = beginning_count
         self._weight = _BEGINNINGS / beginning_count
-        self._marks = bytes([byte * _BYTES >= beginning_count for byte in range(_BYTES)])  # 0 for those followed
+        # 0 for the first bytes of digests that the sample follows
+        self._marks = bytes([byte * _BYTES >= beginning_count for byte in range(_BYTES)])
         self._rooms = [max(1, int(size * room * beginning_count / _BEGINNINGS)) for size in SIZES]
         self._slice_room = max(1, room * beginning_count // _BEGINNINGS // _SLICES)
 
@@ -135,7 +136,7 @@ class BlockSample:
         for offset in offsets:
             digest = digests[offset : offset + DIGEST_BYTES]
             followed = self._followed.get(digest)
-            if followed is None:  # no prompt named it: it belongs to an answer
+            if followed is None:  # no prompt asked for the block: it belongs to an answer
                 followed = self._file(digest, None, now)
             if followed.stage != _PUBLISHED:
                 followed.stage = _PUBLISHED
@@ -197,7 +198,7 @@ class BlockSample:
             newer = 0
             for each in reversed(self._slices):
                 if each is followed.slice:
-                    newer += each.count // 2  # about half of them were named later
+                    newer += each.count // 2  # later prompts asked for about half of them
                     break
                 newer += each.count
             for number, room in enumerate(self._rooms):
@@ -233,7 +234,7 @@ class BlockSample:
         while len(self._followed) > self._rooms[-1]:
             for digest in self._held(slices.pop(0)):
                 del self._followed[digest]
-        if len(slices) == _SLICES_MAX:  # digests were named again: the two neighbors with the fewest left become one
+        if len(slices) == _SLICES_MAX:  # the two neighboring slices with the fewest digests become one
             sizes = [slices[number].count + slices[number + 1].count for number in range(len(slices) - 1)]
             number = sizes.index(min(sizes))
             older, newer = slices[number], slices.pop(number + 1)
@@ -270,7 +271,7 @@ class BlockSample:
         place, is_exact = firsts.find(0), self._beginning_count % _BYTES == 0
         while place >= 0:
             offset = start + place * DIGEST_BYTES
-            if is_exact or self._is_followed(source, offset):  # else the second byte decides, too
+            if is_exact or self._is_followed(source, offset):  # otherwise the second byte decides, too
                 offsets.append(offset)
             place = firsts.find(0, place + 1)
         return offsets

@@ -164,7 +164,8 @@ class AllocatorCollector(Collector):
                 family.add_metric([owner.name, name, "held"], own_held)
                 family.add_metric([owner.name, name, "cached"], own_cached)
                 held, cached = held - own_held, cached - own_cached
-            family.add_metric([owner.name, OTHER, "held"], max(0, held))  # the pool changes while this adds up
+            # The pool may change while this adds the counts up.
+            family.add_metric([owner.name, OTHER, "held"], max(0, held))
             family.add_metric([owner.name, OTHER, "cached"], max(0, cached))
         yield family
 

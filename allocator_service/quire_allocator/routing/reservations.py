@@ -20,7 +20,7 @@ from typing import Final
 from quire_allocator.core.pending import Announcement, PendingPrefixes
 from quire_allocator.core.spec import DIGEST_BYTES
 
-FRAME_BYTES: Final = 512  # of a reservation without its digests
+FRAME_BYTES: Final = 512  # bytes of a reservation without its digests
 
 
 class RouteReservation:
@@ -83,7 +83,8 @@ class Reservations:
         self.uncached_token_count = 0
         self.pending = PendingPrefixes()
         self._by_key: dict[tuple[str, bytes], deque[RouteReservation]] = {}
-        self._ends: list[tuple[float, int, RouteReservation]] = []  # a heap with one entry for each, of its first end
+        # a heap with one entry per reservation: the end that it had at first
+        self._ends: list[tuple[float, int, RouteReservation]] = []
         self._number = 0
         self._count = 0
 
@@ -119,7 +120,7 @@ class Reservations:
             self.pending.drop(reservation.announcement)
         self.uncached_token_count -= reservation.uncached_token_count
         self._count -= 1
-        # Its entry in the heap stays until its time. Without this the digests would stay, too.
+        # The reservation's entry in the heap stays until that time. Without this line its digests would stay as long.
         reservation.is_gone, reservation.digests, reservation.announcement = True, b"", None
 
     def expire(self, now: float) -> list[RouteReservation]:

@@ -27,9 +27,10 @@ from quire_allocator.core.spec import DIGEST_BYTES, Result
 from quire_allocator.routing.reservations import Reservations, RouteReservation
 from quire_allocator.routing.rule import Basis, Candidate, choose
 
-# Admitted; never to be admitted; over; gone with the pool; not made, because the caller had too many bytes in others.
+# How reservations end: admitted, impossible to admit, expired, dropped with the pool, or refused because of the
+# caller's other reservations.
 END_KINDS: Final = ("taken", "refused", "expired", "lost", "unmade")
-_FOR_NOW: Final = (Result.PENDING, Result.NO_SPACE, Result.QUOTA)  # the worker asks again
+_FOR_NOW: Final = (Result.PENDING, Result.NO_SPACE, Result.QUOTA)  # the worker will ask again
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,8 @@ class Router:
         served = [owner for owner in served if owner.unary or owner.stream is not None] or served
         if not served:
             raise Refusal(
-                "MODEL_UNKNOWN", "no worker that takes work serves this model: ask again when one has attached"
+                "MODEL_UNKNOWN",
+                "no attached worker that accepts requests serves this model: retry once one has attached",
             )
         self.expire(now)
         rate = self._usual_rate(served)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 class Basis(enum.StrEnum):
     """Why a worker was chosen."""
 
-    PREFIX = "prefix"  # no worker shares more of the prompt
-    LOAD = "load"  # no worker shares any of it, so the shortest time decides
-    SPREAD = "spread"  # the worker that shares most is saturated, so the shortest time decides
+    PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
+    LOAD = "load"  # no worker has a prefix of it cached, so the shortest time decides
+    SPREAD = "spread"  # the worker with the longest cached prefix is saturated, so the shortest time decides
 
 
 class Candidate(NamedTuple):

@@ -145,7 +145,7 @@ class SessionMachine:
             authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
-        if attach.last_step and not resumes:  # an owner without any step most likely has nothing to report
+        if attach.last_step and not resumes:  # an owner that has sent no step most likely has nothing to report
             self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,

@@ -75,7 +75,7 @@ class AnswerReader:
         is_reasoning: bool = False,
     ) -> None:
         self._form, self._functions, self._new_id = form, frozenset(functions), new_id
-        self._text = ""  # not handed on yet
+        self._text = ""  # text that was not handed on yet
         self._json: _Json | None = None  # set while arguments are being read
         self._run: TextRun | None = None  # set while a run is being read
         self._has_tail = False  # whether the tail of the last call was read

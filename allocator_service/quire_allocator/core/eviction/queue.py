@@ -271,7 +271,7 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two lanes before the ranked ones, one after them
+        self._lines = [_Line() for _ in range(RANKED + 2)]  # lanes by rank: two before the ranked ones, one after them
         self._kept: list[tuple[int, int, int, Entry]] = []  # a heap of `keep_until_ms`, stamp, ticket and entry
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # lowest value at a lane's end, outside `_near`

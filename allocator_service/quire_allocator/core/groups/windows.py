@@ -340,7 +340,7 @@ class WindowManager(UnitManager[WindowPart]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         assert isinstance(scope, WindowScope)
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
-        # Units may become stretches during the walk, and stretches units. All noted ones are yielded; the log has
+        # Units may become stretches while this iterates, and stretches units. All of them are yielded; the log has the
         # removals.
         noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
         for position, digests in noted:

@@ -122,7 +122,7 @@ class Directory:
         if resumed and spec != owner.spec:
             raise Refusal(
                 "LAYOUT",
-                f"pool {name}: a resumed session must keep its specification; or begin a new session",
+                f"pool {name}: a resumed session must keep its specification: repeat it, or begin a new session",
             )
         older, owner.stream = owner.stream, stream
         owner.epoch, owner.window, owner.lease_end = epoch, window, now + self.lease_s

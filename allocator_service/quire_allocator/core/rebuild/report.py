@@ -97,7 +97,7 @@ class BlockUse:
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
-        self._places = array("i", [_UNUSED]) * spec.block_id_end  # place of each published block
+        self._places = array("i", [_UNUSED]) * spec.block_id_end  # position of each published block
         self._place_count = 0
         self.block_count = 0  # number of blocks with a use, including blocks that the pool does not take over
 

@@ -1,6 +1,6 @@
-"""The limits of this server, beside those of `quire.protocol.limits`.
+"""Limits of this server that are not in `quire.protocol.limits`.
 
-Each number bounds one resource. Owners get those of the `Limits` message when their session begins.
+Each number bounds one resource. An owner gets the ones in the `Limits` message when its session begins.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Follows a sample of a pool's blocks by their digests, for metrics that counting alone cannot give.
+"""Follows a sample of a pool's blocks by their digests, for metrics that plain counters cannot give.
 
 Digests are hashes: those that begin with a small number are a random sample of all prefixes, the same in every pool and
-on every day (SHARDS). They are filed in slices, in the order in which they were last named. If the newer slices have
-fewer digests than a pool has room for, the block would have been a hit in that pool, with eviction of the least
-recently used.
+on every day (SHARDS). The digests are filed in slices, by the time of their last use. If the newer slices have fewer
+digests than a pool has room for, that pool would have hit the block under LRU eviction.
 
-All digests are followed at first. Each time there would be more than `_FOLLOWED_MIN`, half of them are dropped, down to
-the share of the pool: a pool that saw few prefixes would else have none in its sample.
+At first all digests are followed. Whenever there would be more than `_FOLLOWED_MIN`, half of them are dropped, down to
+the pool's share. Otherwise a pool that saw few prefixes would have none in its sample.
 
-A slice is an eighth of the pool, and the model is no finer than that. Lists in exact order, one for each size, would
-cost far more for each named digest.
+A slice is an eighth of the pool, and the model is no finer than that. An exactly ordered list for each size would cost
+far more per use.
 
 Lifecycle of a followed digest:
 
@@ -18,7 +17,7 @@ Lifecycle of a followed digest:
     3. gone       it was evicted or dropped; a later commit brings it back to 2
     4. forgotten  as many others were named since as fit a pool of four times the size
 
-Stages and lifetimes are those of the first group of full attention. Pools without one are not followed.
+Outcomes and lifetimes are those of the first group of full attention. Pools without one are not followed.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _UNKNOWN: Final = -1.0  # the block was published before the sample followed it
 
 
 class _Slice:
-    """Digests that were named in a row, and the count of those that were not named since."""
+    """Digests that were used one after the other, and how many of them were not used again since."""
 
     __slots__ = ("count", "digests")
 
@@ -82,9 +81,9 @@ class BlockSample:
     """Follows a share of the blocks of one pool.
 
     Attributes:
-        log: the pool's log; a rebuilt pool has another one, and needs another sample.
+        log: the pool's event log; a rebuilt pool has a new log, and needs a new sample.
         tokens: prompt tokens of a block; 0 if the pool is not followed.
-        outcomes: blocks of new prompts, by `OUTCOMES`. A followed block counts for those that were not followed.
+        outcomes: blocks of new prompts, by `OUTCOMES`. A followed block also counts for the blocks that it represents.
         would_hit: blocks of new prompts that pools of `SIZES` would have hit.
         lifetimes: seconds from publication to eviction or drop.
         idles: seconds from the last use to eviction or drop.
@@ -118,7 +117,7 @@ class BlockSample:
         self._slice_room = max(1, room * beginning_count // _BEGINNINGS // _SLICES)
 
     def observe(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
-        """Takes in a step that was applied at `now`, in seconds of a clock that never goes back."""
+        """Observes a step that was applied at `now`, in seconds of a monotonic clock."""
         if not self.tokens:
             return
         if step.commit_digest_data:
@@ -158,7 +157,7 @@ class BlockSample:
                     self.lifetimes.observe(now - followed.published)
 
     def _ask_all(self, step: StepColumns, reply: packed.StepReply, now: float) -> None:
-        """Takes in the prompts of new sequences. Other grows come without digests."""
+        """Observes the prompts of new sequences. Grows of live sequences have no digests."""
         results = reply.grow_results if step.has_refused else ()
         for row, digests in enumerate(step.grow_digests):
             if not digests or (results and results[row]):
@@ -245,7 +244,8 @@ class BlockSample:
         slices.append(_Slice())
 
     def _follow_fewer(self, coming_count: int) -> None:
-        """Drops digests until few are followed, of those that come now, too, or the share of the pool."""
+        """Halves the followed share until few digests are left (including new ones), or until it is the pool's own
+        share."""
         while (
             self._beginning_count > self._least
             and len(self._followed) + coming_count * self._beginning_count // _BEGINNINGS > _FOLLOWED_MIN
@@ -255,7 +255,7 @@ class BlockSample:
                 self._followed.pop(digest).slice.count -= 1
 
     def _held(self, of: _Slice) -> list[bytes]:
-        """Returns the digests of a slice that were not named since."""
+        """Returns the digests of a slice that were not used again since."""
         held = list[bytes]()
         for digest in of.digests:
             followed = self._followed.get(digest)
@@ -281,7 +281,7 @@ class BlockSample:
 
 
 def _room(spec: PoolSpec) -> int:
-    """Returns how many digests a pool has blocks for, counted as if it had only its groups of full attention."""
+    """Returns how many digests fit into a pool's blocks, as if it had only its groups of full attention."""
     sizes = [group.block_size for group in spec.groups if group.kind is GroupKind.FULL_ATTENTION]
     blocks = sum([spec.block_size / size for size in sizes])  # blocks per digest
     return int(spec.block_count / blocks) if blocks else 0

@@ -90,8 +90,7 @@ class SessionMachine:
     def receive(self, request: packed.SessionRequest, now: float) -> list[packed.SessionReply]:
         """Takes the stream's next message and returns its answers.
 
-        Raises:
-            Refusal: the stream is over, and nothing that this message asked for was done.
+        Raises: Refusal: the stream is over, and this message had no effect.
         """
         self.applied = None
         if self.ending is not None:
@@ -283,7 +282,7 @@ class SessionMachine:
         return []
 
     def _hear_worker(self, owner: Ownership, heartbeat: pb.Heartbeat) -> None:
-        """Notes what an owner says of its worker with a heartbeat; most heartbeats say nothing."""
+        """Registers the worker in an owner's heartbeat; most heartbeats have none."""
         worker = routes.worker_of(heartbeat)
         if worker is not None:
             self._sessions.router.register(owner.name, worker)

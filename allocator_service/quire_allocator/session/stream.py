@@ -39,7 +39,7 @@ HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()
 
 
 class _Answers(NamedTuple):
-    """The answers to one message, and what counts the step that it applied."""
+    """The answers to one message, and a function that counts the step that it applied."""
 
     encoded: list[bytes]
     observe: Callable[[], None] | None

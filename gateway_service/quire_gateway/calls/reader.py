@@ -138,7 +138,7 @@ class AnswerReader:
         return self._read_text(is_last=is_last)
 
     def _read_text(self, *, is_last: bool) -> bool:
-        """Hands text on up to the next run or mark, or to a text that may become one."""
+        """Returns text up to the next run or mark, or up to text that may become one."""
         place = 0
         if self._place is AnswerPart.START:
             start = after_space(self._text, 0)

@@ -132,7 +132,7 @@ class WindowManager(UnitManager[WindowPart]):
             part.first = stay
             last = min(stay, named)
             spans = self._idle_spans(part, path, range(begin + (half is not None), last), (*new.ends, until))
-        told = position = begin  # the log knows the positions before `told`
+        told = position = begin  # positions before `told` are already in the log
         for span in (*spans, range(end, end)):
             while position < span.start:
                 if half is not None:
@@ -199,7 +199,7 @@ class WindowManager(UnitManager[WindowPart]):
         return spans_between(new, apart)
 
     def _tell(self, scope: WindowScope, path: Path, first: int, end: int) -> None:
-        """Tells the log of new positions [first, end) of a path."""
+        """Adds new positions [first, end) of a path to the log."""
         if first < end:
             self._log.stored(scope, b"", path.between(first, end), first)
 

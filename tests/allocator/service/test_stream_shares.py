@@ -7,6 +7,7 @@ import contextlib
 import pytest
 from quire._serving.caller_shares import CallerShares
 from quire.errors import Reason
+from quire.protocol.permissions import EVERYTHING, Permissions
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits, server
 from quire_allocator.core.ownership.directory import BLOCKS_OF_CALLER_MAX
@@ -38,6 +39,16 @@ async def test_callers_leave_streams_for_others() -> None:
             await open_stream(others[2], "third-1")
         held += [await open_stream(others[3], "fourth-0")]
         assert len(held) == limits.STREAMS_OF_ALL_MAX // 128
+
+
+async def test_a_stream_that_may_own_no_pool_gives_back_no_place() -> None:
+    async with running_allocator() as allocator:
+        allocator.service.authorize = lambda _context: Permissions()
+        with refused(Reason.POOL_FORBIDDEN):
+            await open_stream(allocator, "a")
+        allocator.service.authorize = lambda _context: EVERYTHING
+        held = await open_stream(allocator, "a")
+        assert (allocator.service.streams.places.count, len(held)) == (1, 2)
 
 
 async def test_a_reply_that_takes_too_many_bytes_ends_its_stream_and_its_owner_resumes() -> None:

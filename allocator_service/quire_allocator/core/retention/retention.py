@@ -136,6 +136,8 @@ class Retention:
                 self._revalue(unit)
         for run in runs:
             counts = [other.token_count for other in run.stops]
+            if not run.stops:
+                run.stops = []
             run.stops.insert(bisect_right(counts, stop.token_count), stop)
         if parent is not None:
             self._goes_on(parent, 1)

@@ -18,19 +18,19 @@ UNCACHED_WEIGHT: Final = 1.5
 class Basis(enum.StrEnum):
     """How the chosen worker compares with the others."""
 
-    PREFIX = "prefix"  # no worker shares more of the prompt
-    LOAD = "load"  # no worker shares any of it
-    SPREAD = "spread"  # a worker that shares more has too much to do
+    PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
+    LOAD = "load"  # no worker has a prefix of it cached
+    SPREAD = "spread"  # the worker with the longest cached prefix has too much to compute
 
 
 class Candidate(NamedTuple):
-    """A worker, as far as it matters for one prompt.
+    """A worker's numbers for one prompt.
 
     Attributes:
         hit_token_count: leading tokens of the prompt that are published there.
         promised_token_count: tokens after those that the worker computes for others.
         uncached_token_count: the rest of the prompt.
-        backlog_token_count: tokens that the worker has still to compute for others, promised ones included.
+        backlog_token_count: tokens that the worker must still compute for others, including promised ones.
         prefill_tokens_per_s: its measured rate, above 0.
     """
 
@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
 
 
 class WorkerChoice(NamedTuple):
-    """The place of the chosen candidate, and how it compares with the others."""
+    """The index of the chosen candidate, and how it compares with the others."""
 
     place: int
     basis: Basis

@@ -138,7 +138,9 @@ class _Result:
 class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     RESULT_OK: _Result.ValueType  # 0
-    """Done. Its value is 0, so that a column with only successes is sent empty. buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX"""
+    """Done. Its value is 0, so that a column with only successes is sent empty.
+    buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX
+    """
     RESULT_NO_SPACE: _Result.ValueType  # 1
     """There are not enough free blocks; `Refusals.shortfalls` says how many are missing."""
     RESULT_NOT_FOUND: _Result.ValueType  # 2
@@ -180,7 +182,9 @@ class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     """
 
 RESULT_OK: Result.ValueType  # 0
-"""Done. Its value is 0, so that a column with only successes is sent empty. buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX"""
+"""Done. Its value is 0, so that a column with only successes is sent empty.
+buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX
+"""
 RESULT_NO_SPACE: Result.ValueType  # 1
 """There are not enough free blocks; `Refusals.shortfalls` says how many are missing."""
 RESULT_NOT_FOUND: Result.ValueType  # 2

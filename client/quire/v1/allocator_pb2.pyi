@@ -1787,6 +1787,7 @@ class GrowPhase(_message.Message):
     PRIORITIES_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
+    BREAKPOINTS_FIELD_NUMBER: _builtins.int
     digests: _builtins.bytes
     """The digests, 32 bytes each, operation after operation."""
     @_builtins.property
@@ -1837,6 +1838,13 @@ class GrowPhase(_message.Message):
         because hit rates are of requests that ask for the first time. 0 otherwise; empty when all are 0.
         """
 
+    @_builtins.property
+    def breakpoints(self) -> Global___Stops:
+        """Where the owners of new sequences expect later prompts to part from them, at most 4 token counts of each. They are
+        rounded down to an edge, and are stops then (`StepReply.stops`); those within the matched tokens or behind the end of
+        the prompt have no effect. Absent where no sequence has any.
+        """
+
     def __init__(
         self,
         *,
@@ -1850,10 +1858,11 @@ class GrowPhase(_message.Message):
         priorities: _abc.Iterable[_builtins.int] | None = ...,
         defer_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         returns: _abc.Iterable[_builtins.int] | None = ...,
+        breakpoints: Global___Stops | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "returns", b"returns", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints", "defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "returns", b"returns", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2072,8 +2081,8 @@ Global___Copies: _TypeAlias = Copies  # noqa: Y015
 @_typing.final
 class Stops(_message.Message):
     """Stops: token counts at which a later prompt's hit may end: the last edge of a prompt that leaves a token to compute,
-    what full attention had (`Unmatched`), and in a pool with STATE groups some more before the end of the prompt and
-    behind it. A commit that ends there makes a checkpoint.
+    what full attention had (`Unmatched`), breakpoints of the owner (`GrowPhase`), and in a pool with STATE groups
+    some more before the end of the prompt and behind it. A commit that ends there makes a checkpoint.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2082,7 +2091,7 @@ class Stops(_message.Message):
     TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow: how many stops it has, at most 32; 0 for a live sequence, and where all groups are of full attention."""
+        """Per grow: how many stops it has, at most 36; 0 for a live sequence, and where all groups are of full attention."""
 
     @_builtins.property
     def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

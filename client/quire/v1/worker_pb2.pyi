@@ -524,8 +524,8 @@ class CachePolicy(_message.Message):
     """
     @_builtins.property
     def breakpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token counts of the prompt, rising, at most 4, at which later prompts may part from this one. What is behind the last
-        one is not kept. Empty: the prompt and its answer are.
+        """Token counts of the prompt, rising, at most 4, at which later prompts may part from this one: windows and states can
+        serve a hit there, too. What is behind the last one is not kept. Empty: the prompt and its answer are.
         """
 
     def __init__(

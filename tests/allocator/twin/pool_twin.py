@@ -43,6 +43,7 @@ class TwinPool(TwinState):
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
+        breakpoints: Sequence[int] = (),
     ) -> Grown:
         """Creates a sequence."""
         if sequence_id <= self.highest_id:
@@ -67,6 +68,7 @@ class TwinPool(TwinState):
                 prompt_token_count=prompt,
                 priority=priority,
                 is_return=is_return,
+                breakpoints=breakpoints,
             )
         if answer[0] != "OK":
             return (answer[0], 0, pending, [], [], answer[1], answer[2], 0, ())
@@ -76,7 +78,9 @@ class TwinPool(TwinState):
             slot.hits += 1
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
-        stops = self.retention.set_stops(sequence, shareable, max(matched, junction), prompt, junction)
+        told = self.retention.set_stops(
+            sequence, shareable, max(matched, junction), prompt, junction, breakpoints=breakpoints
+        )
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
@@ -92,7 +96,7 @@ class TwinPool(TwinState):
         else:
             self.queried += prompt
             self.hit += matched
-        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction, stops)
+        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction, told)
 
     def grow(self, sequence_id: int, token_count: int) -> Grown:
         """Makes room for more tokens."""

@@ -60,16 +60,8 @@ class TwinPool(TwinState):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
         if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nothing will be freed: do without the hit
             prompt = prompt_token_count
-            return self.allocate(
-                sequence_id,
-                token_count,
-                [],
-                namespace,
-                prompt_token_count=prompt,
-                priority=priority,
-                is_return=is_return,
-                breakpoints=breakpoints,
-            )
+            same = {"priority": priority, "is_return": is_return, "breakpoints": breakpoints}
+            return self.allocate(sequence_id, token_count, [], namespace, prompt_token_count=prompt, **same)
         if answer[0] != "OK":
             return (answer[0], 0, pending, [], [], answer[1], answer[2], 0, ())
         sequence = TwinSequence(namespace, matched, matched, tables, priority)

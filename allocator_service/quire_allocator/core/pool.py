@@ -88,7 +88,7 @@ class Pool:
         priority: int = 0,  # sequences of a higher priority are never named to be preempted for this one
         defer_token_count: int = 0,  # refuses with PENDING if others compute at least this many tokens of its prefix
         is_return: bool = False,  # a preempted request returns: its tokens count as returned, not as queried
-        breakpoints: Sequence[int] = (),  # rising token counts where its owner expects later prompts to part from it
+        breakpoints: Sequence[int] = (),  # rising token counts where its owner expects later prompts to diverge
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
@@ -305,7 +305,7 @@ class Pool:
     def free(self, sequence_id: int, keep_ms: int = 0, keep_token_count: int = 0) -> Result:
         """Frees a sequence, its tail first, so that eviction leaves a whole prefix. Answers OK or NOT_FOUND.
 
-        With `keep_ms`, its first `keep_token_count` tokens (0: all) are evicted late for so long, under `KEPT_SHARE`.
+        With `keep_ms`, its first `keep_token_count` tokens (0: all) are evicted late for that time, up to `KEPT_SHARE`.
         """
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:

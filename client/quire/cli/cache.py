@@ -113,7 +113,9 @@ def warm(
     namespace: Namespace = "",
     keep: Annotated[
         float | None,
-        typer.Option(parser=_keep_s, metavar="DURATION", help="Evict it late for so long, such as 90s, 30m or 24h."),
+        typer.Option(
+            parser=_keep_s, metavar="DURATION", help="Keep it cached this long if possible, such as 90s, 30m or 24h."
+        ),
     ] = None,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,

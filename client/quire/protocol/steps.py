@@ -136,7 +136,7 @@ class StepBuilder:
                 0 never defers.
             is_return: the sequence is a preempted request. The sequence's tokens are counted as returned, not as
                 queried.
-            breakpoints: rising token counts, at most 4, where later prompts are expected to part from this one. Windows
+            breakpoints: rising token counts, at most 4, where later prompts are expected to diverge. Windows
                 and states should be able to serve a hit there. The outcome's stops include them.
         """
         data = concatenated(digests)

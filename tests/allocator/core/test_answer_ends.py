@@ -58,7 +58,7 @@ def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_grow_with_i
     assert answer_stops(STATES_OF_16, 16, 100)[-2:] == (96 + 1536 * 16, 96 + 2048 * 16)
     assert answer_stops(STATES_OF_16, 16, 97)[:2] == (112, 128)
     assert answer_stops(STATES_OF_16, 16, 65)[:3] == (80, 96, 112)
-    assert len(answer_stops(STATES_OF_16, 16, 100)) == STOPS_MAX - 10
+    assert len(answer_stops(STATES_OF_16, 16, 100)) == STOPS_MAX - 14
     assert limits.STOPS_MAX == STOPS_MAX
 
 

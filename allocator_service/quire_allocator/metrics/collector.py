@@ -1,7 +1,7 @@
 """The allocator's metrics, read from directory and counters at scrape.
 
-The class is not in `counters.py` because that module is compiled: a compiled class that derives from one that is not
-does not work in every release of Python.
+The class is not in `counters.py` because that module is compiled: compiled classes with an interpreted base class fail
+in some releases of Python.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ METRIC_NAMES = frozenset(
 class AllocatorCollector(Collector):
     """Reads directory and counters at scrape.
 
-    It runs in the metrics server's thread: it copies what it iterates over, and a number may be one step old.
+    It runs in the metrics server's thread, so it copies collections before it iterates over them. A number may be one
+    step old.
     """
 
     def __init__(self, directory: Directory, counters: Counters) -> None:
@@ -166,7 +167,8 @@ class AllocatorCollector(Collector):
                 family.add_metric([owner.name, name, "held"], own_held)
                 family.add_metric([owner.name, name, "cached"], own_cached)
                 held, cached = held - own_held, cached - own_cached
-            family.add_metric([owner.name, OTHER, "held"], max(0, held))  # the pool changes while this adds up
+            # The pool may change while this adds the counts up.
+            family.add_metric([owner.name, OTHER, "held"], max(0, held))
             family.add_metric([owner.name, OTHER, "cached"], max(0, cached))
         yield family
 

@@ -50,7 +50,7 @@ class PoolCounters:
 
     Attributes:
         short_blocks: blocks that refused grows were short of, by result.
-        foreign_evictions: blocks by the labels of the namespace that lost and of the one that took them.
+        foreign_evictions: evicted blocks, by the labels of the victim's namespace and of the taker's.
         step_seconds_sum: seconds of all steps. The sum in `step_seconds` itself stays 0: its class is not compiled.
         attended_token_count: tokens that full attention had cached beyond the hits of new prompts.
         sample: a sample of the blocks of the pool in force; None before its first step.
@@ -73,7 +73,7 @@ class PoolCounters:
 
     @property
     def operations(self) -> dict[tuple[str, int], int]:
-        """Returns the counts of operations by phase and result, without those that are 0."""
+        """Returns the counts of operations by phase and result, except counts of 0."""
         refused = dict(self._refused)
         counts = dict(refused)
         totals = (self._commit_count, self._free_count, self._fork_count, self._grow_count)
@@ -99,7 +99,7 @@ class PoolCounters:
             self._count_attended(step, reply)
 
     def observe_blocks(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
-        """Takes the blocks of a step that was applied at `now` into the sample."""
+        """Adds the blocks of a step that was applied at `now` to the sample."""
         if self.sample is None or self.sample.log is not pool.log:
             self.sample = BlockSample(pool)
         self.sample.observe(pool, step, reply, now)
@@ -145,15 +145,14 @@ class Counters:
     Args:
         namespaces: the namespaces that labels may name.
 
-    Attributes:
-        namespaces: the same in order, without `OTHER`.
+    Attributes: namespaces: the same names in order, without `OTHER`.
     """
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
         self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets it
-        self.routes = RouteCounts()  # `AllocatorService` replaces them by its router's
+        self.routes = RouteCounts()  # `AllocatorService` replaces these counters by its router's
         self.namespaces = sorted({*namespaces} - {OTHER})
         self._pools: defaultdict[str, PoolCounters] = defaultdict(lambda: PoolCounters(namespaces))
 

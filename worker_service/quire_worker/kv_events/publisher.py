@@ -31,11 +31,11 @@ from quire_worker.kv_events.wire import Event, EventBatch
 log = structlog.get_logger()
 
 KEPT_MAX = 10_000  # messages for replay
-QUEUE_MAX = 100_000  # items that the thread may be behind
-ITEMS_MAX = 256  # items that share a message
+QUEUE_MAX = 100_000  # items that may wait for the thread
+ITEMS_MAX = 256  # most items in one message
 POLL_S = 0.05  # how long a replay may wait
 LINGER_MS = 500
-SEND_MAX = 100_000  # messages that a slow reader may be behind, then its messages are dropped
+SEND_MAX = 100_000  # messages that may wait for a slow reader; further ones are dropped
 END = (-1).to_bytes(8, "big", signed=True)
 
 

@@ -51,7 +51,7 @@ def begin_samples(
         sample.beam = beam
         request.samples.append(sample)
         return
-    # All samples share one list until they begin, because waiting requests may have 64 samples each.
+    # Samples of a request share one list until they begin: a waiting request may have 64 samples.
     unbegun = list(request.prompt)
     for index in range(sampling.sample_count):
         first = request.samples[0].sampler if request.samples else None

@@ -299,8 +299,7 @@ class Candidates:
 
     def peek(self) -> Entry | None:
         """Returns the entry that leaves first, or None. An entry stays a candidate until it is discarded."""
-        early = self._lines[0].first() or self._lines[1].first()
-        if early is not None:
+        if (early := self._lines[0].first() or self._lines[1].first()) is not None:
             return early
         while self._kept:
             until, _, ticket, entry = self._kept[0]

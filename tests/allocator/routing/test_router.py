@@ -96,7 +96,7 @@ def test_a_promise_that_is_not_kept_is_counted_as_missed() -> None:
     scene = Scene()
     name = scene.route("xyz").pool
     scene.route("xyw")
-    scene.admit(name, "xyw")  # before the prompt that would have computed its prefix
+    scene.admit(name, "xyw")  # this prompt is admitted before the one that would have computed its prefix
     assert scene.router.counts.missed_token_count == 8
 
 
@@ -128,7 +128,8 @@ def test_a_prompt_waits_at_the_longest_prefix_as_long_as_is_tolerated() -> None:
     sequence = scene.admit("a", "xyz")
     scene.compute("a", "xyz", sequence)
     assert scene.router.tolerated_s == limits.ROUTE_DELAY_S == 1.0
-    pools = [scene.route(f"xyz{letter}").pool for letter in "abcdefghijklmnopqrstuvw"]  # 5 tokens each, of 100 a second
+    # 5 tokens each, at 100 tokens per second
+    pools = [scene.route(f"xyz{letter}").pool for letter in "abcdefghijklmnopqrstuvw"]
     assert pools == ["a"] * 21 + ["b"] * 2
     assert scene.router.counts.routes == {Basis.PREFIX: 22, Basis.SPREAD: 1}
 

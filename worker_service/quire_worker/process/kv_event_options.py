@@ -95,4 +95,6 @@ def kv_events_of(options: argparse.Namespace, engine: Engine, allocator: AsyncAl
         topic=options.kv_events_topic,
         counts=engine.telemetry.kv_events,
     )
-    return Follower(allocator, options.pool, publisher, engine.scheduler.roster)
+    follower = Follower(allocator, options.pool, publisher, engine.scheduler.roster)
+    engine.telemetry.kv_event_lag_s = follower.lag_s
+    return follower

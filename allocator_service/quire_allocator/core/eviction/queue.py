@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import Any, Final
 
 SPARE: Final = 0  # a hit can end here only by chance
 ASIDE: Final = 1  # a hit can end here only if a prompt was edited, which is rare
@@ -287,7 +287,8 @@ class Candidates:
         elif entry.keep_until_ms > policy.now_ms:
             heappush(self._kept, (entry.keep_until_ms, entry.released, entry.ticket, entry))
         else:
-            lane, item = self._lanes[policy.lane(entry)], (entry.released, entry.ticket, entry)
+            lane = self._lanes[policy.lane(entry)]
+            item: Any = (entry.released, entry.ticket, entry)  # any: mypyc would make one tuple for each list
             heappush(lane.heap, item)
             if len(self._lanes) > 1:
                 lane.stack.append(item)

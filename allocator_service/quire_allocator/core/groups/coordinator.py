@@ -218,11 +218,7 @@ class Coordinator:
         self.retention.passed(sequence.turn, stop)
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
-        """Takes the blocks that each manager needs, and grants them; the caller has checked that there is room.
-
-        Returns:
-            The blocks of each manager, which owns them from now on.
-        """
+        """Takes and returns the blocks that each manager needs and now owns. The caller has checked the room."""
         self._blocks.taker = sequence.namespace
         blocks = self._blocks.take(sum(needs))
         if len(self.managers) == 1:

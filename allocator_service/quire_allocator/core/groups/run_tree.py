@@ -60,11 +60,7 @@ class RunTree:
 
     def add_fork(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> tuple[Run, Run]:
         """Publishes blocks as `add_child` does, but makes the first position a run of its own, which forks can borrow.
-
-        Returns:
-            The run of the first position, and the run where the sequence ends now. For one position these are the same
-            run.
-        """
+        Returns this run, and the run where the sequence ends now: the same run, if there is only one position."""
         self._log.stored(parent.scope, parent.last_digest, digests, position)
         first = self._attach(parent, digests[:DIGEST_BYTES], blocks[: self.width], position)
         if len(digests) == DIGEST_BYTES:
@@ -75,6 +71,8 @@ class RunTree:
         """Makes a new child of a run, held once."""
         child = Run(parent.scope, parent, position, digests, blocks)
         child.live = 1
+        if not parent.children:
+            parent.children = {}
         parent.children[digests[:DIGEST_BYTES]] = child
         self._blocks.policy.stored(child, parent)
         return child
@@ -132,7 +130,7 @@ class RunTree:
         parent.children[upper.first_digest] = upper
         run.drop_head(upper.size)
         run.parent = upper
-        upper.children[run.first_digest] = run
+        upper.children = {run.first_digest: run}
         self._retention.divided(run, upper)
         return upper
 

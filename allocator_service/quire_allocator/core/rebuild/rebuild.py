@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 from quire_allocator.core.groups.manager import AnyManager
@@ -174,7 +175,9 @@ def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
 
 def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     """Queues the entries without holders, and sets each sequence's `limit` and `quiet_until`."""
-    for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
+    cached.sort(key=itemgetter(1), reverse=True)
+    cached.sort(key=itemgetter(0))
+    for _, _, entry in cached:
         count = entry.block_count
         pool.blocks.now_held(entry, count)  # it is released again below
         if isinstance(entry, Unit):

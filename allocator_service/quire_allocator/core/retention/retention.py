@@ -3,7 +3,7 @@
 A stop is made if every group can serve it from blocks that the sequence has or remembers:
 
     a hit ends there                  a request has asked for exactly this prefix
-    a commit has reached a stop       `stops.py` computes these; a junction replaces an early stop, and each stop
+    a commit has reached a stop       `stop_rules.py` computes these; a junction replaces an early stop, and each stop
                                       of an answer replaces the one before
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that continue do so here
@@ -33,7 +33,7 @@ from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.eviction.queue import RANKED, SPARE
 from quire_allocator.core.retention.partings import STEP_COUNT, Behind, Partings
 from quire_allocator.core.retention.stop import Run, Stop, StopKey, Unit, living
-from quire_allocator.core.retention.stops import StopRules, Turn
+from quire_allocator.core.retention.stop_rules import StopRules, Turn
 from quire_allocator.core.retention.worth import Worth
 from quire_allocator.core.spec import GroupKind, PoolSpec
 from quire_allocator.core.stretches import Stretch
@@ -136,6 +136,8 @@ class Retention:
                 self._revalue(unit)
         for run in runs:
             counts = [other.token_count for other in run.stops]
+            if not run.stops:
+                run.stops = []
             run.stops.insert(bisect_right(counts, stop.token_count), stop)
         if parent is not None:
             self._goes_on(parent, 1)

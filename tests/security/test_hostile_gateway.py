@@ -288,10 +288,8 @@ WITHIN: list[tuple[str, str, Callable[[list[Any]], Any]]] = [
 
 
 def wrong_lists(described: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yields a path, a field and a list that repeats one wrong item.
-
-    Lists have as many items as the limit, or one more. Lists within objects are as long as a body has room for.
-    """
+    """Yields a path, a field and a list that repeats one wrong item: up to the limit, once more, or within objects as
+    often as a body has room for."""
     for path, name, schema in fields(described):
         for part in (each for each in lists(schema) if each["type"] == "array"):
             for item in ITEMS:

@@ -118,7 +118,7 @@ class Simulation(Comparison):
             text = text[: rng.randint(0, len(text))]
         namespace, priority = rng.choice(NAMESPACES), rng.choice((0, 0, 1, 2))
         is_edited = self.has_state and rng.random() < 0.3
-        if is_edited:  # the edited prompt parts shortly before its end
+        if is_edited:  # the edited prompt diverges shortly before its end
             namespace, plan = self.to_edit
             length = len(plan)
             text = plan[: rng.randint(7 * length // 8, length)]

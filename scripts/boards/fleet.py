@@ -92,7 +92,7 @@ ROUTES: Final = Row(
             [
                 (
                     f"sum by (instance, worker) (rate(quire_gateway_worker_requests_total{RATE}))",
-                    "{{instance}} to {{worker}}",
+                    "{{instance}} {{worker}}",
                 )
             ],
         ),

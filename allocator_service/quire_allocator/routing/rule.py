@@ -20,7 +20,7 @@ class Basis(enum.StrEnum):
 
     PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
     LOAD = "load"  # no worker has a prefix of it cached
-    SPREAD = "spread"  # the worker with the longest cached prefix has too much to compute
+    SPREAD = "spread"  # a worker with a longer cached prefix has too much to do
 
 
 class Candidate(NamedTuple):

@@ -102,7 +102,7 @@ def test_a_promise_that_is_not_kept_is_counted_as_missed() -> None:
     scene = Scene()
     name = scene.route("vxyz").pool
     scene.route("vxyw")
-    scene.admit(name, "vxyw")  # before the prompt that would have computed its prefix
+    scene.admit(name, "vxyw")  # this prompt is admitted before the one that would have computed its prefix
     assert scene.router.counts.missed_token_count == 12
 
 

@@ -76,6 +76,7 @@ EDGES: list[Edge] = [
     Edge("FEATURES_MAX", cases.features),
     Edge("FIRST_BLOCK_MAX", drop_cases.first_block),
     Edge("DROPS_PER_STEP_MAX", drop_cases.drops_of_a_step, "TOO_LARGE"),
+    Edge("BREAKPOINTS_MAX", drop_cases.breakpoints_of_a_grow),
     Edge("KEEP_MS_MAX", drop_cases.keep_ms_of_a_free),
     Edge("DROPS_UNTOLD_MAX", drop_cases.drops_of_others, "LIMIT"),
     Edge("DROPS_UNTOLD_DIGESTS_MAX", drop_cases.digests_of_drops_of_others, "LIMIT"),

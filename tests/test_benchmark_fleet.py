@@ -6,16 +6,17 @@ import csv
 import sys
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from fleet import BURST, cases, row
 from fleet_sides.fleet import QUIRE, Fleet
 
+ROWS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "fleet.csv"
+
 
 def test_the_committed_row_of_a_burst_is_what_todays_rule_gives() -> None:
     case = cases()[BURST]
-    with (BENCHMARKS / "results" / "fleet.csv").open(newline="", encoding="utf-8") as file:
+    with ROWS.open(newline="", encoding="utf-8") as file:
         (committed,) = [each for each in csv.DictReader(file) if (each["workload"], each["rule"]) == (BURST, QUIRE)]
     seeds = int(committed["seeds"])
     found = row(

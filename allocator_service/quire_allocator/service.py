@@ -298,7 +298,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- shared --------------------------------------------------------------------------------------------------------
 
     def _observed(self, pool: str, permissions: Permissions) -> Ownership:
-        """Returns the open pool with this name for a caller that may look into it.
+        """Returns the open pool with this name, if the caller may observe it.
 
         Raises:
             Refusal: MALFORMED, POOL_FORBIDDEN, POOL_UNKNOWN.
@@ -308,7 +308,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         return self.directory.pool(name)
 
     def _observable(self, permissions: Permissions) -> list[Ownership]:
-        """Returns the open pools that a caller may look into, by name."""
+        """Returns the open pools that a caller may observe, by name."""
         return [owner for owner in self.directory.open_pools() if permissions.may_observe(owner.name)]
 
 

@@ -42,7 +42,7 @@ HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()
 
 
 class _Answers(NamedTuple):
-    """The answers to one message, and what counts the step that it applied."""
+    """The answers to one message, and a function that counts the step that it applied."""
 
     encoded: list[bytes]
     observe: Callable[[], None] | None
@@ -131,9 +131,9 @@ class SessionStream:
             await self._send(self._apply(await self._read_first()))
             while machine.phase is not Phase.DETACHED and (message := await self._read()) is not None:
                 answers = self._apply(message)
-                del message  # its memory, while the owner takes the answers
+                del message  # the memory of the step, while the owner reads the answers
                 await self._send(answers)
-                del answers  # theirs, while the next message is awaited
+                del answers  # the memory of the answers, while this waits for the next message
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
             code = error.code.name
@@ -171,7 +171,8 @@ class SessionStream:
             return _Answers(encoded, None)
         machine.applied = None
         self._streams.sessions.kept_bytes.count(owner, request.step.number, len(message or b"") + len(encoded[0]))
-        numbers, pool = self._streams.counters.of(owner.name), owner.pool  # now: the pool may be dropped later
+        # Read now, because the pool may be dropped later.
+        numbers, pool = self._streams.counters.of(owner.name), owner.pool
 
         def observe() -> None:
             numbers.observe_step(pool, applied, replies[0].step_reply, seconds)

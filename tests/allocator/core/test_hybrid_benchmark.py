@@ -22,7 +22,7 @@ from hybrid_sides.shapes import Shape, all_shapes, states_alone
 from hybrid_sides.workloads import DIGEST_TOKENS, QUICK_SCALE, WORKLOADS, Request, Stretch, ask, trace
 
 SEEDS = range(12)
-Item = tuple[str, int]  # kind (a block of full attention, or the tail at its end), and the block
+Item = tuple[str, int]  # (kind, block); the kind is a block of full attention, or the tail at its end
 
 
 def attention(layer: int, window: int = 0) -> LayerSpec:
@@ -122,7 +122,7 @@ def test_no_time_for_which_blocks_are_kept_hits_more_than_the_bound_of_ages(seed
     prompt_tokens = sum(request.prompt_token_count for request in requests)
     held = sum(4 * request.computed_token_count + 128 for request in requests) / len(requests)
     for kept_for in range(len(requests)):
-        last: dict[int, tuple[int, float]] = {}  # block -> time, cost
+        last: dict[int, tuple[int, float]] = {}  # block -> (time, cost)
         hits, kept = 0, 0.0
         for now, request in enumerate(requests):
             path, is_hit = request.prompt.block_ids(), True

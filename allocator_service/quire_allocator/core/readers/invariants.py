@@ -96,7 +96,7 @@ def _check_blocks(pool: Pool, found: Sequence[Recount]) -> None:
 
 
 def _check_queues(pool: Pool, found: Sequence[Recount]) -> None:
-    """Checks that the candidates for eviction are just the cached entries with nothing below them."""
+    """Checks that the candidates for eviction are exactly the cached entries with nothing below them."""
     candidates = [entry for own in found for entry in own.candidates]
     wanted = {id(entry) for entry in candidates}
     for own in found:

@@ -46,7 +46,7 @@ REPORTS: Final = 2  # reports of a session, besides the first, empty one
 REPORTED: Final = (5, 8)  # steps of the scripted session after which it has a report
 FAULT_RATE: Final = 0.12
 SEED: Final = 37
-LARGE: Final = 100  # A digest covers only a part of a state with more sequences than this.
+LARGE: Final = 100  # With more sequences than this, a digest covers only a part of the state.
 
 Line = dict[str, Any]
 
@@ -146,7 +146,9 @@ def _script() -> list[StepBuilder]:
         StepBuilder().free(1).free(2, keep_ms=1_000).free(1).fork(5, 6).fork(99, 7),
         # A prompt of the whole pool evicts all that is cached.
         StepBuilder().free(5).free(6).allocate(8, 44, b"", priority=7),
-        StepBuilder().grow(8, 49).allocate(9, 12, second[:2], "tenant", priority=2, prompt_token_count=13),
+        StepBuilder()
+        .grow(8, 49)
+        .allocate(9, 12, second[:2], "tenant", priority=2, prompt_token_count=13, breakpoints=(4, 8)),
     ]
 
 
@@ -168,7 +170,7 @@ def states() -> list[Line]:
     """Returns states and their digests, of whole states and of the parts that the answers to some steps cover."""
     rng, found = random.Random(SEED), []
     for count, group_count, step in ((0, 1, 0), (1, 1, 0), (3, 2, 0), (5, 1, 64), (200, 1, 128), (200, 1, 6400)):
-        spread = 1 if count > LARGE else 2**40 + 1  # Ids then take several bytes.
+        spread = 1 if count > LARGE else 2**40 + 1  # Higher ids take several bytes.
         rows = [_row(rng, number, spread, group_count) for number in range(count)]
         turn = [rows[at] for at in in_turn(range(count), step)] if step else rows
         digest = state_digest(turn, STATE_DIGEST_ENTRIES_MAX if step else None)

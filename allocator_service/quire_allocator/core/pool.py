@@ -24,6 +24,7 @@ one pool are applied by one caller at a time. The managers contain the differenc
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 from quire_allocator.core.admission import Admission, Applicant
@@ -87,6 +88,7 @@ class Pool:
         priority: int = 0,  # sequences of a higher priority are never named to be preempted for this one
         defer_token_count: int = 0,  # refuses with PENDING if others compute at least this many tokens of its prefix
         is_return: bool = False,  # a preempted request returns: its tokens count as returned, not as queried
+        breakpoints: Sequence[int] = (),  # rising token counts where its owner expects later prompts to diverge
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
@@ -121,6 +123,7 @@ class Pool:
                     prompt_token_count=prompt,
                     priority=priority,
                     is_return=is_return,
+                    breakpoints=breakpoints,
                 )
             if refused is not None:
                 return (
@@ -130,7 +133,7 @@ class Pool:
         self.admission.note_change()
         # Hits are held before any block is taken, because taking evicts.
         self.blocks.namespaces[namespace] = space
-        sequence = self.coordinator.open(space, found, digests, prompt, priority)
+        sequence = self.coordinator.open(space, found, digests, prompt, priority, breakpoints=breakpoints)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -302,7 +305,7 @@ class Pool:
     def free(self, sequence_id: int, keep_ms: int = 0, keep_token_count: int = 0) -> Result:
         """Frees a sequence, its tail first, so that eviction leaves a whole prefix. Answers OK or NOT_FOUND.
 
-        With `keep_ms`, its first `keep_token_count` tokens (0: all) are evicted late for so long, under `KEPT_SHARE`.
+        With `keep_ms`, its first `keep_token_count` tokens (0: all) are evicted late for that time, up to `KEPT_SHARE`.
         """
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:

@@ -1,33 +1,36 @@
-"""The rule that chooses a worker: the longest prefix, until that worker is saturated; then the shortest time.
+"""The rule that chooses a worker: the least to compute, where the prompt's own tokens count half as much again.
 
-Example, at 10,000 tokens/s and a tolerated delay of 1 s: a worker that shares most of a prompt gets it while it has at
-most 10,000 tokens to compute that this prompt does not share. Beyond those, the prompt goes where backlog and prompt
-together take the least time, even if its prefix is computed there once more.
+A worker that lacks a prefix would compute it once more. That also takes time from later prompts and room from other
+prefixes. Hence the weight of the prompt's own tokens. Example: a worker has published a prefix of 6,000 tokens. A
+prompt of 7,200 goes there until its backlog is 9,000 tokens longer than that of an idle worker.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+# Less makes copies for which a busy fleet has no time, more makes queues: benchmarks/fleet.py.
+UNCACHED_WEIGHT: Final = 1.5
 
 
 class Basis(enum.StrEnum):
-    """Why a worker was chosen."""
+    """How the chosen worker compares with the others."""
 
-    PREFIX = "prefix"  # no worker shares more of the prompt
-    LOAD = "load"  # no worker shares any of it, so the shortest time decides
-    SPREAD = "spread"  # the worker that shares most is saturated, so the shortest time decides
+    PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
+    LOAD = "load"  # no worker has a prefix of it cached
+    SPREAD = "spread"  # a worker with a longer cached prefix has too much to do
 
 
 class Candidate(NamedTuple):
-    """A worker, as far as it matters for one prompt.
+    """A worker's numbers for one prompt.
 
     Attributes:
         hit_token_count: leading tokens of the prompt that are published there.
         promised_token_count: tokens after those that the worker computes for others.
         uncached_token_count: the rest of the prompt.
-        backlog_token_count: tokens that the worker has still to compute for others, promised ones included.
+        backlog_token_count: tokens that the worker must still compute for others, including promised ones.
         prefill_tokens_per_s: its measured rate, above 0.
     """
 
@@ -42,38 +45,23 @@ class Candidate(NamedTuple):
         """Returns the tokens that the worker need not compute for this prompt."""
         return self.hit_token_count + self.promised_token_count
 
-    @property
-    def wait_s(self) -> float:
-        """Returns the seconds that the prompt waits for work that it does not share."""
-        return max(0, self.backlog_token_count - self.promised_token_count) / self.prefill_tokens_per_s
-
-    @property
-    def prefill_s(self) -> float:
-        """Returns the seconds until the whole prompt is computed."""
-        return (self.backlog_token_count + self.uncached_token_count) / self.prefill_tokens_per_s
-
 
 class WorkerChoice(NamedTuple):
-    """The place of the chosen candidate, and why it was chosen."""
+    """The index of the chosen candidate, and how it compares with the others."""
 
     place: int
     basis: Basis
 
 
-def choose(candidates: Sequence[Candidate], tolerated_s: float) -> WorkerChoice:
-    """Returns the best worker for a prompt; the first one of equals.
+def choose(candidates: Sequence[Candidate], uncached_weight: float = UNCACHED_WEIGHT) -> WorkerChoice:
+    """Returns the best of at least one worker for a prompt; the first one of equals."""
 
-    Args:
-        candidates: at least one.
-        tolerated_s: seconds that a prompt waits at the worker that shares most of it, before it goes elsewhere.
-    """
+    def cost(place: int) -> tuple[float, int]:
+        worker = candidates[place]
+        token_count = worker.backlog_token_count + uncached_weight * worker.uncached_token_count
+        return token_count / worker.prefill_tokens_per_s, -worker.shared_token_count
+
+    best = min(range(len(candidates)), key=cost)
     most = max(candidate.shared_token_count for candidate in candidates)
-    indices = range(len(candidates))
-    if most:
-        sharing = [index for index in indices if candidates[index].shared_token_count == most]
-        best = min(sharing, key=lambda index: candidates[index].prefill_s)
-        if candidates[best].wait_s <= tolerated_s:
-            return WorkerChoice(best, Basis.PREFIX)
-    fastest = min(indices, key=lambda index: (candidates[index].prefill_s, -candidates[index].shared_token_count))
-    is_spread = candidates[fastest].shared_token_count < most
-    return WorkerChoice(fastest, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)
+    is_spread = candidates[best].shared_token_count < most
+    return WorkerChoice(best, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)

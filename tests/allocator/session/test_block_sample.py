@@ -37,8 +37,9 @@ class Scene:
         message, reply = operations.message, packed.StepReply(number=1)
         columns = check_step(self.pool, message)
         apply_step(self.pool, columns, reply)
+        self.counters.observe_step(self.pool, columns, reply, 0.001)
         self.counters.observe_blocks(self.pool, columns, reply, self.now)
-        self.pool.log.publish(1)  # as for the owner of a unary session
+        self.pool.log.publish(1)  # like the owner of a unary session
         return reply
 
     def ask(self, digests: bytes, **options: int | bool) -> int:
@@ -72,7 +73,7 @@ def test_a_block_is_new_then_hit_then_evicted() -> None:
     assert scene.outcomes() == {"new": 3}
     scene.run(d("abx"))
     assert scene.outcomes() == {"new": 4, "hit": 2}
-    scene.run(d("pqrst"))  # takes all six blocks
+    scene.run(d("pqrst"))  # the new sequence takes all six blocks
     scene.run(d("abc"))
     assert scene.outcomes() == {"new": 9, "hit": 2, "evicted": 3}
 
@@ -93,6 +94,21 @@ def test_what_another_group_cut_is_told_from_what_full_attention_lost() -> None:
     scene.run(d("abcdefgh"))
     scene.run(d("abcdefgh"))  # there is no checkpoint at the end of the common part
     assert scene.outcomes() == {"new": 8, "group": 8}
+    assert scene.pool.matched_token_count == 0
+    assert scene.counters.attended_token_count == 8 * BLOCK
+
+
+def test_what_full_attention_had_beyond_a_hit_counts_for_new_prompts_that_are_admitted() -> None:
+    scene = Scene(16, full(BLOCK), state(64))
+    scene.run(d("abcdefgh"))
+    scene.end(scene.ask(d("abcdefgh"), is_return=True), d("abcdefgh"))
+    assert scene.counters.attended_token_count == 0
+    scene.ask(d("abcdxy"))
+    found = scene.pool.matched_token_count + scene.counters.attended_token_count
+    assert found == 4 * BLOCK
+    before = scene.counters.attended_token_count
+    scene.step(StepBuilder().allocate(99, 900, d("abcdxz")))  # does not fit
+    assert scene.counters.attended_token_count == before
 
 
 def test_refused_prompts_are_not_counted_and_returning_ones_only_keep_their_blocks() -> None:
@@ -151,7 +167,7 @@ def test_a_pool_without_full_attention_is_not_followed() -> None:
 def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
     print("seed", seed)
     rng, scene = random.Random(seed), Scene(8)
-    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # latest: last slice of each digest
+    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # digest -> the last slice that had it
     slice_now, in_slice = 0, set[bytes]()
     for _ in range(300):
         letters = "".join(rng.choice("abc") for _ in range(rng.randint(1, 5)))

@@ -39,9 +39,9 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
     assert (list(first.blocks), list(first.block_counts)) == ([0, 1, 2, 3], [2, 2])
     assert first.free_block_count == 0
     reply = await owner.step(
-        commits=commits((1, 6, d("a"))),  # published before the new sequence looks for it
-        frees=pb.FreePhase(sequences=[2]),  # makes the room that the grows need
-        forks=pb.ForkPhase(parents=[1], children=[3]),  # shares the published block
+        commits=commits((1, 6, d("a"))),  # the commit publishes this block before the new sequence looks it up
+        frees=pb.FreePhase(sequences=[2]),  # the free makes room for the grows
+        forks=pb.ForkPhase(parents=[1], children=[3]),  # the new sequence shares the published block
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
@@ -226,6 +226,24 @@ async def test_children_count_as_live_sequences(allocator: RunningAllocator, mon
     assert (dict(owned.pool.sequences), owned.steps.next_step) == ({}, 1)
 
 
+@pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
+async def test_freed_sequences_make_room_for_new_ones_in_the_same_step(
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 1, b""), (2, 1, b"")))
+    await owner.step(frees=pb.FreePhase(sequences=[1]), grows=grows((3, 1, b"")))
+    assert list(allocator.service.directory.pool("a").pool.sequences) == [2, 3]
+
+
+async def test_a_drop_cannot_keep_more_digests_than_it_has(allocator: RunningAllocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(drops=[pb.CacheDrop(namespace="", digests=d("ab"), kept_digest_count=2)])
+    with refused(Reason.MALFORMED, "kept_digest_count must be at most 2, the number of digests, not 3"):
+        await owner.step(drops=[pb.CacheDrop(namespace="", digests=d("ab"), kept_digest_count=3)])
+
+
 async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: RunningAllocator) -> None:
     owner, other = await StreamOwner.ready(allocator, "a"), await StreamOwner.ready(allocator, "b")
     await owner.step(grows=grows((1, 6, b"")))
@@ -258,7 +276,8 @@ async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters
 
     def drop_and_write(stream: SessionStream, answer: bytes) -> Awaitable[None]:
         if pb.SessionReply.FromString(answer).HasField("step_reply"):
-            allocator.service.sessions.drop(allocator.service.directory.pool("a"))  # as if its lease had ended
+            # the pool is dropped, as after the end of its lease
+            allocator.service.sessions.drop(allocator.service.directory.pool("a"))
         return write(stream, answer)
 
     owner = await StreamOwner.ready(allocator)
@@ -273,7 +292,7 @@ async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
 ) -> None:
     await StreamOwner.ready(allocator)
     service = allocator.service
-    seen = service.directory.open_pools()  # as the thread of the metrics has read them
+    seen = service.directory.open_pools()  # the numbers that the metrics' thread has read
     service.sessions.drop(service.directory.pool("a"))
     monkeypatch.setattr(type(service.directory), "open_pools", lambda _directory: seen)
     metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.counters).collect()}

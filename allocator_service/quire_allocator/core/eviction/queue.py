@@ -8,10 +8,9 @@ Lifecycle of an entry (a run of the prefix tree, or one position of a windowed o
     4. gone       its last block was evicted
 
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
-block from the deep end, so that descendants leave before their ancestors.
-
-The policy ranks only some candidates. Blocks that no hit can need (`SPARE`) are evicted first, then blocks that
-few hits need (`ASIDE`). Blocks that leave with another entry (`LED`) are last. Each class has order of release.
+block from the deep end, so that descendants leave before their ancestors. The policy ranks only some candidates. Blocks
+that no hit can need (`SPARE`) are evicted first, then blocks that few hits need (`ASIDE`). Blocks that leave with
+another entry (`LED`) are last. Each class has the order of release.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Entry(ABC):
         origin: the kind of its parent when it was stored.
         is_whole: whether it was never shared, split or trimmed.
         is_successor: whether it replaced an entry of the same turn, so caching it does not advance the policy's clock.
-        keep_until_ms: until then, if it is RANKED, it leaves after all others that are; 0 unless a caller asked.
+        keep_until_ms: until this time a RANKED entry leaves after all other RANKED ones; 0 unless a caller asked.
         worth: SPARE, ASIDE, RANKED or LED, while it is cached.
         burden: log2((own + led) / own) in blocks since the previous stop, rounded down, at most `BURDEN_MAX`.
     """
@@ -118,7 +117,7 @@ class EvictionPolicy(ABC):
         """Notes that a new sequence shares `entry` and will hold it next."""
 
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """Notes that `lower` was cut off `upper`, with its history. Returns whether the place of `lower` changed."""
+        """Notes that `lower` was cut off `upper`, with its history. Returns whether the rank of `lower` changed."""
         return False
 
     def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - optional: by default both keep all of the history
@@ -151,7 +150,7 @@ class EvictionPolicy(ABC):
         """Returns the value of a candidate. Among the ends of all lanes, the smallest value is evicted first."""
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Notes that `block_count` blocks leave `entry`, which still counts them. Returns whether its place changed."""
+        """Notes that `block_count` blocks leave `entry`, which still counts them. Returns whether its rank changed."""
         self.evicted_count += block_count
         return False
 
@@ -194,7 +193,7 @@ class _Lane:
 class _Line:
     """Candidates that are evicted in the order of their stamps, under any policy.
 
-    Most arrive in that order: a decoding sequence lets a block fall out of its window at every edge. Two lists hold
+    Most candidates arrive in that order: in decoding, a block falls out of its window at every edge. Two lists hold
     these; a heap holds the others. Each addition drops an outdated entry from their front.
     """
 
@@ -271,7 +270,7 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two lanes before the ranked ones, one after them
+        self._lines = [_Line() for _ in range(RANKED + 2)]  # lanes by rank: two before the ranked ones, one after them
         self._kept: list[tuple[int, int, int, Entry]] = []  # a heap of `keep_until_ms`, stamp, ticket and entry
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # lowest value at a lane's end, outside `_near`

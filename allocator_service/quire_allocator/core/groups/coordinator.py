@@ -135,7 +135,7 @@ class Coordinator:
     def _note_parting(
         self, space: Namespace, hits: Sequence[Hit], end: int, digests: bytes, prompt_token_count: int
     ) -> None:
-        """Records that a new prompt parts from earlier ones after `end` tokens."""
+        """Records that a new prompt diverges from earlier ones after `end` tokens."""
         behind = self.managers[0].behind(space.scopes[0], hits[0], digests, end)
         if behind is not None:
             last = end // self.digest_tokens * DIGEST_BYTES
@@ -144,20 +144,20 @@ class Coordinator:
             self.retention.note_parting(key, behind, is_whole=is_whole)
 
     def open(
-        self, space: Namespace, found: Found, digests: bytes, prompt_token_count: int, priority: int
+        self, space: Namespace, found: Found, digests: bytes, prompt: int, priority: int, *, breakpoints: Sequence[int]
     ) -> SequenceState:
         """Makes a sequence that holds only its hits, and notes where its prompt diverges from earlier prompts."""
         hits, token_count, junction = found.hits, found.matched_token_count, found.attended_token_count
         keeps = not self.retention.is_even
         parts_at = junction or hits[0].token_count
         if keeps and parts_at:
-            self._note_parting(space, hits, parts_at, digests, prompt_token_count)
+            self._note_parting(space, hits, parts_at, digests, prompt)
         if self.history is not None:
-            self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
+            self.history.note(space.name, digests[: prompt // self.digest_tokens * DIGEST_BYTES])
         if keeps and junction:
             for manager, hit in zip(self.managers, hits):
                 manager.goes_on(hit)
-        turn = self.retention.turn(prompt_token_count, token_count, junction)
+        turn = self.retention.rules.turn(prompt, token_count, junction, breakpoints)
         space.sequence_count += 1  # otherwise the namespace would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts, turn)
@@ -186,7 +186,7 @@ class Coordinator:
             self._stop_at(sequence, end)
 
     def keep(self, sequence: SequenceState, keep_ms: int, token_count: int) -> None:
-        """Asks that the first `token_count` tokens of a sequence are evicted late for `keep_ms`."""
+        """Requests that the first `token_count` tokens of a sequence are evicted late for `keep_ms`."""
         last = self.managers[self._ending].last_end(sequence.parts[self._ending], sequence.committed_token_count)
         end = min(last, token_count // self._edge_tokens * self._edge_tokens)
         digest = self.managers[0].digest_at(sequence.parts[0], end) if end else b""

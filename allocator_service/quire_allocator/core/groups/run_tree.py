@@ -96,7 +96,7 @@ class RunTree:
             run = run.parent
 
     def release(self, run: Run) -> None:
-        """Takes a holder away; deeper runs are released before their parents."""
+        """Removes a holder; deeper runs are released before their parents."""
         while run.parent is not None:
             run.live -= 1
             if run.live:
@@ -194,8 +194,8 @@ class RunTree:
     def walk(self, root: Run) -> Iterator[Run]:
         """Yields every run below a root, parents before children, while the tree keeps changing.
 
-        A noted run may be split before the walk reaches it: its upper parts are new runs. It may also be evicted. So
-        the walk goes up from the run's deep end to the position where the run began when noted.
+        A noted run may be split before its turn (its upper parts are then new runs) or evicted. So this goes up from
+        the run's deep end to the position where the run began when noted.
         """
         noted = [(child, 0) for child in root.children.values()]
         while noted:
@@ -212,7 +212,7 @@ class RunTree:
             noted += [(child, end) for child in run.children.values()]
 
     def runs(self, root: Run) -> Iterator[Run]:
-        """Yields every run below a root, parents before children. The tree must not change during the walk."""
+        """Yields every run below a root, parents before children. The tree must not change in the meantime."""
         pending = [root]
         while pending:
             run = pending.pop()
@@ -226,7 +226,7 @@ class RunTree:
         while run.parent is not None:
             path.append(run.blocks)
             run = run.parent
-        if len(path) <= 2:  # the usual case: one addition copies the blocks only once
+        if len(path) <= 2:  # the usual case; a single concatenation copies the blocks only once
             return path[1] + tail if len(path) == 2 else tail[:]
         blocks = array("I")
         for part in reversed(path):

@@ -8,7 +8,7 @@ Lifecycle of an ownership:
     4. gone          `remove` or `expire`; only then another incarnation may attach
 
 Fencing: at any time one stream is a pool's current one. A newer attach of the same incarnation replaces it, and the
-caller ends the old stream. A lease only cleans up. A claim excludes no process: owners guard their memory.
+caller ends the old stream. A lease only cleans up. A claim locks out no process: owners guard their own memory.
 
 Times are seconds of a monotonic clock, session ids come from the caller.
 """
@@ -121,7 +121,7 @@ class Directory:
         resumed = bool(owner.session_id) and resume_session == owner.session_id
         if resumed and spec != owner.spec:
             raise Refusal(
-                "LAYOUT", f"pool {name}: a resumed session must keep its specification; or begin a new session"
+                "LAYOUT", f"pool {name}: repeat the specification of the resumed session, or begin a new session"
             )
         older, owner.stream = owner.stream, stream
         owner.epoch, owner.window, owner.lease_end = epoch, window, now + self.lease_s

@@ -12,7 +12,7 @@ The rebuild writes only to a new pool. The caller puts it in force when complete
 
 Some state is not in the report, and starts empty. Prompts that are being computed are not announced, so a second prompt
 with the same prefix is computed as well. Policies know only that runs with several continuations were shared. Only full
-attention knows where earlier prompts part. No checkpoint counts as made by its sequence. Counters begin at 0.
+attention knows where earlier prompts diverge. No checkpoint counts as made by its sequence. Counters begin at 0.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
 
 
 def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
-    """Returns the tables as the owner has them, with its kept blocks."""
+    """Returns the tables as the owner has them, with its own blocks in place of twins."""
     if not reported.kept:
         return reported.tables
     return [

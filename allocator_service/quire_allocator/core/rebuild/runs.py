@@ -1,7 +1,7 @@
 """Rebuilds full attention: published blocks into a tree, the tree into runs, sequences onto their ends.
 
-The stretches of `tree.py` are cut into runs where a sequence ends, where prefixes part, where held meets cached, and
-where the order of release jumps, so that blocks are evicted in the same order as in the lost pool.
+The stretches of `tree.py` are cut into runs where a sequence ends, where prefixes diverge, between held and cached
+blocks, and where the order of release is interrupted. Blocks are then evicted in the same order as in the lost pool.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RunBuilder:
         above = stretch.parent
         parent = above.run_at(stretch.parent_index) if above is not None else scope.root
         for start, end in zip(starts, [*starts[1:], reach], strict=True):
-            if start == end:  # not even its first position is complete
+            if start == end:  # even its first position lacks a block
                 break
             digests, blocks = stretch.digests[start * DIGEST_BYTES : end * DIGEST_BYTES], stretch.blocks
             own = blocks[start * width : end * width]

@@ -165,7 +165,7 @@ class Forest:
         return spot.stretch.blocks[first : first + self._width]
 
     def link(self) -> None:
-        """Joins the reported pieces once, and finds out which of them lead to the root."""
+        """Joins the reported pieces once, and finds those with a path to the root."""
         for tree in self._trees.values():
             stretches = [self._join(chain) for chain in _chains(tree.pieces)]
             for column, prefix in tree.others:

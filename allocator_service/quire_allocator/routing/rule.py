@@ -1,23 +1,26 @@
-"""The rule that chooses a worker: the longest prefix, until that worker is saturated; then the shortest time.
+"""The rule that chooses a worker: the least to compute, where the prompt's own tokens count half as much again.
 
-Example, at 10,000 tokens/s and a tolerated delay of 1 s: the worker with the longest cached prefix gets the prompt
-while it has at most 10,000 other tokens to compute. Beyond that, the prompt goes to the worker that computes backlog
-and prompt soonest, even if it recomputes the prefix.
+A worker that lacks a prefix would compute it once more. That also takes time from later prompts and room from other
+prefixes. Hence the weight of the prompt's own tokens. Example: a worker has published a prefix of 6,000 tokens. A
+prompt of 7,200 goes there until its backlog is 9,000 tokens longer than that of an idle worker.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+# Less makes copies for which a busy fleet has no time, more makes queues: benchmarks/fleet.py.
+UNCACHED_WEIGHT: Final = 1.5
 
 
 class Basis(enum.StrEnum):
-    """Why a worker was chosen."""
+    """How the chosen worker compares with the others."""
 
     PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
-    LOAD = "load"  # no worker has a prefix of it cached, so the shortest time decides
-    SPREAD = "spread"  # the worker with the longest cached prefix is saturated, so the shortest time decides
+    LOAD = "load"  # no worker has a prefix of it cached
+    SPREAD = "spread"  # a worker with a longer cached prefix has too much to do
 
 
 class Candidate(NamedTuple):
@@ -42,38 +45,23 @@ class Candidate(NamedTuple):
         """Returns the tokens that the worker need not compute for this prompt."""
         return self.hit_token_count + self.promised_token_count
 
-    @property
-    def wait_s(self) -> float:
-        """Returns the seconds that the prompt waits for tokens of other prompts."""
-        return max(0, self.backlog_token_count - self.promised_token_count) / self.prefill_tokens_per_s
-
-    @property
-    def prefill_s(self) -> float:
-        """Returns the seconds until the whole prompt is computed."""
-        return (self.backlog_token_count + self.uncached_token_count) / self.prefill_tokens_per_s
-
 
 class WorkerChoice(NamedTuple):
-    """The index of the chosen candidate, and the reason."""
+    """The index of the chosen candidate, and how it compares with the others."""
 
     place: int
     basis: Basis
 
 
-def choose(candidates: Sequence[Candidate], tolerated_s: float) -> WorkerChoice:
-    """Returns the best worker for a prompt; among equals, the first.
+def choose(candidates: Sequence[Candidate], uncached_weight: float = UNCACHED_WEIGHT) -> WorkerChoice:
+    """Returns the best of at least one worker for a prompt; the first one of equals."""
 
-    Args:
-        candidates: at least one.
-        tolerated_s: longest wait of a prompt, in seconds, at the worker with its longest prefix.
-    """
+    def cost(place: int) -> tuple[float, int]:
+        worker = candidates[place]
+        token_count = worker.backlog_token_count + uncached_weight * worker.uncached_token_count
+        return token_count / worker.prefill_tokens_per_s, -worker.shared_token_count
+
+    best = min(range(len(candidates)), key=cost)
     most = max(candidate.shared_token_count for candidate in candidates)
-    indices = range(len(candidates))
-    if most:
-        sharing = [index for index in indices if candidates[index].shared_token_count == most]
-        best = min(sharing, key=lambda index: candidates[index].prefill_s)
-        if candidates[best].wait_s <= tolerated_s:
-            return WorkerChoice(best, Basis.PREFIX)
-    fastest = min(indices, key=lambda index: (candidates[index].prefill_s, -candidates[index].shared_token_count))
-    is_spread = candidates[fastest].shared_token_count < most
-    return WorkerChoice(fastest, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)
+    is_spread = candidates[best].shared_token_count < most
+    return WorkerChoice(best, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)

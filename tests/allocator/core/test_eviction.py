@@ -104,7 +104,7 @@ def test_what_is_worth_least_is_noticed_at_once() -> None:
     policy.patience = 1_000_000
     queue = EvictionQueue(policy)
     entries = [Stretch(number, blocks=2) for number in range(5)]
-    for hits, entry in enumerate(entries, 1):  # four lanes, all worth more than left-behind ends
+    for hits, entry in enumerate(entries, 1):  # four lanes, all with more value than left-behind ends
         policy.stored(entry, ROOT)
         entry.live = 1
         for _ in range(hits):
@@ -262,7 +262,7 @@ def test_what_was_evicted_and_comes_back_counts_as_shared() -> None:
     policy.stored(again, ROOT)
     policy.released(again)
     assert again.hits == 1
-    assert len(policy._ghosts) == 0  # both parts were found: the first names the whole stretch
+    assert len(policy._ghosts) == 0  # both parts were found; the first ghost is the whole stretch
 
 
 def test_blocks_trimmed_one_by_one_are_remembered_as_one_stretch() -> None:

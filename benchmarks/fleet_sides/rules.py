@@ -1,0 +1,205 @@
+"""Rules that choose a worker for a prompt: Quire's `Route`, and those of other routers in a few lines each.
+
+The others run in each gateway by itself: a gateway knows the requests that it sent, and not those of other gateways.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+from quire_allocator.core.events import Change, Event
+from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.routing.router import Prompt, Router
+
+from fleet_sides.workers import PREFILL_TOKENS_PER_S
+from fleet_sides.workloads import BLOCK_TOKENS, DIGEST_BYTES, Request
+
+MODEL: Final = "m"
+RESERVATION_S: Final = 5.0  # the client's default
+GUESS_S: Final = 2.0  # how long llm-d believes that a prompt is where it was sent, until events say so
+
+
+class Choice(NamedTuple):
+    """A worker's number, and the tokens that are expected to be reused there."""
+
+    worker: int
+    promised_tokens: int
+
+
+class Rule(Protocol):
+    """Chooses workers for one gateway."""
+
+    def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
+        """Returns one of these workers."""
+
+    def first_token(self, request: Request, worker: int) -> None:
+        """Notes that this gateway passed on a request's first token."""
+
+    def ended(self, request: Request, worker: int) -> None:
+        """Notes that a request of this gateway ended, or failed."""
+
+
+class RoundRobin:
+    """Takes the workers in turn."""
+
+    def __init__(self, gateway: int) -> None:
+        self._last = gateway
+
+    def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
+        self._last += 1
+        return Choice(workers[self._last % len(workers)], 0)
+
+    def first_token(self, request: Request, worker: int) -> None: ...
+
+    def ended(self, request: Request, worker: int) -> None: ...
+
+
+class LeastLoaded:
+    """Takes the worker with the fewest requests of this gateway."""
+
+    def __init__(self, gateway: int, worker_count: int) -> None:
+        self._gateway = gateway
+        self._counts = [0] * worker_count
+
+    def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
+        best = min(workers, key=lambda worker: (self._counts[worker], (worker - self._gateway) % len(self._counts)))
+        self._counts[best] += 1
+        return Choice(best, 0)
+
+    def first_token(self, request: Request, worker: int) -> None: ...
+
+    def ended(self, request: Request, worker: int) -> None:
+        self._counts[worker] -= 1
+
+
+class EventIndex:
+    """The digests that each worker has published, as its events say. Lost events are never missed here."""
+
+    def __init__(self, worker_count: int) -> None:
+        self.stored = [set[bytes]() for _ in range(worker_count)]
+
+    def apply(self, worker: int, events: Sequence[Event]) -> None:
+        """Applies a worker's next events."""
+        stored = self.stored[worker]
+        for event in events:
+            digests = event.digests
+            parts = [digests[place : place + DIGEST_BYTES] for place in range(0, len(digests), DIGEST_BYTES)]
+            if event.change is Change.STORED:
+                stored.update(parts)
+            else:
+                stored.difference_update(parts)
+
+
+class Guesses:
+    """The digests that one gateway has sent to each worker, for `seconds`, or the last `block_count` ones."""
+
+    def __init__(self, worker_count: int, *, seconds: float = float("inf"), block_count: int = 1 << 30) -> None:
+        self._ends = [OrderedDict[bytes, float]() for _ in range(worker_count)]
+        self._seconds, self._block_count = seconds, block_count
+
+    def add(self, worker: int, digests: bytes, now: float) -> None:
+        """Notes that the gateway sent a prompt to this worker."""
+        ends = self._ends[worker]
+        for place in range(len(digests) - DIGEST_BYTES, -1, -DIGEST_BYTES):  # deepest first: it is forgotten first
+            digest = digests[place : place + DIGEST_BYTES]
+            ends[digest] = now + self._seconds
+            ends.move_to_end(digest)
+        while ends and (len(ends) > self._block_count or next(iter(ends.values())) <= now):
+            ends.popitem(last=False)
+
+    def has(self, worker: int, digest: bytes, now: float) -> bool:
+        """Returns whether the gateway believes that a worker has a digest."""
+        return self._ends[worker].get(digest, 0.0) > now
+
+
+class LlmD:
+    """llm-d's rule: the longest prefix until its worker is saturated, then the least to compute.
+
+    The prefixes are estimated from events (precise), or from this gateway's own choices (approximate), and the load is
+    the uncached tokens of this gateway's requests without a first token.
+    """
+
+    def __init__(self, worker_count: int, guesses: Guesses, events: EventIndex | None, delay_s: float = 1.0) -> None:
+        self._events, self._guesses = events, guesses
+        self._load = [0] * worker_count
+        self._uncached: dict[Request, int] = {}
+        self._saturated = delay_s * PREFILL_TOKENS_PER_S
+
+    def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
+        hits = {worker: self._hit(worker, request.matchable, now) for worker in workers}
+        best = max(workers, key=lambda worker: (hits[worker], -self._load[worker]))
+        if not hits[best] or self._load[best] > self._saturated:
+            best = min(workers, key=lambda worker: self._load[worker] + request.prompt_tokens - hits[worker])
+        self.sent(request, best, request.prompt_tokens - hits[best])
+        self._guesses.add(best, request.matchable, now)
+        return Choice(best, hits[best])
+
+    def sent(self, request: Request, worker: int, uncached_tokens: int) -> None:
+        """Notes a request that this gateway sent to a worker."""
+        self._uncached[request] = uncached_tokens
+        self._load[worker] += uncached_tokens
+
+    def first_token(self, request: Request, worker: int) -> None:
+        self._load[worker] -= self._uncached.pop(request, 0)
+
+    def ended(self, request: Request, worker: int) -> None:
+        self.first_token(request, worker)
+
+    def _hit(self, worker: int, digests: bytes, now: float) -> int:
+        """Returns the tokens of the longest prefix. If a digest is there, so are all before it: both indexes forget the
+        deepest digests first. So the end is found by bisection."""
+        low, high = 0, len(digests) // DIGEST_BYTES
+        while low < high:
+            middle = (low + high + 1) // 2
+            digest = digests[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]
+            if (self._events and digest in self._events.stored[worker]) or self._guesses.has(worker, digest, now):
+                low = middle
+            else:
+                high = middle - 1
+        return low * BLOCK_TOKENS
+
+
+class Allocator:
+    """The allocator, as gateways reach it: its directory and its router. `is_away` while Route does not answer."""
+
+    def __init__(self, directory: Directory, router: Router) -> None:
+        self.directory, self.router = directory, router
+        self.is_away = False
+
+
+class Quire:
+    """Asks the allocator. While it is away, the same rule decides by a mirror that gets no events then, and by the
+    load of this gateway's own requests."""
+
+    def __init__(self, allocator: Allocator, reservation_s: float, mirror: LlmD) -> None:
+        self._allocator, self._reservation_s, self._mirror = allocator, reservation_s, mirror
+
+    def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
+        if self._allocator.is_away:
+            return self._mirror.choose(request, workers, now)
+        prompt = Prompt(
+            "",
+            request.matchable,
+            request.prompt_tokens,
+            MODEL,
+            excluded_pools=frozenset(pool_name(worker) for worker in request.excluded),
+            reservation_s=self._reservation_s,
+            caller="gateways",
+        )
+        routed = self._allocator.router.route(self._allocator.directory.open_pools(), prompt, now)
+        worker = int(routed.address)
+        self._mirror.sent(request, worker, routed.candidate.uncached_token_count)
+        return Choice(worker, routed.candidate.shared_token_count)
+
+    def first_token(self, request: Request, worker: int) -> None:
+        self._mirror.first_token(request, worker)
+
+    def ended(self, request: Request, worker: int) -> None:
+        self._mirror.ended(request, worker)
+
+
+def pool_name(worker: int) -> str:
+    """Returns the name of a worker's pool."""
+    return f"pool-{worker}"

@@ -262,7 +262,7 @@ def test_what_was_evicted_and_comes_back_counts_as_shared() -> None:
     policy.stored(again, ROOT)
     policy.released(again)
     assert again.hits == 1
-    assert len(policy._ghosts) == 0  # both parts were found; the first ghost is the whole stretch
+    assert len(policy._ghosts) == 0  # storing the stretch again took the ghosts of both evictions
 
 
 def test_blocks_trimmed_one_by_one_are_remembered_as_one_stretch() -> None:

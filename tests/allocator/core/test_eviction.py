@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, LeastRecentlyUsed, ReuseValue
 from quire_allocator.core.eviction.queue import EvictionQueue
-from quire_allocator.core.eviction.reuse_model import AGES, Family, Ghost, Ghosts, ReuseModel, _values
+from quire_allocator.core.eviction.reuse_model import AGES, Family, Ghost, Ghosts, ReuseModel, _hazards, _values
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Result
@@ -337,6 +337,11 @@ def test_a_family_of_which_nothing_was_seen_is_judged_like_the_wider_one() -> No
     model.learn(1_000_000, unlearned_time=500_000)
     model.learn(1_000_000, unlearned_time=500_000)
     assert model.values[1] == pytest.approx(model.values[0], rel=0.2)
+
+
+def test_nothing_is_left_at_an_age_that_more_blocks_ended_at_than_reached_it() -> None:
+    hazards = _hazards(10.0, [0.0, 0.2], [10.5, 0.0], [1.0, 1.0], expected=[0.1, 0.1], weight=1.0)
+    assert hazards == pytest.approx([0.1 / 11, 0.3])
 
 
 def test_what_was_learned_long_ago_counts_less() -> None:

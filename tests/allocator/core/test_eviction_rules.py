@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from quire_allocator.core.eviction.policies import ReuseValue
-from quire_allocator.core.eviction.queue import EvictionQueue
+from quire_allocator.core.eviction.queue import LED, RANKED, EvictionQueue
 from quire_allocator.core.eviction.reuse_model import Family, ReuseModel
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
@@ -341,6 +341,15 @@ def test_what_leads_more_than_it_has_is_worth_less_for_each_block() -> None:
     entry.burden = 2
     assert policy.value(entry) == pytest.approx(value / 4)
     assert policy.lane(entry) != lane
+
+
+def test_only_hits_of_led_blocks_take_time_that_teaches_nothing() -> None:
+    policy = ReuseValue(POOL_BLOCKS)
+    for worth, unlearned_time in ((RANKED, 0), (LED, 4)):
+        entry = entry_of(policy)
+        entry.worth = worth
+        policy.hit(entry)
+        assert policy._unlearned_time == unlearned_time
 
 
 # -- the errors --------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ ROUTES: Final = Row(
         ),
         Plot(
             "Decisions of routes",
-            "Routed prompts: to the longest prefix, by load alone, or spread because the worker with that prefix is busy.",
+            "Routed prompts: to the longest prefix, by load alone, or spread because the prefix's worker is busy.",
             "ops",
             [(f"sum by (instance, basis) (rate(quire_allocator_routes_total{RATE}))", "{{instance}} {{basis}}")],
         ),

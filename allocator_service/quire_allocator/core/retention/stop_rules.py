@@ -88,8 +88,9 @@ class StopRules:
         partings, end = self._partings, prompt_end(prompt_token_count, self._edge_tokens)
         if not self._has_any:
             return Turn((), end, 0)
-        edge, early = self._edge_tokens, 0
-        found = {end, junction, *[stop // edge * edge for stop in breakpoints if matched + edge <= stop < end]}
+        edge, early, found = self._edge_tokens, 0, {end, junction}
+        if breakpoints:
+            found.update([stop // edge * edge for stop in breakpoints if matched + edge <= stop < end])
         if self.foresees and partings is not None:
             early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
             found.add(early)
@@ -97,7 +98,8 @@ class StopRules:
                 found.update(answer_stops(self._groups, self._edge_tokens, prompt_token_count))
         if partings is not None and partings.are_inside:
             found.update(partings.steps_before(end))
-        return Turn(tuple(sorted(found - {0})), end, early)
+        found.discard(0)
+        return Turn(tuple(sorted(found)), end, early)
 
     def told(self, token_counts: Sequence[int], prompt_token_count: int) -> Turn:
         """Returns the turn with the stops that the owner of a rebuilt pool reported for it; a fork has no prompt."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.protocol.open_enum import OpenEnum
-from quire.types import BlockTable, PoolSpec
+from quire.types import BlockTable, PoolSpec, RoutedWorker
 
 
 class SessionKind(OpenEnum):
@@ -44,6 +44,7 @@ class PoolSummary:
     unwritten_slot_count: int  # token slots without committed tokens in held blocks of the first group
     promised_block_count: int  # blocks reserved for prompts that are still growing
     evicted_block_count: int  # cached blocks that were granted again since the session began
+    worker: RoutedWorker | None = None  # what its owner says of its worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,8 @@ class Router:
         promised *= size
         uncached = prompt.token_count - hit - promised
         rate = self._workers[owner.name].prefill_tokens_per_s or usual_rate
-        return Candidate(hit, promised, uncached, backlog, rate)
+        sequence_count = len(pool.sequences) + (0 if book is None else len(book))
+        return Candidate(hit, promised, uncached, backlog, rate, sequence_count)
 
     def _reserve(self, owner: Ownership, prompt: Prompt, candidate: Candidate, now: float) -> bool:
         made = RouteReservation(prompt.namespace, prompt.digests, caller=prompt.caller, length_s=prompt.reservation_s)

@@ -3,6 +3,9 @@
 Example, at 10,000 tokens/s and a tolerated delay of 1 s: a worker that shares most of a prompt gets it while it has at
 most 10,000 tokens to compute that this prompt does not share. Beyond those, the prompt goes where backlog and prompt
 together take the least time, even if its prefix is computed there once more.
+
+Sequences that decode slow each other. So each sequence that the worker has more than the least busy one, beyond
+`SEQUENCES_ALIKE`, counts as `SEQUENCE_S` of a prefill: a prefix of 5,000 tokens, which take 0.5 s, is worth 10 of them.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from quire_allocator.limits import SEQUENCE_S, SEQUENCES_ALIKE
 
 
 class Basis(enum.StrEnum):
@@ -29,6 +34,7 @@ class Candidate(NamedTuple):
         uncached_token_count: the rest of the prompt.
         backlog_token_count: tokens that the worker has still to compute for others, promised ones included.
         prefill_tokens_per_s: its measured rate, above 0.
+        sequence_count: its live sequences, and those of prompts that were routed there.
     """
 
     hit_token_count: int
@@ -36,6 +42,7 @@ class Candidate(NamedTuple):
     uncached_token_count: int
     backlog_token_count: int
     prefill_tokens_per_s: float
+    sequence_count: int = 0
 
     @property
     def shared_token_count(self) -> int:
@@ -51,6 +58,11 @@ class Candidate(NamedTuple):
     def prefill_s(self) -> float:
         """Returns the seconds until the whole prompt is computed."""
         return (self.backlog_token_count + self.uncached_token_count) / self.prefill_tokens_per_s
+
+    @property
+    def cost_s(self) -> float:
+        """Returns `prefill_s`, with an allowance for each sequence that decodes beside the prompt."""
+        return self.prefill_s + SEQUENCE_S * self.sequence_count
 
 
 class WorkerChoice(NamedTuple):
@@ -71,9 +83,12 @@ def choose(candidates: Sequence[Candidate], tolerated_s: float) -> WorkerChoice:
     indices = range(len(candidates))
     if most:
         sharing = [index for index in indices if candidates[index].shared_token_count == most]
-        best = min(sharing, key=lambda index: candidates[index].prefill_s)
-        if candidates[best].wait_s <= tolerated_s:
+        best = min(sharing, key=lambda index: candidates[index].cost_s)
+        chosen, least = candidates[best], min(candidate.sequence_count for candidate in candidates)
+        extra_s = SEQUENCE_S * (chosen.sequence_count - least - SEQUENCES_ALIKE)
+        is_worth = extra_s <= most / chosen.prefill_tokens_per_s
+        if chosen.wait_s <= tolerated_s and is_worth:
             return WorkerChoice(best, Basis.PREFIX)
-    fastest = min(indices, key=lambda index: (candidates[index].prefill_s, -candidates[index].shared_token_count))
+    fastest = min(indices, key=lambda index: (candidates[index].cost_s, -candidates[index].shared_token_count))
     is_spread = candidates[fastest].shared_token_count < most
     return WorkerChoice(fastest, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)

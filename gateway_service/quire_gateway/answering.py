@@ -1,6 +1,7 @@
 """Has workers answer one prompt.
 
-If a worker refuses because it is full, stopping or unreachable, the next worker is asked, unless text was already sent.
+If a worker refuses because it is full, stopping or unreachable, the next worker is asked. If a worker ends after the
+caller got a part of the answer, the next one continues a greedy or seeded answer (`resuming.py`).
 If all refuse, the caller gets the error of the last one.
 """
 
@@ -10,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, cast
 
+import grpc
 import structlog
 from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
@@ -17,7 +19,8 @@ from quire.streams import AsyncChunkStream
 
 from quire_gateway.backend import Backend
 from quire_gateway.failures import ApiError, of_quire, unavailable
-from quire_gateway.fleet import Fleet
+from quire_gateway.fleet import CONTINUED, DIVERGED, Fleet
+from quire_gateway.resuming import DivergedError, Sent, is_repeatable
 from quire_gateway.unary_calls import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -31,22 +34,19 @@ WHOLE_INTERVAL_S: Final = 1.0
 
 
 async def answers_of(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chunk, None]:
-    """Yields the chunks of one prompt, from the first worker that accepts it.
+    """Yields the chunks of one prompt, from the first worker that accepts it, and from others if that one ends.
 
     Raises:
         ApiError: a worker failed, or no worker is left.
     """
     ask, tokens = call.ask, call.tokens[number]
-    options = cast("SamplingOptions", dict(ask.options))
-    options.pop("echo", None)  # A worker would return the text of its tokens, but the gateway knows the caller's text.
-    room = call.model.sequence_tokens_max - len(tokens)
-    longest = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
-    options["max_tokens"] = 1 if ask.is_prompt_alone else longest
+    options = _options_of(call, len(tokens))
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
     refusal: ApiError | None = None
     about = (call.model, tokens, call.namespace, asked, ask.cache_salt)
     reads_cache = "prompt_logprobs" not in ask.options
+    sent, is_resumed = Sent() if is_repeatable(options) else None, False
     while True:
         chosen = await fleet.choose(*about, cache_key=ask.cache_key, reads_cache=reads_cache)
         if chosen is None:
@@ -72,23 +72,50 @@ async def answers_of(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Ch
                 with _counted(backend, chunks):
                     async for chunk in chunks:
                         has_begun = True
-                        yield chunk
+                        rest = chunk if sent is None else sent.rest(chunk)
+                        if rest is not None:
+                            yield rest
                     if chunks in backend.answers:
+                        fleet.resumes[CONTINUED] += is_resumed
                         return
             log.warning("worker stopped answering", address=backend.client.address, request_id=request_id)
             refusal = unavailable("the worker stopped answering: try again")
-            if has_begun:
+            if has_begun and sent is None:
                 raise refusal
-            fleet.lost_reservation_count += chosen.is_reserved
+        except DivergedError:
+            log.warning("worker gives another answer", address=backend.client.address, request_id=request_id)
+            fleet.resumes[DIVERGED] += 1
+            break
         except QuireError as error:
             refusal = of_quire(error, ask.names)
-            fleet.lost_reservation_count += chosen.is_reserved and not has_begun
             if error.reason is None:  # The caller's error leaves this text out, so it is logged.
                 log.warning("worker failed", address=backend.client.address, request_id=request_id, error=str(error))
-            # The adapter may have been unloaded since that worker last listed its adapters.
-            if has_begun or not (error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN):
+            if not _goes_on(error, has_begun=has_begun, is_repeatable=sent is not None):
+                fleet.lost_reservation_count += chosen.is_reserved and not has_begun
                 raise refusal from None
+        fleet.lost_reservation_count += chosen.is_reserved and not has_begun
+        if sent is not None and has_begun:
+            sent.begin_again()
+            is_resumed = True
     raise refusal or unavailable("no worker answers")
+
+
+def _options_of(call: Call, prompt_token_count: int) -> SamplingOptions:
+    ask = call.ask
+    options = cast("SamplingOptions", dict(ask.options))
+    options.pop("echo", None)  # A worker would return the text of its tokens, but the gateway knows the caller's text.
+    room = call.model.sequence_tokens_max - prompt_token_count
+    longest = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
+    options["max_tokens"] = 1 if ask.is_prompt_alone else longest
+    return options
+
+
+def _goes_on(error: QuireError, *, has_begun: bool, is_repeatable: bool) -> bool:
+    """Tells whether another worker may answer after this error."""
+    if has_begun:
+        return is_repeatable and error.code is grpc.StatusCode.UNAVAILABLE
+    # The adapter may have been unloaded since that worker last listed its adapters.
+    return error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN
 
 
 async def answers_of_branch(call: Call, held: Held) -> AsyncGenerator[Chunk, None]:

@@ -32,6 +32,7 @@ log = structlog.get_logger()
 POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
 WATCH_AGAIN_S: Final = 1.0
+CONTINUED, DIVERGED = RESUMES = ("continued", "diverged")  # what another worker did with a broken answer
 BY_ALLOCATOR, BY_MIRROR, ALONE = BASES = ("allocator", "mirror", "alone")  # how a prompt's worker was chosen
 NAME_SHOWN: Final = 128  # characters of an unknown model's name that an error shows
 
@@ -57,6 +58,7 @@ class Fleet:
         allocators: clients of the allocators.
         registry: the workers that the allocators know.
         routes: number of prompts by how their worker was chosen, one of `BASES`.
+        resumes: number of broken answers by what another worker did with them, one of `RESUMES`.
         lost_reservation_count: reservations whose worker refused the prompt, or ended before its first token.
         spelled: the bytes of each model's tokens, filled on demand; at most the whole vocabulary.
         settled: whether a model's tokens have the same bytes at every place in a text, for the models asked so far.
@@ -76,6 +78,7 @@ class Fleet:
         self.allocators, self._written = allocators, written
         self.registry = Registry(allocators)
         self.routes = Counter(dict.fromkeys(BASES, 0))
+        self.resumes = Counter(dict.fromkeys(RESUMES, 0))
         self.lost_reservation_count = 0
         self._connect = connect
         self._found_at: dict[str, Backend] = {}  # workers that the allocators know, by registered address

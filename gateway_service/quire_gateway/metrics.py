@@ -36,6 +36,7 @@ METRIC_NAMES: Final = frozenset(
         "quire_gateway_allocator_ready",
         "quire_gateway_routes_total",
         "quire_gateway_reservations_lost_total",
+        "quire_gateway_resumes_total",
         "quire_gateway_key_tokens_total",
         "quire_gateway_key_errors_total",
         "quire_gateway_retries_total",
@@ -178,7 +179,14 @@ class GatewayCollector(Collector):
         )
         for by, count in self._fleet.routes.items():
             routes.add_metric((by,), count)
-        yield from (age, answers, routes)
+        resumes = CounterMetricFamily(
+            "quire_gateway_resumes",
+            "Answers whose worker ended, by what the next worker did: continued the text, or diverged from it.",
+            labels=("result",),
+        )
+        for result, count in self._fleet.resumes.items():
+            resumes.add_metric((result,), count)
+        yield from (age, answers, routes, resumes)
         yield CounterMetricFamily(
             "quire_gateway_reservations_lost",
             "Reservations whose worker refused the prompt or ended before its first token.",

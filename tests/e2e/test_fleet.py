@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
+import pytest
 from quire import Allocator, Client
 from quire.events import BlocksStored
 from quire.local import ServerProcess
@@ -26,6 +27,7 @@ from tests.gateway.scene import client, gateway
 PROMPT = [*range(100, 260)]  # ten blocks; as tokens, so that no worker is needed to split it
 WITHIN_S = 60.0
 ROUTES = "quire_gateway_routes_total"
+ABOUT_LONG = {"model": "demo", "prompt": PROMPT, "max_tokens": 1_500, "extra_body": {"ignore_eos": True}}
 
 
 class Fleet(NamedTuple):
@@ -119,6 +121,29 @@ def test_two_gateways_route_as_one_and_another_worker_answers_for_a_killed_one(t
         gone = lambda: not any(old in str(samples_of(f"http://{each}/metrics")) for each in texts)  # noqa: E731
         eventually(gone, "the killed worker is forgotten", within_s=WITHIN_S)
         assert here.ask(0, PROMPT).choices[0].text == first.choices[0].text
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 11}], ids=["greedy", "seeded"])
+def test_a_stream_whose_worker_is_killed_goes_on_at_another_one(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    with fleet(tmp_path) as here:
+        about: dict[str, Any] = {**ABOUT_LONG, **sampling}
+        ai = client(here.gateways[0])
+        whole = ai.completions.create(**about)
+        before = {pool: here.sent_to(pool) for pool in here.workers}
+        texts, finish = list[str](), list[str]()
+        with ai.completions.create(**about, stream=True) as pieces:
+            for piece in pieces:
+                if not texts:
+                    (pool,) = [each for each in here.workers if here.sent_to(each) > before[each]]
+                    here.workers[pool].process.kill()
+                texts.append(piece.choices[0].text)
+                finish += [piece.choices[0].finish_reason] * (piece.choices[0].finish_reason is not None)
+        assert "".join(texts) == whole.choices[0].text
+        assert finish == ["length"]
+        assert here.samples("quire_gateway_resumes_total", '{result="continued"}') == [1, 0]
+        (other,) = [each for each in here.workers if each != pool]
+        with Allocator(here.allocator.address) as pools:
+            eventually(lambda: pools.get_pool(other).held_block_count == 0, "nothing is held", within_s=WITHIN_S)
 
 
 async def test_mirrors_decide_while_the_allocator_is_silent(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tests.gateway.scene import client, gateway
 
 PROMPT = [*range(100, 260)]  # ten blocks; as tokens, so that no worker is needed to split it
 WITHIN_S = 60.0
+pytestmark = pytest.mark.timeout(300)  # Each test starts five processes or more.
 ROUTES = "quire_gateway_routes_total"
 ABOUT_LONG = {"model": "demo", "prompt": PROMPT, "max_tokens": 1_500, "extra_body": {"ignore_eos": True}}
 
@@ -207,10 +208,11 @@ def test_a_killed_allocator_is_waited_for_and_routes_again(tmp_path: Path) -> No
         first = here.ask(0, PROMPT).choices[0].text
         here.allocator.process.kill()
         here.allocator.process.wait()
-        for answer in [threads.submit(here.ask, number % 2, PROMPT) for number in range(4)]:
-            assert told(answer) in {first, 503}, "workers refuse once they have noticed"
+        asked = [threads.submit(here.ask, number % 2, PROMPT) for number in range(4)]
         (tmp_path / "again").mkdir()
         with allocator_process(tmp_path / "again", "--listen", here.allocator.address):
+            for answer in asked:
+                assert told(answer) in {first, 503}, "workers refuse once they have noticed"
 
             def routes_again() -> bool:
                 with contextlib.suppress(openai.InternalServerError):

@@ -46,7 +46,7 @@ REPORTS: Final = 2  # reports of a session, besides the first, empty one
 REPORTED: Final = (5, 8)  # steps of the scripted session after which it has a report
 FAULT_RATE: Final = 0.12
 SEED: Final = 37
-LARGE: Final = 100  # A digest covers only a part of a state with more sequences than this.
+LARGE: Final = 100  # With more sequences than this, a digest covers only a part of the state.
 
 Line = dict[str, Any]
 
@@ -168,7 +168,7 @@ def states() -> list[Line]:
     """Returns states and their digests, of whole states and of the parts that the answers to some steps cover."""
     rng, found = random.Random(SEED), []
     for count, group_count, step in ((0, 1, 0), (1, 1, 0), (3, 2, 0), (5, 1, 64), (200, 1, 128), (200, 1, 6400)):
-        spread = 1 if count > LARGE else 2**40 + 1  # Ids then take several bytes.
+        spread = 1 if count > LARGE else 2**40 + 1  # Higher ids take several bytes.
         rows = [_row(rng, number, spread, group_count) for number in range(count)]
         turn = [rows[at] for at in in_turn(range(count), step)] if step else rows
         digest = state_digest(turn, STATE_DIGEST_ENTRIES_MAX if step else None)

@@ -176,7 +176,9 @@ def canonical(report: Line) -> dict[str, Any]:
 def main() -> int:
     """Checks the owner of the command line; returns 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--level", type=int, choices=(0, 1, 2), default=2, help="what to ask for (default: 2)")
+    parser.add_argument(
+        "--level", type=int, choices=(0, 1, 2), default=2, help="level of the checks to run (default: 2)"
+    )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for an answer (default: 60)")
     parser.add_argument("command", nargs="*", help="an owner (default: Python's own)")
     options = parser.parse_args()

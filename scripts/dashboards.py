@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))  # Finds scripts.boards when this file is run by i
 from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: E402
 
 from scripts.boards.cache import CACHE  # noqa: E402
+from scripts.boards.fleet import FLEET  # noqa: E402
 from scripts.boards.now import NOW  # noqa: E402
 from scripts.boards.parts import Board, Note, Row, build  # noqa: E402
 from scripts.boards.recovery import RECOVERY  # noqa: E402
@@ -47,7 +48,7 @@ def runbooks() -> Board:
 
 def written() -> dict[str, str]:
     """Returns the text of each file by its name."""
-    boards = [NOW, TENANTS, CACHE, REQUESTS, RECOVERY, runbooks()]
+    boards = [NOW, TENANTS, CACHE, REQUESTS, RECOVERY, FLEET, runbooks()]
     return {f"{board.name}.json": json.dumps(build(board), cls=JSONEncoder, indent=1) + "\n" for board in boards}
 
 

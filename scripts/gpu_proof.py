@@ -41,7 +41,7 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("client", "allocator_service", "gateway_service", "worker_service", "benchmarks", "")
 PARTS = {"machine": 40, "correctness": 60, "text": 60, "tests": 100, "kernels": 60, "serving": 240}
-TOGETHER = {"correctness", "text"}  # May run at the same time: nothing in them is timed.
+TOGETHER = {"correctness", "text"}  # These parts may run at the same time: they time nothing.
 DRY_SECONDS = 170  # seconds for each part of a dry run
 ENDS_S = 5.0  # A part that is asked to end is killed after this time.
 LOG_BYTES = 200_000  # kept bytes of each server's log

@@ -15,7 +15,7 @@ from scripts.dashboards import FOLDER, runbooks, written
 from tests.e2e.test_metrics_reference import documented
 from tests.test_deploy import HISTOGRAM_SUFFIX, alert_rules, exported_names
 
-NAMES = ("cache", "now", "recovery", "requests", "runbooks", "tenants")
+NAMES = ("cache", "fleet", "now", "recovery", "requests", "runbooks", "tenants")
 PATHS = sorted(FOLDER.glob("*.json"))
 SHOWN_ALWAYS = {"datasource", "pool", "worker"}
 

@@ -1,6 +1,6 @@
-"""The limits of this server, beside those of `quire.protocol.limits`.
+"""Limits of this server that are not in `quire.protocol.limits`.
 
-Each number bounds one resource. Owners get those of the `Limits` message when their session begins.
+Each number bounds one resource. An owner gets the ones in the `Limits` message when its session begins.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ WINDOW_MAX: Final = 8  # unanswered steps, and kept replies, per session
 REPORT_BLOCK_BYTES_MAX: Final = 256  # for a freed block alone in its prefix and namespace; 56 in a long prefix
 REPORT_SEQUENCE_BYTES_MAX: Final = 384  # for a sequence without its tables
 REPORT_TABLE_BYTES_MAX: Final = 8  # for a table without its entries
-REPORT_SHARED_ENTRIES_MAX: Final = 1 << 24  # table entries beyond one for each block of the pool; 4 bytes each
+REPORT_SHARED_ENTRIES_MAX: Final = 1 << 24  # table entries in addition to one for each block of the pool; 4 bytes each
 REPORTS_MAX: Final = 4  # reports staged at a time in all pools, half of them by one caller; empty ones do not count
 REPORT_PAUSE_S: Final = 10.0  # longest pause between two chunks of a staged report
 CHANGES_PER_CHECK: Final = 64  # changes of a pool between two checks of its counts
 QUARANTINES_MAX: Final = 3  # quarantines of one pool within `QUARANTINE_WINDOW_S`; then the pool is refused
 QUARANTINE_WINDOW_S: Final = 600.0
 STREAMS_MAX: Final = 32  # per caller, including streams that have not attached yet; a half-sent step takes 2 MiB
-STREAMS_OF_ALL_MAX: Final = 1024  # of all callers together
+STREAMS_OF_ALL_MAX: Final = 1024  # streams of all callers together
 UNREAD_BYTES_MAX: Final = 32 << 20  # bytes of replies that one caller has not read, twice as many for all callers
 KEPT_BYTES_MAX: Final = 32 << 20  # bytes of steps and replies kept for replay, per caller; twice as many for all
 POOLS_MAX: Final = 256  # per caller; twice as many for all callers
 BLOCKS_MAX: Final = 1 << 24  # per pool
-FIRST_BLOCK_MAX: Final = 1 << 16  # tables by block id have up to this many entries more
+FIRST_BLOCK_MAX: Final = 1 << 16  # ids before a pool's first block; tables indexed by block id have an entry for each
 DROPS_PER_STEP_MAX: Final = 64
 DROPS_UNTOLD_MAX: Final = 16  # drops by other callers until the owner's next step; they fit the frame of an answer
 DROPS_UNTOLD_DIGESTS_MAX: Final = 1024
@@ -44,11 +44,11 @@ FEATURES_MAX: Final = 64  # features that an owner may ask for
 WINDOW_TOKENS_MAX: Final = 1 << 24
 CHUNK_TOKENS_MAX: Final = 1 << 24  # tokens that an owner may announce to compute in one pass
 QUOTAS_MAX: Final = 1024  # per pool
-METRIC_NAMESPACES_MAX: Final = 20  # each pair of them is a series
-ADDRESS_BYTES_MAX: Final = 256  # of a worker's address, its model, and each of its adapters
-ADAPTERS_MAX: Final = 1024  # that one worker names to routers
+METRIC_NAMESPACES_MAX: Final = 20  # each pair of namespaces is a series
+ADDRESS_BYTES_MAX: Final = 256  # bytes of a worker's address, of its model's name, and of each adapter's
+ADAPTERS_MAX: Final = 1024  # adapters that one worker names to routers
 PREFILL_RATE_MAX: Final = 1 << 24  # tokens per second that a worker may claim
-PROMPT_TOKENS_MAX: Final = 1 << 24  # of a prompt to route
+PROMPT_TOKENS_MAX: Final = 1 << 24  # tokens of a prompt to route
 EXCLUDED_POOLS_MAX: Final = 256
 RESERVATION_MS_MAX: Final = 60_000
 RESERVED_BYTES_MAX: Final = 32 << 20  # of one caller's reservations, mostly digests; twice as many for all callers
@@ -60,13 +60,13 @@ SEQUENCE_S: Final = (
 SEQUENCES_ALIKE: Final = 2  # sequences that a worker may have more than others for free
 WATCHERS_MAX: Final = 64  # per caller; twice as many for all callers
 EVENTS_PER_TURN_MAX: Final = 256  # events sent to one watcher before another one has a turn
-NAME_CHARACTERS_MAX: Final = 128  # of a pool's name
+NAME_CHARACTERS_MAX: Final = 128  # characters of a pool's name
 BLOCK_BYTES_MAX: Final = 1 << 40
 LAYOUT_BYTES_MAX: Final = 256
 FINGERPRINT_BYTES_MAX: Final = 64
 ATTACH_TIMEOUT_S: Final = 5.0
 LEASE_S: Final = 10.0
-LEASE_S_MIN: Final = 0.1  # three heartbeats of an owner, and the network's delays between them
+LEASE_S_MIN: Final = 0.1  # three heartbeats of an owner, and delays of the network
 LEASE_S_MAX: Final = 86_400.0
 POOLS_PER_PAGE_MAX: Final = 256
 POOLS_PAGE_BYTES_MAX: Final = 1 << 20  # bytes of summaries, without the last one

@@ -104,7 +104,7 @@ def _share(text: str) -> float:
 
 
 def _up_to(most: int) -> Callable[[str], int]:
-    """Returns a reader of a count from 1 to `most`."""
+    """Returns a parser for a count from 1 to `most`."""
 
     def count(text: str) -> int:
         number = int(text)
@@ -130,8 +130,8 @@ async def serve(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: an address is unsafe or taken, or the token file is unusable.
-        Exception: the server could not continue to check leases. A process that continued would never take a pool from
-            a dead owner.
+        Exception: the server could not continue to check leases. Without these checks it would never take a pool from a
+        dead owner.
     """
     stop = stop_event()
     server = Server(options, service_name="quire.v1.AllocatorService")

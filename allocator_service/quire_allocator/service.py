@@ -18,8 +18,6 @@ import structlog
 from google.protobuf.message import Message
 from grpc import aio
 from quire import __version__
-from quire._serving.caller_shares import CallerShares
-from quire._serving.calls import Arrivals
 from quire._serving.rpc import Authorize, abort, log_refused, permit_everything
 from quire.errors import QuireError, Reason
 from quire.protocol.features import FEATURES, ROUTE
@@ -37,13 +35,12 @@ from quire_allocator.core.readers import index, usage
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.session.registry import SessionRegistry
-from quire_allocator.session.stream import SessionStream
+from quire_allocator.session.stream import SessionStream, Streams
 from quire_allocator.session.unary import UnarySessions
 from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, routes, translate, views
 from quire_allocator.wire.translate import require
 
-WAITERS_MAX: Final = 1_000  # owners whose waiting was logged; the oldest are forgotten
 log = structlog.get_logger()
 
 # How the core runs here, as `GetServerInfo` and the metrics report it.
@@ -162,16 +159,13 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.counters = counters
         self.clock = clock
         self.watching = Watching(directory)
-        self.stream_shares = CallerShares(limits.STREAMS_OF_ALL_MAX // 2, streams_max)
-        self.unread_shares = CallerShares(limits.UNREAD_BYTES_MAX)
-        self.attaching = Arrivals()
         self.sessions = SessionRegistry(
             directory,
             _Witness(counters, self.watching, clock),
             new_session_id=lambda: secrets.token_bytes(16),
             check_invariants=check_invariants,
         )
-        self._waiters: dict[tuple[str, bytes] | None, None] = {}
+        self.streams = Streams(self.sessions, counters, clock, streams_max)
         self.unary_sessions = UnarySessions(self.sessions, counters)
         counters.routes = self.sessions.router.counts
         counters.refused_pool_count = lambda: self.sessions.refused_pool_count(self.clock())
@@ -181,21 +175,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     async def Session(  # type: ignore[override]  # replies go through context.write
         self, request_iterator: AsyncIterator[packed.SessionRequest], context: Context
     ) -> None:
-        await SessionStream(self, context, self.authorize(context)).run()
-
-    def is_new_waiter(self, attaching: tuple[str, bytes] | None) -> bool:
-        """Returns whether an owner is refused for the first time because its pool has another owner. Waiting owners
-        retry every second, and only the first refusal is logged.
-
-        Args:
-            attaching: the pool's name, and the owner's incarnation.
-        """
-        is_new = attaching not in self._waiters
-        if is_new:
-            self._waiters[attaching] = None
-            while len(self._waiters) > WAITERS_MAX:
-                del self._waiters[next(iter(self._waiters))]
-        return is_new
+        await SessionStream(self.streams, context, self.authorize(context)).run()
 
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
@@ -321,7 +301,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- shared --------------------------------------------------------------------------------------------------------
 
     def _observed(self, pool: str, permissions: Permissions) -> Ownership:
-        """Returns the open pool with this name for a caller that may look into it.
+        """Returns the open pool with this name, if the caller may observe it.
 
         Raises:
             Refusal: MALFORMED, POOL_FORBIDDEN, POOL_UNKNOWN.
@@ -331,7 +311,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         return self.directory.pool(name)
 
     def _observable(self, permissions: Permissions) -> list[Ownership]:
-        """Returns the open pools that a caller may look into, by name."""
+        """Returns the open pools that a caller may observe, by name."""
         return [owner for owner in self.directory.open_pools() if permissions.may_observe(owner.name)]
 
 

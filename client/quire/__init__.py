@@ -39,6 +39,7 @@ from quire.errors import (
     UnavailableError,
 )
 from quire.sampling import (
+    CachePolicy,
     Chunk,
     FinishReason,
     Generation,
@@ -49,7 +50,7 @@ from quire.sampling import (
     Usage,
 )
 from quire.tls import Tls
-from quire.types import AdapterInfo, GroupKind, GroupSpec, PoolSpec, Quota, Score, WorkerStatus
+from quire.types import AdapterInfo, GroupKind, GroupSpec, PoolSpec, Quota, Score
 
 __all__ = [
     "AdapterInfo",
@@ -58,6 +59,7 @@ __all__ = [
     "AsyncBranch",
     "AsyncClient",
     "Branch",
+    "CachePolicy",
     "Chunk",
     "Client",
     "DeadlineExceededError",
@@ -83,6 +85,5 @@ __all__ = [
     "TokenLogprobs",
     "UnavailableError",
     "Usage",
-    "WorkerStatus",
     "__version__",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import stat
 from pathlib import Path
@@ -30,6 +31,25 @@ def require_private(path: str | Path, what: str) -> None:
         )
 
 
+def read_file(path: str | Path) -> bytes:
+    """Returns the content of a file, or what a command of the shell wrote (`<(command)`).
+
+    Raises:
+        OSError: the file cannot be read, or is a named pipe, a folder or a device. Reading these might never end.
+    """
+    with open(path, "rb", opener=_opened_at_once) as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path)):  # it has no name in any folder
+            os.set_blocking(file.fileno(), True)
+        elif not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag
+
+
 def read_token(path: str | None) -> str | None:
     """Returns the bearer token in a file, without surrounding white space. Returns None if `path` is None.
 
@@ -40,7 +60,7 @@ def read_token(path: str | None) -> str | None:
         return None
     require_private(path, "token file")
     try:
-        token = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).decode("ascii").strip()
+        token = read_file(path).removeprefix(codecs.BOM_UTF8).decode("ascii").strip()
     except UnicodeDecodeError:  # The error's text would reveal the file's content.
         token = ""
     except OSError as error:

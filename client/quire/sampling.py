@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+from quire._reprs import ShortRepr
+
 
 class FinishReason(enum.IntEnum):
     """The reason why a sample ended."""
@@ -51,8 +53,8 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: Sequence[str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+@dataclass(frozen=True, slots=True, repr=False)
+class SamplingParams(ShortRepr):
     """Parameters for choosing the next token. Clients check the ranges before they send, and the worker checks again.
 
     If a field may be None, None means its default.
@@ -166,8 +168,8 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+@dataclass(frozen=True, slots=True, repr=False)
+class Chunk(ShortRepr):
     """Some new tokens of one sample.
 
     `text` contains only complete characters: a sample's text is the concatenation of its chunks. `finish_reason` is in
@@ -185,8 +187,8 @@ class Chunk:
     stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+@dataclass(frozen=True, slots=True, repr=False)
+class Sample(ShortRepr):
     """One finished continuation of a prompt."""
 
     text: str
@@ -197,8 +199,8 @@ class Sample:
     stop_reason: str | int | None = None  # stop text or stop token that ended the sample
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Generation(ShortRepr):
     """All samples of a request, in order."""
 
     samples: tuple[Sample, ...]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from quire._secret_files import require_private
+from quire._secret_files import read_file, require_private
 from quire.errors import UsageError
 
 
@@ -63,7 +63,7 @@ def read_pem(path: str | Path) -> bytes:
         UsageError: the file cannot be read, or is not PEM.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_file(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     if b"-----BEGIN " not in data:

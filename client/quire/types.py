@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from quire._reprs import ShortRepr
 from quire.protocol.open_enum import OpenEnum
 
 BlockTable: TypeAlias = tuple[int | None, ...]
@@ -23,8 +24,8 @@ NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # variables of a 
 # Servers
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+@dataclass(frozen=True, slots=True, repr=False)
+class Limits(ShortRepr):
     """Limits of a server, and the periods of a session. A worker has only the first limit; its others are 0."""
 
     message_bytes_max: int
@@ -37,8 +38,8 @@ class Limits:
     stops_max: int  # per sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class ServerInfo(ShortRepr):
     """Version, protocol and features of a server.
 
     Attributes:
@@ -102,8 +103,8 @@ class DeviceMemory:
     utilization: float
 
 
-@dataclass(frozen=True, slots=True)
-class PoolMemory:
+@dataclass(frozen=True, slots=True, repr=False)
+class PoolMemory(ShortRepr):
     """The numbers that determined the size of a worker's pool."""
 
     pool_bytes: int
@@ -171,8 +172,8 @@ class WorkerStatus:
         return f"<{type(self).__name__} of {self.model} with pool {self.pool}: {at_work}>"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class AdapterInfo(ShortRepr):
     """A LoRA adapter that a worker has loaded."""
 
     name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire._reprs import ShortRepr
 from quire.protocol.open_enum import OpenEnum
 from quire.types import BlockTable, PoolSpec, RoutedWorker
 
@@ -25,12 +26,12 @@ class GroupUsage:
     cached_block_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSummary:
+@dataclass(frozen=True, slots=True, repr=False)
+class PoolSummary(ShortRepr):
     """A pool's summary. The pool's empty, cached and held blocks add up to `spec.block_count`."""
 
     pool: str
-    spec: PoolSpec
+    spec: PoolSpec = field(repr=False)
     session_kind: SessionKind
     connected: bool  # False while the owner is silent and its lease runs out
     lease_remaining_ms: int
@@ -47,8 +48,8 @@ class PoolSummary:
     worker: RoutedWorker | None = None  # what its owner says of its worker
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class SequenceInfo(ShortRepr):
     """One live sequence: its room in tokens, its computed tokens, and one table per group."""
 
     sequence_id: int
@@ -58,8 +59,8 @@ class SequenceInfo:
     tables: tuple[BlockTable, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolBlocks:
+@dataclass(frozen=True, slots=True, repr=False)
+class PoolBlocks(ShortRepr):
     """The state of each block of one pool, and its sequences with their tables.
 
     `block_states` has one byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more).
@@ -99,8 +100,8 @@ class PrefixUsage:
     holder_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
+@dataclass(frozen=True, slots=True, repr=False)
+class PoolUsage(ShortRepr):
     """Usage of a pool's memory. Lists hold the first 32, largest first.
 
     Attributes:
@@ -196,8 +197,8 @@ class RequestStage(NamedTuple):
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RequestInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class RequestInfo(ShortRepr):
     """One request of a worker, without its prompt and text. Seconds count from its arrival."""
 
     request_id: str

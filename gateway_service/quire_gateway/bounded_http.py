@@ -34,7 +34,7 @@ UNREAD_BYTES_MAX: Final = 16 << 10
 # Seconds between checks whether a caller that sends no more has left. An HTTP/1.0 caller cannot be probed.
 LEFT_S: Final = 1.0
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_COMMENT: Final = b":\n\n"  # in a stream of events
+_COMMENT: Final = b":\n\n"  # a comment in a stream of events
 _COMMENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT)
 _EVENTS: Final = b"text/event-stream"
 _UPGRADES: Final = frozenset({b"upgrade", b"http2-settings"})
@@ -169,7 +169,7 @@ class BoundedHttp(HttpToolsProtocol):
         if not self._is_broken:
             self._check_head()
             super().on_headers_complete()
-            self.headers = []  # for trailers, which are not headers
+            self.headers = []  # also called for trailers, which are not headers
 
     def _check_head(self) -> None:
         """Raises `HttpParserError` if the version or the target of a request is not one of HTTP/1."""
@@ -201,7 +201,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Continues with the next request, or waits for it."""
         super().on_response_complete()
         if self.pipeline:
-            self.flow.pause_reading()  # The next request is already here; reading can wait.
+            self.flow.pause_reading()  # The next request has already arrived; reading more can wait.
         elif self.cycle.response_complete:
             self._waiting.add(self)
 

@@ -32,12 +32,13 @@ class Wish(NamedTuple):
 
     Attributes:
         keep_ms: milliseconds from the end of the request; 0 for as long as it may.
-        message_count: leading messages that are meant; None for the whole prompt and its answer.
+        message_counts: rising counts of leading messages, one for each mark; what is behind the last one is not kept.
+            Empty keeps the whole prompt and its answer.
         is_hidden: whether no other request may hit what it computes.
     """
 
     keep_ms: int = 0
-    message_count: int | None = None
+    message_counts: tuple[int, ...] = ()
     is_hidden: bool = False
 
 
@@ -69,7 +70,7 @@ def _wish_to_keep(body: ChatBody) -> Wish:
     marks = _marks(body, ttl_ms)
     if keep_ms and not is_explicit:
         return Wish(max(keep_ms, *marks.values()) if marks else keep_ms)
-    return Wish(max(marks.values()), max(marks)) if marks else Wish()
+    return Wish(max(marks.values()), tuple(sorted(marks))) if marks else Wish()
 
 
 def of_ttl(ttl: str | None) -> Wish:

@@ -13,7 +13,7 @@ from quire.errors import QuireError, Reason
 INVALID: Final = "invalid_request_error"
 SERVER: Final = "server_error"
 RATE: Final = "rate_limit_error"
-TOO_LARGE: Final = "request_too_large"  # this and the next two are codes
+TOO_LARGE: Final = "request_too_large"  # this and the next two constants are error codes
 MODEL_NOT_FOUND: Final = "model_not_found"
 BRANCH_NOT_FOUND: Final = "branch_not_found"
 
@@ -46,7 +46,7 @@ _UNEXPLAINED: Final = {
 # For errors of Quire servers that name options which callers of the gateway do not have.
 _REWORDED: Final = {Reason.DEADLINE: _TOO_LONG}
 _OTHERWISE: Final = (500, SERVER, "internal_error")
-PROMPT: Final = "prompt"  # this and the next two are fields of a worker's request
+PROMPT: Final = "prompt"  # this and the next two constants are fields of a worker's request
 ADAPTER: Final = "adapter"
 GRAMMAR: Final = "grammar"
 # An error in a grammar that the gateway made, with an excerpt of it. The caller knows only the schemas in the request.

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
 import structlog
-from quire._secret_files import TOKEN_CHARACTERS_MIN, require_private
+from quire._secret_files import TOKEN_CHARACTERS_MIN, read_file, require_private
 from quire.errors import UsageError
 from quire.protocol.limits import NAMESPACE_BYTES_MAX
 
@@ -173,7 +172,7 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | Non
         return ApiKeys(text, "QUIRE_API_KEYS") if text else None
     require_private(path, "key file")
     try:
-        return ApiKeys(Path(path).read_text(encoding="utf-8-sig"), f"key file {path}")
+        return ApiKeys(read_file(path).decode("utf-8-sig"), f"key file {path}")
     except UnicodeDecodeError:
         raise UsageError(f"key file {path}: it is not UTF-8 text") from None
     except OSError as error:

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any, Final
 
 LINGER_S: Final = 10.0
-LINGER_BYTES: Final = 64 << 20  # bytes that are dropped in that time
+LINGER_BYTES: Final = 64 << 20  # most bytes that are read and dropped in that time
 
 
 class Lingering:

@@ -63,7 +63,7 @@ class Telemetry:
         entries: the requests that are being answered, oldest first.
         by_key: number of requests and of tokens of each kind, by model and name of the key.
         errors_by_key: number of requests that ended with an error, by name of the key and code of the error.
-        retry_count: number of times that another worker was asked after a refusal.
+        retries: number of requests for which another worker was asked after a refusal, by model.
         continued: number of responses that continue another one. `TAIL` counts responses that computed at most a block
             more than their own new tokens, `MORE` all others.
         stored_count: number of stored responses.
@@ -83,7 +83,7 @@ class Telemetry:
         self.entries: dict[Entry, None] = {}
         self.by_key: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (1 + len(_KINDS)))
         self.errors_by_key: Counter[tuple[str, str]] = Counter()
-        self.retry_count = 0
+        self.retries: Counter[str] = Counter()
 
     def note(self, entry: Entry) -> None:
         """Counts a request that has ended. The entry has no model if the request was refused before its model was
@@ -95,7 +95,8 @@ class Telemetry:
                 counts[place] += count
         if entry.error:
             self.errors_by_key[entry.key, entry.error] += 1
-        self.retry_count += entry.retry_count
+        if entry.retry_count:
+            self.retries[entry.model] += entry.retry_count
 
 
 class GatewayCollector(Collector):
@@ -126,11 +127,15 @@ class GatewayCollector(Collector):
         yield tokens
         yield from self._by_key()
         yield self._errors_by_key()
-        yield CounterMetricFamily(
+        retries = CounterMetricFamily(
             "quire_gateway_retries",
             "Requests that were sent to a second worker because the first refused.",
-            numbers.retry_count,
+            labels=("model",),
         )
+        models = {backend.status.model: 0 for backend in self._fleet.backends if backend.status is not None}
+        for model, count in sorted({**models, **numbers.retries}.items()):
+            retries.add_metric((model,), count)
+        yield retries
         yield from _of_responses(numbers)
         for name, text, histogram in (
             ("first_token", "Seconds from a request to the first piece of its text.", numbers.first_token),
@@ -139,7 +144,11 @@ class GatewayCollector(Collector):
             family = HistogramMetricFamily(f"quire_gateway_{name}_seconds", text)
             family.add_metric((), histogram.buckets(), histogram.sum)
             yield family
-        ready = GaugeMetricFamily("quire_gateway_worker_ready", "Whether a worker answers.", labels=("worker",))
+        ready = GaugeMetricFamily(
+            "quire_gateway_worker_ready",
+            "Whether a worker answers, with the model of its latest answer.",
+            labels=("worker", "model"),
+        )
         chosen = CounterMetricFamily("quire_gateway_worker_requests", "Prompts sent to a worker.", labels=("worker",))
         watched = GaugeMetricFamily(
             "quire_gateway_worker_watched",
@@ -149,7 +158,8 @@ class GatewayCollector(Collector):
         load = GaugeMetricFamily("quire_gateway_worker_load", "Requests that a worker has.", labels=("worker",))
         for backend in self._fleet.backends:
             address = (backend.client.address,)
-            ready.add_metric(address, float(backend.is_ready))
+            model = "" if backend.status is None else backend.status.model
+            ready.add_metric((*address, model), float(backend.is_ready))
             chosen.add_metric(address, backend.chosen_count)
             load.add_metric(address, backend.load)
             watched.add_metric(address, float(backend.is_mirrored))

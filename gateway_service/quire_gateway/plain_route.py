@@ -34,7 +34,7 @@ def got(app: FastAPI, path: str, kind: type[Response] = JSONResponse) -> Callabl
     """
 
     def add(endpoint: EndpointT) -> EndpointT:
-        app.get(path, response_class=kind)(endpoint)  # Routes are tried in their order, so GET comes first.
+        app.get(path, response_class=kind)(endpoint)  # Routes are tried in order, so GET comes first.
         app.head(path, include_in_schema=False)(endpoint)
         return endpoint
 

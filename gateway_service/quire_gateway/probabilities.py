@@ -15,7 +15,7 @@ from quire.sampling import TokenLogprobs
 SLICE_TOKENS: Final = 32  # tokens per piece of formatting; about a millisecond
 LOGPROB_MIN: Final = -9999.0  # replaces -inf, which JSON lacks; OpenAI uses the same value
 
-Spelled: TypeAlias = Sequence[Mapping[int, bytes]]  # for each token of a text: the bytes of it, and of others there
+Spelled: TypeAlias = Sequence[Mapping[int, bytes]]  # for each token of a text: its bytes, and those of its alternatives
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -36,7 +36,7 @@ class Columns:
 
     def __init__(self) -> None:
         """Creates columns without tokens."""
-        # for each token: itself, then the likeliest ones at its place
+        # for each token: itself, then its likeliest alternatives
         self._ids, self._logprobs = array("I"), array("f")
         self._ends = array("I")  # for each token: the end of its values
 

@@ -21,25 +21,25 @@ AT_ONCE_BYTES: Final = 16 << 10  # larger bodies are parsed on a thread
 LISTS_MAX: Final = 1 << 16  # arrays and objects in one body
 # texts and names in one body, 8 per message; parsing so many takes milliseconds and blocks everything else
 TEXTS_MAX: Final = 1 << 16
-STRUCTURES_CHARACTERS_MAX: Final = 1 << 20  # of tools and JSON schemas; a worker takes no more text in a prompt
+STRUCTURES_CHARACTERS_MAX: Final = 1 << 20  # in tools and JSON schemas; a worker takes no more text in a prompt
 VALUES_MAX: Final = 1 << 19  # each token id of a prompt is one value
 PARAM_SHOWN: Final = 256  # characters of the path of a wrong field
 VALUE_SHOWN: Final = 64  # characters of a wrong value
 _CODINGS: Final = {b"content-encoding": (b"", b"identity"), b"transfer-encoding": (b"chunked",)}
-_FORMS: Final = {  # for values out of range
+_FORMS: Final = {  # errors for values out of range
     "greater_than": ("gt", "must be above {}"),
     "greater_than_equal": ("ge", "must be at least {}"),
     "less_than": ("lt", "must be below {}"),
     "less_than_equal": ("le", "must be at most {}"),
 }
-_KINDS: Final = {  # for values of a wrong type
+_KINDS: Final = {  # errors for values of a wrong type
     "int_type": "an integer",
     "int_from_float": "an integer",
     "int_parsing_size": "an integer",  # for numbers like 1e300
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "bool_parsing": "true or false",  # in the query of a URL
+    "bool_parsing": "true or false",  # a field in the query of a URL
     "string_type": "a string",
     "list_type": "an array",
     "dict_type": "an object",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, Final, NamedTuple, cast
 
 import structlog
@@ -124,22 +124,23 @@ async def prepare(
 
 
 async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) -> CachePolicy:
-    """Returns the cache options for the worker. A breakpoint is where the marked messages end in the prompt.
+    """Returns the cache options for the worker. A breakpoint is where the messages up to a mark end in the prompt.
 
-    Where the template does not render the marked messages alone, the whole prompt is meant.
+    Where the template does not render them alone, the last mark means the whole prompt, and others mean nothing.
     """
-    ask, prompt = call.ask, call.ask.prompts[0]
-    keep_s, count, is_hidden = ask.wish.keep_ms / 1e3, ask.wish.message_count, ask.wish.is_hidden
-    if count is None or not isinstance(prompt, Chat):
+    ask, prompt, tokens = call.ask, call.ask.prompts[0], call.tokens[0]
+    keep_s, counts, is_hidden = ask.wish.keep_ms / 1e3, ask.wish.message_counts, ask.wish.is_hidden
+    if not counts or not isinstance(prompt, Chat):
         return CachePolicy(keep_s, no_store=is_hidden)
-    tokens = call.tokens[0]
-    if count < len(prompt.messages):
+    ends = {len(tokens)} if counts[-1] >= len(prompt.messages) else set[int]()
+    for count in [each for each in counts if each < len(prompt.messages)]:
         marked = prompt._replace(messages=prompt.messages[:count], with_generation_prompt=False, continues_final=False)
-        with suppress(ApiError):
+        try:
             alone = await tokens_of(fleet, call.model, marked, ask.names, **special)
-            common = next((n for n, (a, b) in enumerate(zip(alone, tokens, strict=False)) if a != b), len(alone))
-            tokens = tokens[:common]
-    return CachePolicy(keep_s, (len(tokens),)) if tokens else CachePolicy()
+            ends.add(next((n for n, (a, b) in enumerate(zip(alone, tokens, strict=False)) if a != b), len(alone)))
+        except ApiError:
+            ends |= {len(tokens)} if count == counts[-1] else set()
+    return CachePolicy(keep_s, tuple(sorted(ends - {0}))) if ends - {0} else CachePolicy()
 
 
 async def _behind(fleet: Fleet, model: Model, tokens: Sequence[int], place: int) -> list[bytes]:

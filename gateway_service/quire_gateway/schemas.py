@@ -21,7 +21,7 @@ _LONG: Final = (b"0" * 16, b"0e000")
 _MARKS: Final = bytes(
     ord("0" if sign in "0123456789." else "e" if sign in "eE" else " ") for sign in map(chr, range(256))
 )
-_WINDOW_BYTES: Final = 1 << 18  # searched at a time: the search holds the interpreter's lock for less than 2 ms
+_WINDOW_BYTES: Final = 1 << 18  # a search of this size holds the interpreter's lock for less than 2 ms
 _DIGITS_MAX: Final = 1_000  # a longer number counts as rounded
 PATTERN_CHARACTERS_MAX: Final = 1 << 16  # more than a worker takes of a structure
 

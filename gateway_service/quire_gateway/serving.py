@@ -80,7 +80,8 @@ class Served(Response):
         except CallerGoneError:
             self._telemetry.left_count += 1
             self._call.entry.error = "caller_left"
-            self._call.entry.prompt_tokens = sum(map(len, self._call.tokens))  # The worker has computed some of them.
+            # The worker has computed some of the tokens.
+            self._call.entry.prompt_tokens = sum(map(len, self._call.tokens))
             log.debug("caller left", request_id=self._call.request_id)
 
     async def unattended(self) -> None:

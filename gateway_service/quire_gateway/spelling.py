@@ -14,7 +14,7 @@ from quire_gateway.backend import Model
 from quire_gateway.fleet import Fleet
 from quire_gateway.probabilities import Columns, Told, in_slices
 
-CONTEXT_TOKENS: Final = 16  # tokens before a token that a worker gets, because it skips special ones among them
+CONTEXT_TOKENS: Final = 16  # preceding tokens sent along with a token, because a worker skips special ones among them
 _SLICE_TOKENS: Final = 16_384  # tokens of a text in one call; a worker takes 65,536
 
 

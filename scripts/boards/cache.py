@@ -11,6 +11,7 @@ from scripts.boards.parts import (
     POOL,
     RATE,
     RED,
+    WORKER,
     Board,
     Plot,
     Row,
@@ -134,19 +135,21 @@ HITS: Final = Row(
             ],
         ),
         Plot(
-            "Routes and reservations",
-            "Prompts that the allocator routed, by what decided, and how their reservations ended.",
-            "ops",
+            "Tokens found by group",
+            "Tokens of new sequences that each group of layers had cached. A hit is the smallest of a pool.",
+            "short",
             [
-                (f"sum by (basis) (rate(quire_allocator_routes_total{RATE}))", "{{basis}}"),
-                (f"sum by (end) (rate(quire_allocator_reservations_total{RATE}))", "{{end}}"),
+                (
+                    f"sum by (pool, group) (rate(quire_allocator_group_prefix_tokens_total{{{POOL}}}{RATE}))",
+                    "{{pool}} {{group}}",
+                )
             ],
         ),
         Plot(
-            "Precision of routes",
-            "Prefix tokens a second that routes promised, that their workers hit, and that were missed.",
+            "Prefill saved by hits",
+            "Seconds of prefill that hits saved each second: cached tokens at the worker's measured rate. An estimate.",
             "short",
-            [(f"sum by (kind) (rate(quire_allocator_routed_tokens_total{RATE}))", "{{kind}}")],
+            [(f"sum by (instance) (rate(quire_worker_saved_prefill_seconds_total{{{WORKER}}}{RATE}))", "{{instance}}")],
         ),
         Plot(
             "Evictions by need",

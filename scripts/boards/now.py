@@ -267,7 +267,7 @@ GATEWAYS: Final = Row(
             "1 while a worker or an allocator answers its gateway, and 1 while the gateway knows what a pool holds.",
             "short",
             [
-                ("quire_gateway_worker_ready", "{{worker}} ready"),
+                ("quire_gateway_worker_ready", "{{worker}} {{model}} ready"),
                 ("quire_gateway_worker_watched", "{{worker}} watched"),
                 ("quire_gateway_allocator_ready", "{{allocator}} ready"),
             ],
@@ -292,7 +292,10 @@ GATEWAYS: Final = Row(
             "short",
             [
                 ("quire_gateway_worker_load", "{{worker}}"),
-                (f"sum by (instance) (rate(quire_gateway_retries_total{RATE}))", "{{instance}} tries again, a second"),
+                (
+                    f"sum by (instance, model) (rate(quire_gateway_retries_total{RATE}))",
+                    "{{instance}} {{model}} tries again, a second",
+                ),
             ],
         ),
         Plot(

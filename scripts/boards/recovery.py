@@ -118,9 +118,13 @@ COURSE: Final = Row(
         ),
         Plot(
             "KV events for routers",
-            "Events a second that workers published, and what they could not publish.",
-            "ops",
-            [(f"sum by (outcome) (rate(quire_worker_kv_events_total{{{WORKER}}}{RATE}))", "{{outcome}}")],
+            "Events a second that workers published, and what they could not publish; seconds that events are late.",
+            "short",
+            [
+                (f"sum by (outcome) (rate(quire_worker_kv_events_total{{{WORKER}}}{RATE}))", "{{outcome}}"),
+                (f"quire_worker_kv_event_lag_seconds{{{WORKER}}}", "{{instance}} late, seconds"),
+            ],
+            runbook="QuireEventLag",
         ),
         Plot(
             "Pools and sessions",

@@ -71,6 +71,19 @@ TIMES: Final = Row(
             runbook="QuireQueueOld",
         ),
         Plot(
+            "Why requests wait",
+            "Waiting requests by reason, as seconds of waiting a second. `quire request list` says it of each one.",
+            "short",
+            [
+                (
+                    f"sum by (instance, reason) (rate(quire_worker_queued_seconds_total{{{WORKER}}}{RATE}))",
+                    "{{instance}} {{reason}}",
+                )
+            ],
+            is_stacked=True,
+            runbook="QuireQueueOld",
+        ),
+        Plot(
             "Time to first token by worker",
             "The queue, and the computation of the prompt.",
             "s",
@@ -223,19 +236,20 @@ COSTS: Final = Row(
         ),
         Plot(
             "Where the time of a step goes",
-            "Shares of the time of steps: the model, and waiting for the allocator. The rest is the scheduler's.",
+            "Shares of the time of steps: passes of the model, choosing tokens and swapping in them, and waiting for "
+            "the allocator. The scheduler has the rest.",
             "percentunit",
             [
                 (
-                    ratio(f"sum by (instance) (rate(quire_worker_forward_seconds_total{{{WORKER}}}{RATE}))", _STEPS),
-                    "{{instance}} model",
-                ),
-                (
-                    ratio(
-                        f"sum by (instance) (rate(quire_worker_allocator_wait_seconds_total{{{WORKER}}}{RATE}))", _STEPS
-                    ),
-                    "{{instance}} allocator",
-                ),
+                    ratio(f"sum by (instance) (rate(quire_worker_{part}_seconds_total{{{WORKER}}}{RATE}))", _STEPS),
+                    f"{{{{instance}}}} {word}",
+                )
+                for part, word in (
+                    ("forward", "passes"),
+                    ("sampling", "choosing tokens"),
+                    ("swap", "swapping"),
+                    ("allocator_wait", "allocator"),
+                )
             ],
         ),
         Plot(

@@ -77,9 +77,11 @@ def test_a_prompt_is_forgotten_behind_the_tokens_to_keep(worker: ScriptedServer,
 
         to = ("--namespace", "tenant", "--allocator", allocator.address, "--worker", worker.address)
         tried = quire("cache", "drop", "mine", text, *to, "--dry-run")
-        assert tried.stdout == "12 of 12 tokens are cached, and would be dropped behind the tokens to keep\n"
-        shown = parsed(quire("cache", "drop", "mine", text, *to, "--dry-run", "--json"))
-        assert shown == {"matched_token_count": 12, "token_count": 12, "dry_run": True}
+        assert tried.stdout == "12 of 12 tokens would be dropped, 0 cached tokens stay\n"
+        tried = quire("cache", "drop", "mine", text, *to, "--dry-run", "--keep-tokens", "7")
+        assert tried.stdout == "8 of 12 tokens would be dropped, 4 cached tokens stay\n"
+        shown = parsed(quire("cache", "drop", "mine", text, *to, "--dry-run", "--json", "--keep-tokens", "99"))
+        assert shown == {"matched_token_count": 12, "kept_token_count": 12, "token_count": 12, "dry_run": True}
         assert cached() == [12, 12]
         assert quire("cache", "drop", "mine", text, *to, "--keep-tokens", "7").stdout.startswith("2 blocks dropped")
         assert cached() == [4, 12]

@@ -18,6 +18,7 @@ from quire import _certs
 from quire.cli import checkup
 from quire.hashing import block_digests, root_digest
 from quire.v1 import allocator_pb2 as pb
+from quire.v1 import server_pb2 as server_pb
 from quire.v1 import worker_pb2 as worker_pb
 
 from tests.client.servers import ScriptedServer, parsed, quire, scripted_server
@@ -196,6 +197,7 @@ def test_a_shell_gets_its_script(shell: str) -> None:
 
 def test_doctor_names_what_fails_and_what_to_do(server: ScriptedServer, tmp_path: Path) -> None:
     server.answers["ListPools"] = lambda *_: pb.ListPoolsResponse()
+    server.answers["GetServerInfo"] = lambda *_: server_pb.GetServerInfoResponse(version="0.0.1")
     server.answers["GetStatus"] = lambda *_: worker_pb.GetStatusResponse(version="0.0.1", allocator_connected=True)
     ca = tmp_path / "ca.pem"
     ca.write_text("no certificate")
@@ -204,6 +206,7 @@ def test_doctor_names_what_fails_and_what_to_do(server: ScriptedServer, tmp_path
     found = {each["check"]: each for each in json.loads(result.stdout)}
     assert result.returncode == 1
     assert (found["QUIRE_SERVER_CERT"]["state"], found["allocator"]["state"]) == ("failure", "ok")
+    assert found["allocator's version"]["state"] == "warning"
     assert (found["worker's version"]["state"], found["worker's session"]["state"]) == ("warning", "ok")
     assert found["cache"]["found"] == str(tmp_path / "cache")
     assert {"core", "compiler", "torch", "clock", "port 7070"} <= found.keys()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import pytest
+from quire._serving import logs
 
 PROGRAM = """
 import logging, sys, structlog
@@ -52,6 +54,13 @@ def test_a_frequent_line_looks_like_all_others() -> None:
         == other
         == {"id": "\u2603\x1b", "numbers": [1, 2.5, None], "event": "ended", "level": "info", "role": "test"}
     )
+
+
+def test_times_of_frequent_lines_are_those_of_datetime_also_when_the_clock_is_set_back() -> None:
+    stamp = logs._Stamp()
+    for now_s in (1_794_000_000.5, 1_794_000_000.75, 1_794_000_001.0, 1_793_999_999.015625, 0.25):
+        expected = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="microseconds")
+        assert stamp.of(now_s) == expected.replace("+00:00", "Z")
 
 
 def test_a_level_above_info_silences_frequent_lines() -> None:

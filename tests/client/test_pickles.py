@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import quire
 import quire.session
-from quire import QuireError, Reason, events, views
+from quire import QuireError, Reason, events, types, views
+from quire._reprs import ShortRepr
 from quire.engine import NotAdmittedError
 from quire.engine.sequence import Refusal
 from quire.events import SnapshotEnd
@@ -57,6 +58,10 @@ def test_whoever_catches_errors_of_quire_catches_every_one_that_is_public(kind: 
     assert issubclass(kind, QuireError) is is_public
 
 
+def repr_kind(content: Any) -> str:
+    return f"{type(content).__name__}-{len(content)}"
+
+
 def values() -> list[Any]:
     """Returns an instance of every public value class, with every field set."""
     made: list[Any] = []
@@ -85,9 +90,32 @@ def test_every_value_arrives_as_it_was(value: Any, again: Callable[[Any], Any]) 
 def test_what_is_large_is_not_printed() -> None:
     stored = events.BlocksStored("p", b"s", 1, 2, (0,), "", b"", (bytes(32),) * 4096, 16, 0)
     removed = events.BlocksRemoved("p", b"s", 1, 2, (0,), "", (bytes(32),) * 4096, 0)
-    status = next(value for value in values() if isinstance(value, quire.WorkerStatus))
+    status = next(value for value in values() if isinstance(value, types.WorkerStatus))
     for value in (stored, removed, status):
         assert len(repr(value)) <= 200
+
+
+LONG = [kind for kind in {type(value) for value in values()} if issubclass(kind, ShortRepr)]
+
+
+@pytest.mark.parametrize("kind", sorted(LONG, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("content", [bytes(5000), ("x" * 50,) * 5000, "word " * 5000, ("y" * 5000,)], ids=repr_kind)
+def test_a_repr_is_one_line_of_at_most_200_characters(kind: type[Any], content: Any) -> None:
+    value = object.__new__(kind)
+    for each in dataclasses.fields(kind):
+        object.__setattr__(value, each.name, content)
+    assert len(repr(value)) <= 200
+    assert "\n" not in repr(value)
+
+
+def test_a_repr_says_what_differs_from_the_defaults() -> None:
+    assert repr(quire.SamplingParams(n=2, stop=("a",))) == "SamplingParams(n=2, stop=('a',))"
+    usage = quire.Usage(7, 0, 3, 1, 1, 0)
+    sample = quire.Sample("a text\nof two lines", tuple(range(3_000)), quire.FinishReason.LENGTH)
+    shown = repr(quire.Generation((sample,), usage, "id"))
+    assert shown.startswith(
+        r"Generation(samples=(Sample(text='a text\nof two lines', token_ids=<3,000 items>, finish_reason="
+    )
 
 
 def test_a_mirror_and_a_step_are_pickled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import threading
 import warnings
@@ -12,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import Allocator, AsyncAllocator, AsyncClient, Client, PoolSpec
+from quire import Allocator, AsyncAllocator, AsyncClient, CachePolicy, Client, PoolSpec
 from quire.errors import InternalError
 from quire.hashing import block_digests, root_digest
 from quire.v1 import worker_pb2 as worker_pb
@@ -82,6 +83,26 @@ def test_many_prompts_are_answered_in_their_order_and_more_than_a_window_of_them
         with pytest.raises(TypeError, match="a list of prompts"):
             client.generate_many("one")
     assert asyncio.run(asked()) == expected
+
+
+def test_every_door_to_generate_sends_the_cache_policy(server: ScriptedServer) -> None:
+    policy, messages = CachePolicy(keep_s=1.5, breakpoints=(2, 3)), [{"role": "user", "content": "hi"}]
+
+    async def ask() -> None:
+        async with AsyncClient(server.address) as client:
+            await client.generate("one", cache=policy)
+            await client.chat(messages, cache=policy)
+            await client.generate_many(["two", "three"], cache=policy)
+
+    asyncio.run(ask())
+    with Client(server.address) as client:
+        client.generate("one", cache=policy)
+        client.chat(messages, cache=policy)
+        client.generate_many(["two", "three"], cache=policy)
+        for door in (client.generate, client.stream, client.chat, client.generate_many, client.prefill):
+            assert "cache" in inspect.signature(door).parameters, "named, so that editors and type checkers know it"
+    sent = [each.cache for each in server.requests if isinstance(each, worker_pb.GenerateRequest)]
+    assert sent == [worker_pb.CachePolicy(keep_ms=1_500, breakpoints=[2, 3])] * 8
 
 
 def test_the_first_of_many_that_fails_cancels_the_others(server: ScriptedServer) -> None:

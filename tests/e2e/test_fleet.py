@@ -52,6 +52,10 @@ class Fleet(NamedTuple):
         """Returns how many prompts both gateways have sent to a worker."""
         return sum(self.samples("quire_gateway_worker_requests_total", self.label(pool)))
 
+    def ready(self, pool: str) -> list[float]:
+        """Returns for each gateway whether a worker answers it."""
+        return self.samples("quire_gateway_worker_ready", self.label(pool).replace("}", ',model="demo"}'))
+
     def label(self, pool: str) -> str:
         """Returns the label of a worker."""
         return f'{{worker="{self.workers[pool].address}"}}'
@@ -94,7 +98,7 @@ def fleet(folder: Path) -> Iterator[Fleet]:
 def test_two_gateways_route_as_one_and_another_worker_answers_for_a_killed_one(tmp_path: Path) -> None:
     with fleet(tmp_path) as here, ExitStack() as stack, ThreadPoolExecutor(1) as threads:
         for pool in here.workers:
-            assert here.samples("quire_gateway_worker_ready", here.label(pool)) == [1, 1]
+            assert here.ready(pool) == [1, 1]
         first = here.ask(0, PROMPT)
         pool, other = sorted(here.workers, key=here.sent_to, reverse=True)
         for number in range(4):  # Both gateways send it where the first one sent the prefix.
@@ -116,8 +120,7 @@ def test_two_gateways_route_as_one_and_another_worker_answers_for_a_killed_one(t
 
         old = here.label(pool)
         here.workers["c"] = worker(stack, tmp_path, here.allocator.address, "c")
-        ready = ("quire_gateway_worker_ready", here.label("c"))
-        eventually(lambda: here.samples(*ready) == [1, 1], "the new worker is found", within_s=WITHIN_S)
+        eventually(lambda: here.ready("c") == [1, 1], "the new worker is found", within_s=WITHIN_S)
         texts = [each.address for each in here.gateways]
         gone = lambda: not any(old in str(samples_of(f"http://{each}/metrics")) for each in texts)  # noqa: E731
         eventually(gone, "the killed worker is forgotten", within_s=WITHIN_S)

@@ -141,10 +141,18 @@ def test_logs_and_metrics_name_the_request_and_trace_of_its_spans(scene: Scene) 
     assert scene.stack.worker is not None
     exemplar = re.compile(r'_bucket\{.*# \{request_id="traced-3",trace_id="(\w+)"\}')
     for address in (scene.stack.worker.metrics_address, scene.stack.gateway_address):
-        accept = {"Accept": "application/openmetrics-text;version=1.0.0"}
-        request = urllib.request.Request(f"http://{address}/metrics", headers=accept)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert set(exemplar.findall(answer.read().decode())) == {gateway.trace_id}, address
+        page = scraped(address, "application/openmetrics-text;version=1.0.0")
+        assert set(exemplar.findall(page)) == {gateway.trace_id}, address
+        for plain in ("text/plain;version=0.0.4", "*/*"):
+            page = scraped(address, plain)
+            assert "request_seconds_bucket" in page, address
+            assert "traced-3" not in page, "only who asks for OpenMetrics gets ids of requests"
+
+
+def scraped(address: str, accept: str) -> str:
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(answer.read().decode())
 
 
 def test_a_failed_request_has_the_error_and_its_span_counts_as_failed(scene: Scene) -> None:

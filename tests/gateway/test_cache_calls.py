@@ -119,8 +119,9 @@ def test_a_salt_has_a_cache_of_its_own(served: ServerProcess) -> None:
 def test_a_dropped_prefix_is_forgotten_behind_the_tokens_to_keep(served: ServerProcess) -> None:
     body = {"prompt": prompt(5)}
     warm(served, body)
-    tried = told(served, "/v1/cache/drop", {**body, "dry_run": True})
+    tried = told(served, "/v1/cache/drop", {**body, "dry_run": True, "keep_tokens": 40})
     assert (tried["object"], tried["dry_run"], tried["cached_tokens"]) == ("cache.drop", True, 96)
+    assert tried["dropped_tokens"] == 64
     assert cached(served, body) == 96
     dropped = told(served, "/v1/cache/drop", {**body, "keep_tokens": 40})
     assert dropped == {"object": "cache.drop", "dry_run": False, "dropped_blocks": 4, "held_blocks": 0}

@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from pydantic import ValidationError
 from quire import Client
 from quire.local import LocalStack, ServerProcess
 from quire.sampling import CachePolicy
+from quire.v1 import worker_pb2 as pb
 from quire_gateway.bodies import ChatBody
 from quire_gateway.cache_wishes import MARKS_MAX, Wish, wish_of
 from quire_gateway.failures import ApiError
 
-from tests.gateway.scene import DEMO, curl
+from tests.client.servers import scripted_server
+from tests.gateway.scene import DEMO, curl, gateway, script
 
 MINUTE_MS, DAY_MS = 60_000, 86_400_000
 EPHEMERAL = {"type": "ephemeral"}
@@ -31,6 +35,16 @@ def body(*parts: dict[str, Any], **fields: Any) -> ChatBody:
     return ChatBody.model_validate({"messages": messages, **fields})
 
 
+def messages_of(*marks: dict[str, str] | None) -> list[dict[str, Any]]:
+    """Returns the messages of a user, each with one part and its mark."""
+    parts = [{"type": "text", "text": f"m{number}", "cache_control": mark} for number, mark in enumerate(marks)]
+    return [{"role": "user", "content": [part]} for part in parts]
+
+
+def chat(*marks: dict[str, str] | None) -> ChatBody:
+    return ChatBody.model_validate({"messages": messages_of(*marks)})
+
+
 @pytest.mark.parametrize(
     ("asked", "wish"),
     [
@@ -40,14 +54,15 @@ def body(*parts: dict[str, Any], **fields: Any) -> ChatBody:
         (body(prompt_cache_options={}), Wish(30 * MINUTE_MS)),
         (body(prompt_cache_options={"mode": "implicit", "ttl": "12h"}), Wish(720 * MINUTE_MS)),
         (body(prompt_cache_options={"mode": "explicit"}), Wish()),
-        (body({"prompt_cache_breakpoint": {}}), Wish(30 * MINUTE_MS, 1)),
-        (body({"prompt_cache_breakpoint": {}}, prompt_cache_options={"mode": "explicit"}), Wish(30 * MINUTE_MS, 1)),
+        (body({"prompt_cache_breakpoint": {}}), Wish(30 * MINUTE_MS, (1,))),
+        (body({"prompt_cache_breakpoint": {}}, prompt_cache_options={"mode": "explicit"}), Wish(30 * MINUTE_MS, (1,))),
         (body({"prompt_cache_breakpoint": {}}, prompt_cache_options={"ttl": "1h"}), Wish(60 * MINUTE_MS)),
-        (body({"cache_control": EPHEMERAL}), Wish(5 * MINUTE_MS, 1)),
-        (body({"cache_control": {**EPHEMERAL, "ttl": "1h"}}), Wish(60 * MINUTE_MS, 1)),
-        (body({"cache_control": EPHEMERAL}, {"cache_control": {**EPHEMERAL, "ttl": "1h"}}), Wish(60 * MINUTE_MS, 1)),
+        (body({"cache_control": EPHEMERAL}), Wish(5 * MINUTE_MS, (1,))),
+        (body({"cache_control": {**EPHEMERAL, "ttl": "1h"}}), Wish(60 * MINUTE_MS, (1,))),
+        (body({"cache_control": EPHEMERAL}, {"cache_control": {**EPHEMERAL, "ttl": "1h"}}), Wish(60 * MINUTE_MS, (1,))),
         (body({"cache_control": EPHEMERAL}, prompt_cache_retention="24h"), Wish(DAY_MS)),
-        (body(*[{"cache_control": EPHEMERAL}] * MARKS_MAX), Wish(5 * MINUTE_MS, 1)),
+        (chat(EPHEMERAL, None, {**EPHEMERAL, "ttl": "1h"}), Wish(60 * MINUTE_MS, (1, 3))),
+        (body(*[{"cache_control": EPHEMERAL}] * MARKS_MAX), Wish(5 * MINUTE_MS, (1,))),
     ],
 )
 def test_each_word_means_a_time_and_a_part_of_the_prompt(asked: ChatBody, wish: Wish) -> None:
@@ -76,6 +91,37 @@ def test_a_word_without_meaning_is_refused_by_name(asked: ChatBody, param: str) 
 def test_a_retention_that_is_no_text_is_refused() -> None:
     with pytest.raises(ValidationError):
         body(prompt_cache_retention=24)
+
+
+def test_each_marked_message_is_a_breakpoint_at_its_end(tmp_path: Path) -> None:
+    usage = pb.Usage(prompt_token_count=3, output_token_count=1)
+    answer = pb.GenerateResponse(token_ids=[1], text="a", finish_reason=pb.FINISH_REASON_STOP, usage=usage)
+
+    def tokenize(asked: Any, _context: grpc.ServicerContext) -> pb.TokenizeResponse:
+        told = [str(message["content"]) for message in json.loads(asked.conversation.messages_json)]
+        if len(told) == 2:
+            _context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this template ends with a user's third message")
+        return pb.TokenizeResponse(token_ids=[0, *"".join(f"{text};" for text in told).encode()])
+
+    with scripted_server() as worker:
+        script(worker).answers["Generate"] = lambda *_: iter([answer])
+        worker.answers["Tokenize"] = tokenize
+        worker.answers["Detokenize"] = lambda asked, _: pb.DetokenizeResponse(texts=[b"a" for _ in asked.token_ids])
+        with gateway(tmp_path, "--worker", worker.address) as served:
+            found = []
+            for given in ("x-x-", "xx-", "xxx-", "--x"):
+                marks = [EPHEMERAL if each == "x" else None for each in given]
+                asked = {"messages": messages_of(*marks), "max_tokens": 1}
+                assert curl(served, "/v1/chat/completions", body=asked).status == 200
+                sent = next(each for each in reversed(worker.requests) if isinstance(each, pb.GenerateRequest))
+                found.append((sent.cache.keep_ms, list(sent.cache.breakpoints), len(sent.tokens.ids)))
+    first, third, whole = (1 + len("m0;") * count for count in (1, 3, 4))
+    assert found == [
+        (5 * MINUTE_MS, [first, third], whole),
+        (5 * MINUTE_MS, [first, third], third),
+        (5 * MINUTE_MS, [first, third], whole),
+        (5 * MINUTE_MS, [third], third),
+    ]
 
 
 # -- a real stack ------------------------------------------------------------------------------------------------------

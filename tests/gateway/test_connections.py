@@ -62,6 +62,22 @@ async def test_a_head_has_a_deadline_and_its_caller_is_told(monkeypatch: pytest.
         writer.close()
 
 
+async def test_a_broken_body_ends_the_connection_within_an_answer_that_has_begun() -> None:
+    async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with in_process(answer, Connections(10)) as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        assert (await reader.readuntil(b"begun\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"no size\r\n")
+        assert await reader.read() == b"", "an error within the answer would look like its text"
+        writer.close()
+
+
 async def test_the_connection_that_waits_longest_makes_room_for_a_new_one() -> None:
     async with in_process(nothing, Connections(2)) as port:
         waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]

@@ -126,6 +126,17 @@ def test_no_more_is_computed_in_silence_than_the_next_step_can_commit() -> None:
         assert worker.pool.blocks.free_count == 256
 
 
+def test_a_pass_may_fill_exactly_the_blocks_that_the_next_step_can_commit() -> None:
+    (prompt,) = lasting_prompts(1, output_tokens=20)
+    worker = worker_of(512, ahead_tokens=16)
+    decoding(worker, prompt, max_tokens=20)
+    scheduler = worker.scheduler
+    filled_max = scheduler.roster.uncommitted_block_count() + 1_000 // SIZE + 1
+    for missing, is_whole in ((0, True), (1, False)):
+        scheduler.commit_blocks_max = filled_max - missing
+        assert scheduler.plan_without_asking().is_whole is is_whole
+
+
 def test_decoding_goes_on_while_a_prompt_waits_for_an_answer() -> None:
     prompts = lasting_prompts(2, output_tokens=30)
     worker = worker_of(64, ahead_tokens=16)

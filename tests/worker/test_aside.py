@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from quire.errors import QuireError, Reason
-from quire_worker.aside.bench import Bench, BenchLimits, OverLimitError
+from quire_worker.aside.job_processes import JobLimits, JobProcesses, OverLimitError
 from quire_worker.aside.threads import Threads
 from quire_worker.calls.structures import StructureCompiler
 from quire_worker.model.tokenizer import Tokenizer
@@ -31,28 +31,28 @@ def job(role: str, content: str = "hello") -> dict[str, object]:
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    limits = BenchLimits(memory_bytes=64 << 20, cpu_s=1, wall_s=60)
-    bench = Bench("templates", lambda: {"templates": TEMPLATES, "variables": {}}, limits)
-    yield bench
-    bench.close()
+async def processes() -> AsyncIterator[JobProcesses]:
+    limits = JobLimits(memory_bytes=64 << 20, cpu_s=1, wall_s=60)
+    processes = JobProcesses("templates", lambda: {"templates": TEMPLATES, "variables": {}}, limits)
+    yield processes
+    processes.close()
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("role", ["loop", "grow"])
-async def test_a_job_over_its_limits_ends_and_the_next_one_is_done(bench: Bench, role: str) -> None:
+async def test_a_job_over_its_limits_ends_and_the_next_one_is_done(processes: JobProcesses, role: str) -> None:
     for _ in range(2):
         with pytest.raises(OverLimitError):
-            await bench.run(job(role), key="a", timeout_s=60)
-        assert await bench.run(job("user"), key="a", timeout_s=60) == {"text": "hello"}
+            await processes.run(job(role), key="a", timeout_s=60)
+        assert await processes.run(job("user"), key="a", timeout_s=60) == {"text": "hello"}
 
 
 @pytest.mark.timeout(120)
-async def test_a_key_has_one_job_at_a_time_and_others_are_done_meanwhile(bench: Bench) -> None:
-    await bench.warm()
-    bad = [asyncio.create_task(bench.run(job("loop"), key="bad", timeout_s=60)) for _ in range(3)]
+async def test_a_key_has_one_job_at_a_time_and_others_are_done_meanwhile(processes: JobProcesses) -> None:
+    await processes.warm()
+    bad = [asyncio.create_task(processes.run(job("loop"), key="bad", timeout_s=60)) for _ in range(3)]
     for number in range(20):
-        found = await bench.run(job("user", str(number)), key=f"good {number}", timeout_s=60)
+        found = await processes.run(job("user", str(number)), key=f"good {number}", timeout_s=60)
         assert found == {"text": str(number)}
     assert not bad[-1].done(), "they are done one after another"
     for task in bad:
@@ -61,35 +61,35 @@ async def test_a_key_has_one_job_at_a_time_and_others_are_done_meanwhile(bench: 
 
 
 @pytest.mark.timeout(120)
-async def test_a_caller_that_leaves_does_not_give_its_turn_to_another(bench: Bench) -> None:
-    await bench.warm()
+async def test_a_caller_that_leaves_does_not_give_its_turn_to_another(processes: JobProcesses) -> None:
+    await processes.warm()
     with pytest.raises(TimeoutError):
-        await bench.run(job("loop"), key="bad", timeout_s=0.1)
+        await processes.run(job("loop"), key="bad", timeout_s=0.1)
     with pytest.raises(TimeoutError):
-        await bench.run(job("user"), key="bad", timeout_s=0.1)
-    assert await bench.run(job("user"), key="good", timeout_s=60) == {"text": "hello"}
-    assert await bench.run(job("user"), key="bad", timeout_s=60) == {"text": "hello"}
+        await processes.run(job("user"), key="bad", timeout_s=0.1)
+    assert await processes.run(job("user"), key="good", timeout_s=60) == {"text": "hello"}
+    assert await processes.run(job("user"), key="bad", timeout_s=60) == {"text": "hello"}
 
 
 @pytest.mark.timeout(120)
-async def test_a_process_that_was_killed_is_started_again(bench: Bench) -> None:
-    assert await bench.run(job("user"), key="a", timeout_s=60) == {"text": "hello"}
-    assert bench._process is not None
-    bench._process.kill()
-    bench._process.wait()
-    assert await bench.run(job("user"), key="a", timeout_s=60) == {"text": "hello"}, "a child lives on"
+async def test_a_process_that_was_killed_is_started_again(processes: JobProcesses) -> None:
+    assert await processes.run(job("user"), key="a", timeout_s=60) == {"text": "hello"}
+    assert processes._process is not None
+    processes._process.kill()
+    processes._process.wait()
+    assert await processes.run(job("user"), key="a", timeout_s=60) == {"text": "hello"}, "a child lives on"
     with pytest.raises(OverLimitError):
-        await bench.run(job("loop"), key="a", timeout_s=60)
-    assert await bench.run(job("user"), key="a", timeout_s=60) == {"text": "hello"}
+        await processes.run(job("loop"), key="a", timeout_s=60)
+    assert await processes.run(job("user"), key="a", timeout_s=60) == {"text": "hello"}
 
 
 @pytest.mark.timeout(120)
-async def test_closing_ends_the_processes(bench: Bench) -> None:
-    running = asyncio.create_task(bench.run(job("loop"), key="a", timeout_s=60))
-    await bench.warm()
-    process = bench._process
+async def test_closing_ends_the_processes(processes: JobProcesses) -> None:
+    running = asyncio.create_task(processes.run(job("loop"), key="a", timeout_s=60))
+    await processes.warm()
+    process = processes._process
     assert process is not None
-    bench.close()
+    processes.close()
     assert process.poll() is not None
     with pytest.raises((asyncio.CancelledError, OverLimitError, OSError)):
         await running

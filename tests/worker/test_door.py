@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from quire.errors import DeadlineExceededError, QuireError, Reason
 from quire_worker.requests import reception
-from quire_worker.scheduling.pace import Pace
+from quire_worker.scheduling.pace import PASSES, Pace
 
 from tests.worker.engine_harness import prompt, running
 from tests.worker.tiny_models import write_tiny_llama
@@ -145,3 +145,15 @@ def test_a_pace_is_that_of_the_shortest_pass_and_of_the_largest_prompt() -> None
     pace.observe(64, 0.04)
     assert pace.pass_s == 0.01
     assert pace.seconds_for(640) == pytest.approx(0.4)
+
+
+def test_the_rate_of_prompts_is_of_the_latest_passes_that_mostly_computed_prompts() -> None:
+    pace = Pace()
+    pace.observe(8, 0.08, sample_count=8)  # a pass of decoding
+    assert pace.prefill_seconds_for(100) == 0
+    pace.observe(64, 0.04)
+    pace.observe(36, 0.01, sample_count=3)
+    assert pace.prefill_seconds_for(1_000) == pytest.approx(0.5)
+    for _ in range(PASSES):
+        pace.observe(10, 0.01)
+    assert pace.prefill_seconds_for(1_000) == pytest.approx(1.0)

@@ -19,6 +19,7 @@ from quire.hashing import DigestChain
 from quire.types import GroupKind, GroupSpec
 from quire.v1 import worker_pb2 as pb
 from quire_worker.calls.checks import wish_of
+from quire_worker.kv_events import pool_follower
 from quire_worker.kv_events.pool_follower import Follower, index_of
 from quire_worker.kv_events.published_index import Filled, Index
 from quire_worker.kv_events.publisher import Publisher
@@ -322,6 +323,28 @@ def test_a_full_queue_refuses_items_without_waiting_and_counts_them() -> None:
     assert [publisher.offer(CLEARED) for _ in range(3)] == [True, True, False]
     assert publisher.is_behind
     publisher.close()
+
+
+def test_the_lag_is_the_age_of_the_oldest_item_that_waits() -> None:
+    now = [100.0]
+    publisher = Publisher(Index(0, SIZE, 10), "tcp://127.0.0.1:0", clock=lambda: now[0])
+    assert publisher.lag_s == 0
+    for now[0] in (101.0, 103.0, 106.0):
+        publisher.offer(CLEARED)
+    assert publisher.lag_s == 5
+    publisher._taken()
+    assert publisher.lag_s == 0
+    publisher.close()
+
+
+async def test_events_lag_while_the_allocator_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(DEMO) as harness, published(harness) as (follower, subscriber):
+        await until(subscriber, lambda: follower._events is not None)
+        monkeypatch.setattr(pool_follower, "WATCH_BEAT_S", 0.0)
+        await harness.allocator.stop()
+        await until(subscriber, lambda: follower.lag_s() > 1)
+        await harness.allocator.start()
+        await until(subscriber, lambda: follower.lag_s() < 1)
 
 
 async def test_the_end_of_a_worker_clears_its_blocks() -> None:

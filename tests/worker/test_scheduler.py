@@ -169,6 +169,18 @@ def test_small_prompts_pass_a_large_one_that_does_not_fit_and_it_starts_in_the_s
     assert started[0] == started[1]
 
 
+def test_a_sample_that_passed_the_head_gets_blocks_that_another_one_holds_ahead() -> None:
+    worker = PretendedWorker(block_count=14, block_size=4, batch_tokens=64, ahead_tokens=8)
+    worker.submit(lasting_prompts(1, output_tokens=60)[0], max_tokens=60)
+    worker.turn()
+    head = worker.submit(numbers(48, seed=1), max_tokens=1)
+    passing = worker.submit(lasting_prompts(3, output_tokens=30)[2], max_tokens=30)
+    while not passing.is_done:
+        worker.turn()
+    assert not head.admitted
+    assert passing.usage.preemption_count == 0
+
+
 def test_a_request_with_many_samples_takes_a_place_for_each() -> None:
     worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=64, running_max=4)
     requests = [worker.submit(numbers(8, seed=i), max_tokens=5, n=3) for i in range(3)]

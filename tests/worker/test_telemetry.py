@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from quire._serving.metrics import keeping_colons
+from quire.views import WaitReason
 from quire_worker.process.vllm_metrics import VllmCollector
 from quire_worker.process.worker_metrics import METRIC_NAMES, WorkerCollector
+from quire_worker.requests import queue_times, reception
 from quire_worker.scheduling.plan import Work
 
 from tests.worker.engine_harness import prompt, running
@@ -108,3 +111,48 @@ async def test_vllms_names_have_the_numbers_of_the_worker() -> None:
     assert found["vllm:inter_token_latency_seconds_count", "0", "demo"] == 6 * 55
     assert found["vllm:e2e_request_latency_seconds_count", "0", "demo"] == 6
     assert found["vllm:num_requests_waiting", "0", "demo"] == found["vllm:num_requests_running", "0", "demo"] == 0
+
+
+async def test_the_queue_time_by_reason_adds_up_to_the_queue_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "LOOK_S", 0.0)  # looks in every turn
+    monkeypatch.setattr(queue_times, "SHARE", 0)
+    async with running(DEMO, blocks=12) as harness:  # fits two requests
+        numbers = harness.engine.telemetry
+        prompts = [prompt(40, seed=seed) for seed in range(8)]
+        await asyncio.gather(*(harness.generate(each, max_tokens=56, ignore_eos=True) for each in prompts))
+    assert sum(numbers.queued_s.values()) == pytest.approx(numbers.queue_seconds.sum)
+    reasons = (WaitReason.BLOCKS, WaitReason.ORDER, WaitReason.ALLOCATOR)  # the first in order, those behind it, all
+    assert all(numbers.queued_s[reason] > 0 for reason in reasons)
+    assert numbers.queued_s[WaitReason.NO_SESSION] == numbers.queued_s[WaitReason.PLACES] == 0
+    assert min(numbers.queued_s.values()) >= 0
+
+
+async def test_a_request_that_nobody_looked_at_waited_for_the_next_pass_and_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reception, "LOOK_S", 1e9)
+    async with running(DEMO) as harness:
+        numbers = harness.engine.telemetry
+        await harness.generate(prompt(20), max_tokens=2)
+    waited = {reason for reason, seconds in numbers.queued_s.items() if seconds}
+    assert waited <= {WaitReason.NEXT_PASS, WaitReason.ALLOCATOR}
+    assert sum(numbers.queued_s.values()) == pytest.approx(numbers.queue_seconds.sum)
+
+
+async def test_hits_save_the_time_of_their_tokens_at_the_measured_rate_and_misses_none() -> None:
+    async with running(DEMO) as harness:
+        numbers, pace = harness.engine.telemetry, harness.engine.scheduler.roster.pace
+        await harness.generate(prompt(200), max_tokens=4)
+        assert numbers.saved_prefill_s == 0
+        assert pace.prefill_seconds_for(200) > 0
+        output = await harness.generate(prompt(200), max_tokens=4)
+    cached = output.request.usage.cached_token_count
+    assert cached > 100
+    assert numbers.saved_prefill_s == pytest.approx(pace.prefill_seconds_for(cached), rel=0.5)
+
+
+async def test_choosing_tokens_is_a_part_of_the_time_of_passes() -> None:
+    async with running(DEMO) as harness:
+        numbers = harness.engine.telemetry
+        await harness.generate(prompt(20), max_tokens=8, temperature=1.0, ignore_eos=True)
+    assert 0 < numbers.sampling_s < numbers.forward_s < numbers.step_seconds.sum

@@ -42,11 +42,13 @@ from quire_worker.requests.reception import Reception
 from quire_worker.requests.samples import TokenIntake, begin_samples
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.explaining import waits_of
 from quire_worker.scheduling.granted import refusal_of
 from quire_worker.scheduling.output import STREAM_INTERVAL_S
 from quire_worker.scheduling.plan import Batch, Plan, Work, is_for_first_tokens
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.scheduling.waiting import Wait
 from quire_worker.telemetry import WorkerTelemetry
 
 log = structlog.get_logger()
@@ -57,9 +59,8 @@ PATIENCE_S = 0.02  # after this, samples with room continue without the answer, 
 
 
 class Engine:
-    """Runs requests. `submit`, `cancel` and `step` must be called on the event loop that runs `run`.
-
-    The model runs on `lane`, a thread that engines may share and that `close` ends.
+    """Runs requests. `submit`, `cancel` and `step` must be called on the event loop that runs `run`. The model runs on
+    `lane`, a thread that engines may share and that `close` ends.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Engine:
         blocks of later passes and queues the next one; then takes the pass's tokens. On a CPU, planning takes cores
         from the kernels, so a pass that brings only first tokens is delivered before the turn plans ahead."""
         started = self.clock()
-        self.reception.end_hopeless(self.fail)
+        self.reception.look(self.fail, self.waits)
         if not self._passes and not await self._start():
             return
         work = self._passes[0].work
@@ -147,7 +148,7 @@ class Engine:
         await self.outbox.deliver_first()
         self._thread.go_on()
         self.scheduler.roster.observe(computed.work, computed.seconds, computed.swapped_block_count, computed.swap_s)
-        self.telemetry.observe_pass(len(computed.work), computed.seconds, self.clock() - started)
+        self.telemetry.observe_pass(len(computed.work), computed.seconds, computed.sampling_s, self.clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -214,10 +215,10 @@ class Engine:
         self._changed.set()
         self.wake.set()
 
-    @property
-    def asked_samples(self) -> set[Sample]:
-        """Returns the waiting samples that the step without an answer asks blocks for."""
-        return set() if self._asked is None else self._asked.plan.to_admit
+    def waits(self) -> dict[Request, Wait]:
+        """Returns why each request with a waiting sample waits."""
+        asked = set[Sample]() if self._asked is None else set(self._asked.plan.to_admit)
+        return waits_of(self.scheduler, asked, is_connected=self.session.connected)
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""
@@ -341,9 +342,8 @@ class Engine:
         return True
 
     async def _answer(self) -> StepOutcome | None:
-        """Returns the allocator's answer; None if the plan cannot be carried out and the turn has to restart.
-
-        If a step is refused, the requests that the step would have admitted fail.
+        """Returns the allocator's answer; None if the plan cannot be carried out and the turn has to restart. If a step
+        is refused, the requests that the step would have admitted fail.
 
         Raises:
             QuireError: a step that admits no request was refused, or the allocator broke the protocol.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire._serving.metrics import Histogram
 from quire.errors import RETRY_AFTER_S_MAX
 from quire.protocol.outcomes import StepOutcome
+from quire.views import WaitReason
 
 from quire_worker.execution.failures import FailureKind
+from quire_worker.scheduling.pace import Pace
 from quire_worker.scheduling.request import Request, Sample
 
 RETRY_AFTER_S_MIN = 0.25
@@ -39,6 +41,10 @@ class WorkerTelemetry:
         self.table_entry_count_max = 0
         self.allocator_wait_s = 0.0
         self.forward_s = 0.0
+        self.sampling_s = 0.0  # part of `forward_s`
+        self.saved_prefill_s = 0.0  # an estimate: see `Pace.prefill_seconds_for`
+        self.queued_s = dict.fromkeys(WaitReason, 0.0)  # see `requests.queue_times`
+        self.kv_event_lag_s: Callable[[], float] = lambda: 0.0  # `kv_events_of` sets it
         self.step_seconds = Histogram(SECONDS_BOUNDS)
         self.first_token_seconds = Histogram(SECONDS_BOUNDS)
         self.queue_seconds = Histogram(SECONDS_BOUNDS)
@@ -54,17 +60,25 @@ class WorkerTelemetry:
         count = histogram.buckets()[-1][1]
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None
 
-    def observe_pass(self, sample_count: int, forward_s: float, step_s: float) -> None:
-        """Records a step that ran the model for `sample_count` samples: `forward_s` in the model, `step_s` in all."""
+    def observe_pass(self, sample_count: int, forward_s: float, sampling_s: float, step_s: float) -> None:
+        """Records a step that ran the model for `sample_count` samples: `step_s` in all, of which `forward_s` in the
+        model, of which `sampling_s` in choosing tokens."""
         self.batch_samples.observe(sample_count)
         self.forward_s += forward_s
+        self.sampling_s += sampling_s
         self.step_seconds.observe(step_s)
 
-    def observe_first_token(self, request: Request, seconds: float) -> None:
+    def observe_first_token(self, request: Request, seconds: float, pace: Pace) -> None:
         """Records a request's first token, `seconds` after the request arrived."""
         self.first_token_seconds.observe(seconds)
-        self.prompt_token_count += len(request.prompt)
-        self.cached_token_count += request.usage.cached_token_count
+        self.observe_prompt(len(request.prompt), request.usage.cached_token_count, pace)
+
+    def observe_prompt(self, token_count: int, cached_token_count: int, pace: Pace) -> None:
+        """Records a prompt, and estimates from the worker's pace the time that its hit saved."""
+        self.prompt_token_count += token_count
+        if cached_token_count:
+            self.cached_token_count += cached_token_count
+            self.saved_prefill_s += pace.prefill_seconds_for(cached_token_count)
 
     def observe_blocks(self, outcome: StepOutcome, running: Sequence[Sample], block_count: int) -> None:
         """Records the blocks held, and the number without sharing, after a step. An empty outcome changes nothing."""

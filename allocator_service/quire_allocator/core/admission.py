@@ -76,8 +76,8 @@ class Admission:
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
     def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
-        """Returns why a new sequence is refused, or None if it is admitted. Its hits' cached blocks are not in
-        `needed`."""
+        """Returns why a new sequence is refused, or None if it is admitted. `needed` does not include the cached blocks
+        of its hits."""
         refused = self._refuse_new(applicant, needed, revived)
         if refused is not None and self._take_over(refused.result):
             return self._refuse_new(applicant, needed, revived)
@@ -184,7 +184,7 @@ class Admission:
         return None
 
     def note_change(self) -> None:
-        """Forgets the cheapest victim, since a change may have made another one cheaper.
+        """Forgets the cheapest victim, because a change may have made another sequence cheaper.
 
         Refusals change nothing, so a step with many of them searches only once.
         """
@@ -209,7 +209,7 @@ class Admission:
                 self._blocks.evict_from(space, over)
 
     def _too_long(self, token_count: int, pass_token_count: int, over: int, pending: int = 0) -> GrowResult:
-        """Returns PASS_TOO_LONG, with an excess of `over` blocks, if smaller passes of them fit; else TOO_LONG."""
+        """Returns PASS_TOO_LONG, with an excess of `over` blocks, if smaller passes fit; else TOO_LONG."""
         if self._peak(token_count, pass_token_count) > self._spec.block_count:
             return GrowResult(Result.TOO_LONG, 0, pending)
         return GrowResult(Result.PASS_TOO_LONG, 0, pending, shortfall=over)

@@ -8,7 +8,7 @@ Lifecycle of a block:
 
 Groups of equal specification share one *manager* (`full.py`, `windows.py`, `states.py`), which knows its held and
 cached blocks. This module knows the empty blocks, the number of cached blocks, and the queue of eviction candidates.
-Empty blocks are granted first, the latest returned one first. Then cached blocks are evicted in the policy's order.
+Empty blocks are granted first, the last returned one first. Then cached blocks are evicted in the policy's order.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Blocks:
             self.push(entry)
 
     def reranked(self, entry: Scoped) -> None:
-        """Moves a candidate in the queue after the policy has changed its value."""
+        """Moves a candidate in the queue after the policy changed its value."""
         self.policy.revalued(entry)
         self.push(entry)
 

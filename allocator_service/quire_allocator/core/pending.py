@@ -7,7 +7,7 @@ Lifecycle of an announcement:
     3. gone        all of it is published, or the sequence was dropped
 
 An announcement is filed under its first place, and under each place that it advanced to. If a prompt's published prefix
-ends there and its next digest is the announced one, the prompt learns how far both agree.
+ends there, and its next digest is the announced one, the lookup returns how far both agree.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ class Pool:
     def free(self, sequence_id: int, keep_ms: int = 0, keep_token_count: int = 0) -> Result:
         """Frees a sequence, its tail first, so that eviction leaves a whole prefix. Answers OK or NOT_FOUND.
 
-        With `keep_ms`, its first `keep_token_count` tokens (0: all) are evicted late for so long, under `KEPT_SHARE`.
+        With `keep_ms`, its first `keep_token_count` tokens (0: all) are evicted late for that time, up to `KEPT_SHARE`.
         """
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:

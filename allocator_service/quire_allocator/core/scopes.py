@@ -87,5 +87,5 @@ class Evictor(ABC):
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Evicts at least `wanted` blocks of a candidate, or all its blocks if it has fewer; returns the number."""
 
-    def replaced(self, entry: Scoped) -> None:  # noqa: B027 - most managers keep what was replaced
-        """Notes that another entry replaced this one: hits end with that one instead."""
+    def replaced(self, entry: Scoped) -> None:  # noqa: B027 - most managers keep the replaced entry
+        """Notes that another entry replaced this one: hits now end at the other entry."""

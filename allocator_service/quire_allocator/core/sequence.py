@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire_allocator.core.pending import Announcement
-from quire_allocator.core.retention.stops import Turn
+from quire_allocator.core.retention.stop_rules import Turn
 from quire_allocator.core.scopes import Namespace
 
 

@@ -221,7 +221,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
         attended_token_count: as in `Match` (allocate only, OK and PENDING).
-        stops: token counts at which hits are to end, rising (`retention/stops.py`; allocate only, OK).
+        stops: token counts at which hits are to end, rising (`retention/stop_rules.py`; allocate only, OK).
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing the previous ones; after allocate the whole table.
             Empty if nothing changed in any group.

@@ -54,11 +54,8 @@ class Stretch(Scoped):
         self.blocks.extend(blocks)
 
     def trim(self, size: int) -> tuple[bytes | bytearray, array[int]]:
-        """Drops positions from its end, until `size` bytes of digests and their blocks are left.
-
-        Returns:
-            The digests before the call, with the dropped ones from byte `size` on; and the dropped blocks.
-        """
+        """Drops positions from its end, until `size` bytes of digests and their blocks are left. Returns the digests
+        before the call, with the dropped ones from byte `size` on, and the dropped blocks."""
         source, kept = self._digests, len(self.blocks) * size // self.size
         blocks = self.blocks[kept:]
         self.size = size

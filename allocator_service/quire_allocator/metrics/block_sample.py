@@ -1,15 +1,14 @@
-"""Follows a sample of a pool's blocks by their digests, for metrics that counting alone cannot give.
+"""Follows a sample of a pool's blocks by their digests, for metrics that plain counters cannot give.
 
 Digests are hashes: those that begin with a small number are a random sample of all prefixes, the same in every pool and
-on every day (SHARDS). They are filed in slices, in the order in which they were last named. If the newer slices have
-fewer digests than a pool has room for, the block would have been a hit in that pool, with eviction of the least
-recently used.
+on every day (SHARDS). The digests are filed in slices, by the time of their last use. If the newer slices have fewer
+digests than a pool has room for, that pool would have hit the block under LRU eviction.
 
-All digests are followed at first. Each time there would be more than `_FOLLOWED_MIN`, half of them are dropped, down to
-the share of the pool: a pool that saw few prefixes would else have none in its sample.
+At first all digests are followed. Whenever there would be more than `_FOLLOWED_MIN`, half of them are dropped, down to
+the pool's share. Otherwise a pool that saw few prefixes would have none in its sample.
 
-A slice is an eighth of the pool, and the model is no finer than that. Lists in exact order, one for each size, would
-cost far more for each named digest.
+A slice is an eighth of the pool, and the model is no finer than that. An exactly ordered list for each size would cost
+far more per use.
 
 Lifecycle of a followed digest:
 
@@ -18,7 +17,7 @@ Lifecycle of a followed digest:
     3. gone       it was evicted or dropped; a later commit brings it back to 2
     4. forgotten  as many others were named since as fit a pool of four times the size
 
-Stages and lifetimes are those of the first group of full attention. Pools without one are not followed.
+Outcomes and lifetimes are those of the first group of full attention. Pools without one are not followed.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from quire_allocator.wire.step_columns import StepColumns
 
 OUTCOMES: Final = ("hit", "group", "evicted", "computing", "new")
 _HIT: Final = 0
-_GROUP: Final = 1  # full attention had it, another group not
-_EVICTED: Final = 2  # it was published earlier, and is not any more
-_COMPUTING: Final = 3  # an earlier prompt had named it
+_GROUP: Final = 1  # full attention had the block, another group did not
+_EVICTED: Final = 2  # the block was published earlier and has been evicted
+_COMPUTING: Final = 3  # an earlier prompt had asked for the block
 _NEW: Final = 4
 
 SIZES = (0.5, 1.0, 2.0, 4.0)  # sizes of modelled pools, in multiples of the pool's own
 AGE_SECONDS_BOUNDS = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
-_FOLLOWED_MIN: Final = 256  # followed blocks of a pool, if it has that many
-_BYTES: Final = 256  # values of a byte
-_BEGINNINGS: Final = _BYTES * _BYTES  # values of a digest's first two bytes
+_FOLLOWED_MIN: Final = 256  # blocks of a pool that the sample follows, if the pool has that many
+_BYTES: Final = 256  # number of values of a byte
+_BEGINNINGS: Final = _BYTES * _BYTES  # number of values of a digest's first two bytes
 
 _SLICES: Final = 8  # slices for as many digests as the pool itself has room for
 _SLICES_MAX: Final = 64
@@ -53,11 +52,11 @@ _SLICES_MAX: Final = 64
 _ASKED: Final = 0
 _PUBLISHED: Final = 1
 _GONE: Final = 2
-_UNKNOWN: Final = -1.0  # published before it was followed
+_UNKNOWN: Final = -1.0  # the block was published before the sample followed it
 
 
 class _Slice:
-    """Digests that were named in a row, and the count of those that were not named since."""
+    """Digests that were used one after the other, and how many of them were not used again since."""
 
     __slots__ = ("count", "digests")
 
@@ -82,9 +81,9 @@ class BlockSample:
     """Follows a share of the blocks of one pool.
 
     Attributes:
-        log: the pool's log; a rebuilt pool has another one, and needs another sample.
+        log: the pool's event log; a rebuilt pool has a new log, and needs a new sample.
         tokens: prompt tokens of a block; 0 if the pool is not followed.
-        outcomes: blocks of new prompts, by `OUTCOMES`. A followed block counts for those that were not followed.
+        outcomes: blocks of new prompts, by `OUTCOMES`. A followed block also counts for the blocks that it represents.
         would_hit: blocks of new prompts that pools of `SIZES` would have hit.
         lifetimes: seconds from publication to eviction or drop.
         idles: seconds from the last use to eviction or drop.
@@ -112,12 +111,13 @@ class BlockSample:
         room = self._room
         self._beginning_count = beginning_count
         self._weight = _BEGINNINGS / beginning_count
-        self._marks = bytes([byte * _BYTES >= beginning_count for byte in range(_BYTES)])  # 0 for those followed
+        # 0 for the first bytes of digests that the sample follows
+        self._marks = bytes([byte * _BYTES >= beginning_count for byte in range(_BYTES)])
         self._rooms = [max(1, int(size * room * beginning_count / _BEGINNINGS)) for size in SIZES]
         self._slice_room = max(1, room * beginning_count // _BEGINNINGS // _SLICES)
 
     def observe(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
-        """Takes in a step that was applied at `now`, in seconds of a clock that never goes back."""
+        """Observes a step that was applied at `now`, in seconds of a monotonic clock."""
         if not self.tokens:
             return
         if step.commit_digest_data:
@@ -135,7 +135,7 @@ class BlockSample:
         for offset in offsets:
             digest = digests[offset : offset + DIGEST_BYTES]
             followed = self._followed.get(digest)
-            if followed is None:  # no prompt named it: it belongs to an answer
+            if followed is None:  # no prompt asked for the block: it belongs to an answer
                 followed = self._file(digest, None, now)
             if followed.stage != _PUBLISHED:
                 followed.stage = _PUBLISHED
@@ -157,7 +157,7 @@ class BlockSample:
                     self.lifetimes.observe(now - followed.published)
 
     def _ask_all(self, step: StepColumns, reply: packed.StepReply, now: float) -> None:
-        """Takes in the prompts of new sequences. Other grows come without digests."""
+        """Observes the prompts of new sequences. Grows of live sequences have no digests."""
         results = reply.grow_results if step.has_refused else ()
         for row, digests in enumerate(step.grow_digests):
             if not digests or (results and results[row]):
@@ -197,7 +197,7 @@ class BlockSample:
             newer = 0
             for each in reversed(self._slices):
                 if each is followed.slice:
-                    newer += each.count // 2  # about half of them were named later
+                    newer += each.count // 2  # later prompts asked for about half of them
                     break
                 newer += each.count
             for number, room in enumerate(self._rooms):
@@ -233,7 +233,7 @@ class BlockSample:
         while len(self._followed) > self._rooms[-1]:
             for digest in self._held(slices.pop(0)):
                 del self._followed[digest]
-        if len(slices) == _SLICES_MAX:  # digests were named again: the two neighbors with the fewest left become one
+        if len(slices) == _SLICES_MAX:  # the two neighboring slices with the fewest digests become one
             sizes = [slices[number].count + slices[number + 1].count for number in range(len(slices) - 1)]
             number = sizes.index(min(sizes))
             older, newer = slices[number], slices.pop(number + 1)
@@ -244,7 +244,8 @@ class BlockSample:
         slices.append(_Slice())
 
     def _follow_fewer(self, coming_count: int) -> None:
-        """Drops digests until few are followed, of those that come now, too, or the share of the pool."""
+        """Halves the followed share until few digests are left (including new ones), or until it is the pool's own
+        share."""
         while (
             self._beginning_count > self._least
             and len(self._followed) + coming_count * self._beginning_count // _BEGINNINGS > _FOLLOWED_MIN
@@ -254,7 +255,7 @@ class BlockSample:
                 self._followed.pop(digest).slice.count -= 1
 
     def _held(self, of: _Slice) -> list[bytes]:
-        """Returns the digests of a slice that were not named since."""
+        """Returns the digests of a slice that were not used again since."""
         held = list[bytes]()
         for digest in of.digests:
             followed = self._followed.get(digest)
@@ -270,7 +271,7 @@ class BlockSample:
         place, is_exact = firsts.find(0), self._beginning_count % _BYTES == 0
         while place >= 0:
             offset = start + place * DIGEST_BYTES
-            if is_exact or self._is_followed(source, offset):  # else the second byte decides, too
+            if is_exact or self._is_followed(source, offset):  # otherwise the second byte decides, too
                 offsets.append(offset)
             place = firsts.find(0, place + 1)
         return offsets
@@ -280,7 +281,7 @@ class BlockSample:
 
 
 def _room(spec: PoolSpec) -> int:
-    """Returns how many digests a pool has blocks for, counted as if it had only its groups of full attention."""
+    """Returns how many digests fit into a pool's blocks, as if it had only its groups of full attention."""
     sizes = [group.block_size for group in spec.groups if group.kind is GroupKind.FULL_ATTENTION]
     blocks = sum([spec.block_size / size for size in sizes])  # blocks per digest
     return int(spec.block_count / blocks) if blocks else 0

@@ -1,7 +1,7 @@
 """The allocator's metrics, read from directory and counters at scrape.
 
-The class is not in `counters.py` because that module is compiled: a compiled class that derives from one that is not
-does not work in every release of Python.
+The class is not in `counters.py` because that module is compiled: compiled classes with an interpreted base class fail
+in some releases of Python.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire._serving.logs import dropped_lines
 
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import retention, usage
-from quire_allocator.core.spec import Result
+from quire_allocator.core.spec import GroupKind, Result
 from quire_allocator.metrics.block_sample import OUTCOMES, SIZES
 from quire_allocator.metrics.counters import OTHER, Counters, PoolCounters
 from quire_allocator.metrics.route_metrics import route_metrics
@@ -32,6 +32,7 @@ METRIC_NAMES = frozenset(
         "quire_allocator_steps_total",
         "quire_allocator_step_seconds",
         "quire_allocator_prefix_tokens_total",
+        "quire_allocator_group_prefix_tokens_total",
         "quire_allocator_granted_blocks_total",
         "quire_allocator_short_blocks_total",
         "quire_allocator_sampled_tokens_total",
@@ -63,7 +64,8 @@ METRIC_NAMES = frozenset(
 class AllocatorCollector(Collector):
     """Reads directory and counters at scrape.
 
-    It runs in the metrics server's thread: it copies what it iterates over, and a number may be one step old.
+    It runs in the metrics server's thread, so it copies collections before it iterates over them. A number may be one
+    step old.
     """
 
     def __init__(self, directory: Directory, counters: Counters) -> None:
@@ -76,6 +78,7 @@ class AllocatorCollector(Collector):
         yield from self._pool_gauges()
         yield from self._namespaces()
         yield from self._pool_counters()
+        yield self._group_hits()
         yield from self._evictions()
         yield from self._recoveries()
         yield from self._sampled()
@@ -164,7 +167,8 @@ class AllocatorCollector(Collector):
                 family.add_metric([owner.name, name, "held"], own_held)
                 family.add_metric([owner.name, name, "cached"], own_cached)
                 held, cached = held - own_held, cached - own_cached
-            family.add_metric([owner.name, OTHER, "held"], max(0, held))  # the pool changes while this adds up
+            # The pool may change while this adds the counts up.
+            family.add_metric([owner.name, OTHER, "held"], max(0, held))
             family.add_metric([owner.name, OTHER, "cached"], max(0, cached))
         yield family
 
@@ -210,6 +214,22 @@ class AllocatorCollector(Collector):
             dropped.add_metric([name], pool.blocks.dropped_count)
             copies.add_metric([name], pool.copy_count)
         yield from (operations, steps, seconds, tokens, granted, short, dropped, copies)
+
+    def _group_hits(self) -> Metric:
+        hits = CounterMetricFamily(
+            "quire_allocator_group_prefix_tokens",
+            "Tokens of new sequences that the groups of one specification had cached. A hit is what all groups can "
+            "serve, so only full attention may have more, counted to where a checkpoint could be.",
+            labels=["pool", "group"],
+        )
+        for owner, numbers in self._counted():
+            of_group = dict[str, int]()
+            for manager, use in zip(owner.pool.managers, retention.use(owner.pool), strict=False):
+                is_full = manager.spec.kind is GroupKind.FULL_ATTENTION
+                of_group[use.name] = owner.pool.matched_token_count + is_full * numbers.attended_token_count
+            for name, count in of_group.items():
+                hits.add_metric([owner.name, name], count)
+        return hits
 
     def _evictions(self) -> Iterator[Metric]:
         evictions = CounterMetricFamily(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from quire._serving.metrics import Histogram
-from quire.protocol.packing import unpack_uint32
+from quire.protocol.packing import entry_uint32, unpack_uint32
 from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator.core.pool import Pool
@@ -50,8 +50,9 @@ class PoolCounters:
 
     Attributes:
         short_blocks: blocks that refused grows were short of, by result.
-        foreign_evictions: blocks by the labels of the namespace that lost and of the one that took them.
+        foreign_evictions: evicted blocks, by the labels of the victim's namespace and of the taker's.
         step_seconds_sum: seconds of all steps. The sum in `step_seconds` itself stays 0: its class is not compiled.
+        attended_token_count: tokens that full attention had cached beyond the hits of new prompts.
         sample: a sample of the blocks of the pool in force; None before its first step.
         reported_block_count, recovered_block_count, recovered_sequence_count: sums over all reports that became pools.
     """
@@ -63,7 +64,7 @@ class PoolCounters:
         self.step_seconds_sum = 0.0
         self.recovery_seconds = Histogram(RECOVERY_SECONDS_BOUNDS)
         self.reported_block_count = self.recovered_block_count = self.recovered_sequence_count = 0
-        self.disagreement_count = 0
+        self.disagreement_count = self.attended_token_count = 0
         self.sample: BlockSample | None = None
         self._namespaces = namespaces
         self._step_buckets: list[int] = self.step_seconds.counts
@@ -72,7 +73,7 @@ class PoolCounters:
 
     @property
     def operations(self) -> dict[tuple[str, int], int]:
-        """Returns the counts of operations by phase and result, without those that are 0."""
+        """Returns the counts of operations by phase and result, except counts of 0."""
         refused = dict(self._refused)
         counts = dict(refused)
         totals = (self._commit_count, self._free_count, self._fork_count, self._grow_count)
@@ -94,9 +95,11 @@ class PoolCounters:
             self._take_evictions(pool)
         if step.has_refused:
             self._count_refused(reply)
+        if step.has_new and reply.unmatched.attended_token_counts:
+            self._count_attended(step, reply)
 
     def observe_blocks(self, pool: Pool, step: StepColumns, reply: packed.StepReply, now: float) -> None:
-        """Takes the blocks of a step that was applied at `now` into the sample."""
+        """Adds the blocks of a step that was applied at `now` to the sample."""
         if self.sample is None or self.sample.log is not pool.log:
             self.sample = BlockSample(pool)
         self.sample.observe(pool, step, reply, now)
@@ -107,6 +110,14 @@ class PoolCounters:
         self.reported_block_count += reported_block_count
         self.recovered_block_count += pool.blocks.used_count
         self.recovered_sequence_count += len(pool.sequences)
+
+    def _count_attended(self, step: StepColumns, reply: packed.StepReply) -> None:
+        """Counts the tokens that full attention had cached beyond the hits of new prompts."""
+        results = reply.grow_results if step.has_refused else ()
+        for row in range(len(step.grow_sequences)):
+            attended = entry_uint32(reply.unmatched.attended_token_counts, row)
+            if attended and not (results and results[row]) and not (step.returns and step.returns[row]):
+                self.attended_token_count += attended - entry_uint32(reply.matched_token_counts, row)
 
     def _take_evictions(self, pool: Pool) -> None:
         for (victim, taker), count in pool.blocks.foreign_evictions.items():
@@ -134,15 +145,14 @@ class Counters:
     Args:
         namespaces: the namespaces that labels may name.
 
-    Attributes:
-        namespaces: the same in order, without `OTHER`.
+    Attributes: namespaces: the same names in order, without `OTHER`.
     """
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
         self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets it
-        self.routes = RouteCounts()  # `AllocatorService` replaces them by its router's
+        self.routes = RouteCounts()  # `AllocatorService` replaces these counters by its router's
         self.namespaces = sorted({*namespaces} - {OTHER})
         self._pools: defaultdict[str, PoolCounters] = defaultdict(lambda: PoolCounters(namespaces))
 

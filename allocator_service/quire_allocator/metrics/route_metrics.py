@@ -1,4 +1,4 @@
-"""Metrics of routing, of all pools together."""
+"""Metrics of routing, summed over all pools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire_allocator.routing.rule import Basis
 
 
 def route_metrics(counts: RouteCounts) -> Iterator[Metric]:
-    """Yields what became of routed prompts and their reservations."""
+    """Yields counts of routed prompts and of their reservations' ends."""
     routes = CounterMetricFamily(
         "quire_allocator_routes",
         "Routed prompts, by what decided: the longest prefix, the load where no worker had any of the prompt, or the"

@@ -6,8 +6,8 @@ Lifecycle of a reservation:
     2. renewed   the worker asked for the prompt's blocks and was refused for now: it has the prompt
     3. gone      taken (the worker admitted the prompt), refused (it never will), expired, or lost with its pool
 
-A reservation holds no block. The worker does not know it: prompts are recognized by namespace and last digest, so of
-two equal prompts the older reservation is taken first.
+A reservation holds no block. The worker does not know it: the allocator recognizes prompts by namespace and last
+digest. If two prompts are equal, the older reservation is taken first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from quire_allocator.core.pending import Announcement, PendingPrefixes
 from quire_allocator.core.spec import DIGEST_BYTES
 
-FRAME_BYTES: Final = 512  # of a reservation without its digests
+FRAME_BYTES: Final = 512  # bytes of a reservation without its digests
 
 
 class RouteReservation:
@@ -28,10 +28,10 @@ class RouteReservation:
 
     Attributes:
         caller: the caller of Route.
-        byte_count: bytes that it counts for among those of its caller.
+        byte_count: bytes that it takes of its caller's limit.
         shared_token_count: tokens that were promised: published at that time, or computed by others.
         uncached_token_count: the rest of the prompt.
-        length_s: seconds from its making, or its last renewal, to its end.
+        length_s: seconds from its start, or its last renewal, to its end.
         end_s: when it ends, unless it is renewed.
         is_gone: whether it has ended.
     """
@@ -62,28 +62,28 @@ class RouteReservation:
 
     @property
     def key(self) -> tuple[str, bytes]:
-        """Returns what an admission of the same prompt has in common with it."""
+        """Returns the key that an admission of the same prompt has, too."""
         return key_of(self.namespace, self.digests)
 
 
 def key_of(namespace: str, digests: bytes) -> tuple[str, bytes]:
-    """Returns what recognizes a prompt: the last digest stands for everything before it."""
+    """Returns the key of a prompt: namespace and last digest, which stands for everything before it."""
     return namespace, digests[-DIGEST_BYTES:]
 
 
 class Reservations:
     """The reservations of one pool.
 
-    Attributes:
-        uncached_token_count: tokens that the worker has to compute for all of them.
-        pending: the prefixes that it will compute for them.
+    Attributes: uncached_token_count: tokens that the worker must compute for all reservations. pending: the prefixes
+    that it will compute for them.
     """
 
     def __init__(self) -> None:
         self.uncached_token_count = 0
         self.pending = PendingPrefixes()
         self._by_key: dict[tuple[str, bytes], deque[RouteReservation]] = {}
-        self._ends: list[tuple[float, int, RouteReservation]] = []  # a heap with one entry for each, of its first end
+        # a heap with one entry per reservation: the end that it had at first
+        self._ends: list[tuple[float, int, RouteReservation]] = []
         self._number = 0
         self._count = 0
 
@@ -110,7 +110,7 @@ class Reservations:
         reservation.end_s = max(reservation.end_s, now + reservation.length_s)
 
     def remove(self, reservation: RouteReservation) -> None:
-        """Removes a reservation that is here."""
+        """Removes a reservation of this pool."""
         equals = self._by_key[reservation.key]
         equals.remove(reservation)
         if not equals:
@@ -119,7 +119,7 @@ class Reservations:
             self.pending.drop(reservation.announcement)
         self.uncached_token_count -= reservation.uncached_token_count
         self._count -= 1
-        # Its entry in the heap stays until its time. Without this the digests would stay, too.
+        # The reservation's entry in the heap stays until that time. Without this line its digests would stay as long.
         reservation.is_gone, reservation.digests, reservation.announcement = True, b"", None
 
     def expire(self, now: float) -> list[RouteReservation]:

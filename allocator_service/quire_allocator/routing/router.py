@@ -6,8 +6,8 @@ Lifecycle of a pool here:
     2. routed to    `route` chooses it and adds a reservation; `admitted` ends the reservation
     3. forgotten    the pool is gone; its reservations are lost
 
-What a pool has published and what its live sequences compute is read from the pool itself, so it is exact. After a
-restart of the allocator the owners register and report again; reservations, and what was being computed, are unknown
+Published prefixes, and prefixes that live sequences compute, are read from the pool itself, so they are exact. After a
+restart of the allocator the owners register and report again. Reservations and prefixes under computation are unknown
 until the next prompts.
 """
 
@@ -27,14 +27,15 @@ from quire_allocator.core.spec import DIGEST_BYTES, Result
 from quire_allocator.routing.reservations import Reservations, RouteReservation
 from quire_allocator.routing.rule import Basis, Candidate, choose
 
-# Admitted; never to be admitted; over; gone with the pool; not made, because the caller had too many bytes in others.
+# How reservations end: admitted, impossible to admit, expired, dropped with the pool, or refused because of the
+# caller's other reservations.
 END_KINDS: Final = ("taken", "refused", "expired", "lost", "unmade")
-_FOR_NOW: Final = (Result.PENDING, Result.NO_SPACE, Result.QUOTA)  # the worker asks again
+_FOR_NOW: Final = (Result.PENDING, Result.NO_SPACE, Result.QUOTA)  # the worker will ask again
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A pool's worker, as far as routers may know it. A rate of 0 has not been measured."""
+    """Facts about a pool's worker that routers may know. A rate of 0 means that it was not measured yet."""
 
     address: str
     model: str
@@ -43,7 +44,7 @@ class Worker:
     is_draining: bool
 
     def serves(self, model: str, adapter: str) -> bool:
-        """Returns whether it has the model and the adapter, and takes work."""
+        """Returns whether it has the model and the adapter, and accepts requests."""
         return self.model == model and (not adapter or adapter in self.adapters) and not self.is_draining
 
 
@@ -62,7 +63,7 @@ class Prompt:
 
 
 class RoutedTo(NamedTuple):
-    """The worker that Route chose for a prompt, with the numbers that the choice rests on."""
+    """The worker that Route chose for a prompt, and the numbers behind the choice."""
 
     pool: str
     address: str
@@ -87,7 +88,7 @@ class RouteCounts:
         ends: reservations, by one of `END_KINDS`.
         promised_token_count: tokens that admitted prompts had been promised.
         hit_token_count: tokens that admitted prompts found published.
-        missed_token_count: promised tokens that admitted prompts did not find.
+        missed_token_count: promised tokens that admitted prompts did not hit.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class Router:
         return self._workers.get(pool)
 
     def register(self, pool: str, worker: Worker | None) -> None:
-        """Replaces what is known of a pool's worker; None if it is not to be routed to."""
+        """Replaces the registered worker of a pool; None stops routing to it."""
         if worker is None:
             self._workers.pop(pool, None)
         else:
@@ -145,7 +146,7 @@ class Router:
     def route(self, owners: Iterable[Ownership], prompt: Prompt, now: float) -> RoutedTo:
         """Chooses one of these pools for a prompt.
 
-        Pools whose owner's stream is down come last: their workers may be gone.
+        Pools with a broken owner stream come last: their workers may be gone.
 
         Raises:
             Refusal: MODEL_UNKNOWN if none of their workers serves the model.
@@ -154,7 +155,8 @@ class Router:
         served = [owner for owner in served if owner.unary or owner.stream is not None] or served
         if not served:
             raise Refusal(
-                "MODEL_UNKNOWN", "no worker that takes work serves this model: ask again when one has attached"
+                "MODEL_UNKNOWN",
+                "no attached worker that accepts requests serves this model: retry once one has attached",
             )
         self.expire(now)
         rate = self._usual_rate(served)
@@ -207,7 +209,7 @@ class Router:
         )
 
     def _usual_rate(self, owners: Sequence[Ownership]) -> float:
-        """Returns the mean of the measured rates, which stands for those that are not measured yet."""
+        """Returns the mean of the measured rates, used for workers without a measurement."""
         rates = [self._workers[owner.name].prefill_tokens_per_s for owner in owners]
         measured = [rate for rate in rates if rate]
         return sum(measured) / len(measured) if measured else limits.PREFILL_TOKENS_PER_S

@@ -1,8 +1,8 @@
 """The rule that chooses a worker: the longest prefix, until that worker is saturated; then the shortest time.
 
-Example, at 10,000 tokens/s and a tolerated delay of 1 s: a worker that shares most of a prompt gets it while it has at
-most 10,000 tokens to compute that this prompt does not share. Beyond those, the prompt goes where backlog and prompt
-together take the least time, even if its prefix is computed there once more.
+Example, at 10,000 tokens/s and a tolerated delay of 1 s: the worker with the longest cached prefix gets the prompt
+while it has at most 10,000 other tokens to compute. Beyond that, the prompt goes to the worker that computes backlog
+and prompt soonest, even if it recomputes the prefix.
 
 Sequences that decode slow each other. So each sequence that the worker has more than the least busy one, beyond
 `SEQUENCES_ALIKE`, counts as `SEQUENCE_S` of a prefill: a prefix of 5,000 tokens, which take 0.5 s, is worth 10 of them.
@@ -20,19 +20,19 @@ from quire_allocator.limits import SEQUENCE_S, SEQUENCES_ALIKE
 class Basis(enum.StrEnum):
     """Why a worker was chosen."""
 
-    PREFIX = "prefix"  # no worker shares more of the prompt
-    LOAD = "load"  # no worker shares any of it, so the shortest time decides
-    SPREAD = "spread"  # the worker that shares most is saturated, so the shortest time decides
+    PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
+    LOAD = "load"  # no worker has a prefix of it cached, so the shortest time decides
+    SPREAD = "spread"  # the worker with the longest cached prefix is saturated, so the shortest time decides
 
 
 class Candidate(NamedTuple):
-    """A worker, as far as it matters for one prompt.
+    """A worker's numbers for one prompt.
 
     Attributes:
         hit_token_count: leading tokens of the prompt that are published there.
         promised_token_count: tokens after those that the worker computes for others.
         uncached_token_count: the rest of the prompt.
-        backlog_token_count: tokens that the worker has still to compute for others, promised ones included.
+        backlog_token_count: tokens that the worker must still compute for others, including promised ones.
         prefill_tokens_per_s: its measured rate, above 0.
         sequence_count: its live sequences, and those of prompts that were routed there.
     """
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
 
     @property
     def wait_s(self) -> float:
-        """Returns the seconds that the prompt waits for work that it does not share."""
+        """Returns the seconds that the prompt waits for tokens of other prompts."""
         return max(0, self.backlog_token_count - self.promised_token_count) / self.prefill_tokens_per_s
 
     @property
@@ -66,18 +66,18 @@ class Candidate(NamedTuple):
 
 
 class WorkerChoice(NamedTuple):
-    """The place of the chosen candidate, and why it was chosen."""
+    """The index of the chosen candidate, and the reason."""
 
     place: int
     basis: Basis
 
 
 def choose(candidates: Sequence[Candidate], tolerated_s: float) -> WorkerChoice:
-    """Returns the best worker for a prompt; the first one of equals.
+    """Returns the best worker for a prompt; among equals, the first.
 
     Args:
         candidates: at least one.
-        tolerated_s: seconds that a prompt waits at the worker that shares most of it, before it goes elsewhere.
+        tolerated_s: longest wait of a prompt, in seconds, at the worker with its longest prefix.
     """
     most = max(candidate.shared_token_count for candidate in candidates)
     indices = range(len(candidates))

@@ -1,7 +1,7 @@
 """Bounds the memory of steps and replies that sessions keep for replay.
 
-Each session keeps as many as its window, and each may have megabytes: an owner of many sessions could take gigabytes.
-Only large ones are counted, because honest steps are small.
+Each session keeps a window of them, and each may have megabytes, so an owner of many sessions could take gigabytes.
+Only large steps are counted, because honest ones are small.
 
 Pure: no clock, no wire.
 """
@@ -41,7 +41,7 @@ class KeptBytes:
 
     def count(self, owner: Ownership, number: int, size: int) -> None:
         """Counts the step that its session has just recorded. If its caller keeps too many bytes, the session forgets
-        this reply and all before it. A repeat of them then gets STEP_GAP, and the owner reports its pool.
+        this reply and all before it. A repeated step among these then gets STEP_GAP, and the owner reports its pool.
 
         Args:
             owner: the owner of the session.

@@ -90,8 +90,7 @@ class SessionMachine:
     def receive(self, request: packed.SessionRequest, now: float) -> list[packed.SessionReply]:
         """Takes the stream's next message and returns its answers.
 
-        Raises:
-            Refusal: the stream is over, and nothing that this message asked for was done.
+        Raises: Refusal: the stream is over, and this message had no effect.
         """
         self.applied = None
         if self.ending is not None:
@@ -145,7 +144,7 @@ class SessionMachine:
             authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
-        if attach.last_step and not resumes:  # an owner without any step most likely has nothing to report
+        if attach.last_step and not resumes:  # an owner that has sent no step most likely has nothing to report
             self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,
@@ -283,7 +282,7 @@ class SessionMachine:
         return []
 
     def _hear_worker(self, owner: Ownership, heartbeat: pb.Heartbeat) -> None:
-        """Notes what an owner says of its worker with a heartbeat; most heartbeats say nothing."""
+        """Registers the worker in an owner's heartbeat; most heartbeats have none."""
         worker = routes.worker_of(heartbeat)
         if worker is not None:
             self._sessions.router.register(owner.name, worker)

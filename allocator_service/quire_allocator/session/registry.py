@@ -54,7 +54,7 @@ class Observer(Protocol):
         """A pool is gone: detached, closed, or its lease ended."""
 
     def expired(self, owner: Ownership) -> None:
-        """A pool is about to be dropped, because its owner was silent for a whole lease; `dropped` follows."""
+        """A pool will now be dropped, because its owner was silent for a whole lease; `dropped` follows."""
 
     def published(self, owner: Ownership) -> None:
         """Events were published, which watchers of the pool may read now."""

@@ -11,13 +11,14 @@ import contextlib
 import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 from grpc import aio
-from quire._serving.calls import ANSWER_COPIES, SMALL_BYTES
+from quire._serving.caller_shares import CallerShares
+from quire._serving.calls import ANSWER_COPIES, SMALL_BYTES, Arrivals
 from quire._serving.rpc import abort, caller_of
 from quire.errors import QuireError, Reason
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
@@ -28,18 +29,20 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.machine import Phase, SessionMachine
+from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.wire.translate import require
 
 if TYPE_CHECKING:
-    from quire_allocator.service import AllocatorService
+    from quire_allocator.metrics.counters import Counters
 
+WAITERS_MAX: Final = 1_000  # owners whose waiting was logged; the oldest are forgotten
 log = structlog.get_logger()
 
 HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()
 
 
 class _Answers(NamedTuple):
-    """The answers to one message, and what counts the step that it applied."""
+    """The answers to one message, and a function that counts the step that it applied."""
 
     encoded: list[bytes]
     observe: Callable[[], None] | None
@@ -56,13 +59,49 @@ def _collection_paused() -> Iterator[None]:
         gc.enable()
 
 
+class Streams:
+    """The state that all streams of one allocator share.
+
+    Attributes:
+        sessions: all sessions of the allocator.
+        counters: counts of calls and pools for metrics.
+        clock: returns seconds that never decrease.
+        places: open streams of each caller.
+        unread: bytes of replies that each caller has not taken yet.
+        attaching: limits how many first messages of a caller arrive at a time.
+    """
+
+    def __init__(
+        self, sessions: SessionRegistry, counters: Counters, clock: Callable[[], float], streams_max: int
+    ) -> None:
+        self.sessions = sessions
+        self.counters = counters
+        self.clock = clock
+        self.places = CallerShares(limits.STREAMS_OF_ALL_MAX // 2, streams_max)
+        self.unread = CallerShares(limits.UNREAD_BYTES_MAX)
+        self.attaching = Arrivals()
+        self._waiters: dict[tuple[str, bytes] | None, None] = {}
+
+    def is_new_waiter(self, attaching: tuple[str, bytes] | None) -> bool:
+        """Returns whether an owner is refused for the first time because its pool has another owner. Waiting owners
+        retry every second, and only the first refusal is logged.
+
+        Args:
+            attaching: the pool's name, and the owner's incarnation.
+        """
+        is_new = attaching not in self._waiters
+        if is_new:
+            self._waiters[attaching] = None
+            while len(self._waiters) > WAITERS_MAX:
+                del self._waiters[next(iter(self._waiters))]
+        return is_new
+
+
 class SessionStream:
     """Handles one stream from attach to end."""
 
-    def __init__(
-        self, service: AllocatorService, context: aio.ServicerContext[Any, Any], permissions: Permissions
-    ) -> None:
-        self._service = service
+    def __init__(self, streams: Streams, context: aio.ServicerContext[Any, Any], permissions: Permissions) -> None:
+        self._streams = streams
         self._context = context
         task = asyncio.current_task()
         assert task is not None, "a stream must be made inside its handler"
@@ -72,11 +111,11 @@ class SessionStream:
         self._reported = asyncio.Event()
         self._permissions = permissions
         self._caller = caller_of(context)
-        self._machine = SessionMachine(service.sessions, self._interrupt, permissions, self._caller)
+        self._machine = SessionMachine(streams.sessions, self._interrupt, permissions, self._caller)
 
     async def run(self) -> None:
         """Serves the stream until it ends."""
-        machine, code, places = self._machine, "OK", self._service.stream_shares
+        machine, code, places = self._machine, "OK", self._streams.places
         is_placed = False
         try:
             require(
@@ -92,9 +131,9 @@ class SessionStream:
             await self._send(self._apply(await self._read_first()))
             while machine.phase is not Phase.DETACHED and (message := await self._read()) is not None:
                 answers = self._apply(message)
-                del message  # its memory, while the owner takes the answers
+                del message  # the memory of the step, while the owner reads the answers
                 await self._send(answers)
-                del answers  # theirs, while the next message is awaited
+                del answers  # the memory of the answers, while this waits for the next message
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
             code = error.code.name
@@ -108,7 +147,7 @@ class SessionStream:
             machine.close()
             if is_placed:
                 places.leave(self._caller)
-            self._service.counters.count_rpc("Session", code)
+            self._streams.counters.count_rpc("Session", code)
 
     def _apply(self, message: bytes | None) -> _Answers:
         """Lets the machine answer a message. No part of the message outlives the call unless a session keeps it: many
@@ -119,7 +158,7 @@ class SessionStream:
             request = packed.SessionRequest.FromString(message or b"")
         except DecodeError:
             raise Refusal("MALFORMED", "the message is not a SessionRequest") from None
-        started, now = time.perf_counter(), self._service.clock()
+        started, now = time.perf_counter(), self._streams.clock()
         if machine.phase is Phase.REPORTING and request.HasField("report_end"):
             with _collection_paused():
                 replies = machine.receive(request, now)
@@ -131,8 +170,9 @@ class SessionStream:
         if applied is None or owner is None:
             return _Answers(encoded, None)
         machine.applied = None
-        self._service.sessions.kept_bytes.count(owner, request.step.number, len(message or b"") + len(encoded[0]))
-        numbers, pool = self._service.counters.of(owner.name), owner.pool  # now: the pool may be dropped later
+        self._streams.sessions.kept_bytes.count(owner, request.step.number, len(message or b"") + len(encoded[0]))
+        # Read now, because the pool may be dropped later.
+        numbers, pool = self._streams.counters.of(owner.name), owner.pool
 
         def observe() -> None:
             numbers.observe_step(pool, applied, replies[0].step_reply, seconds)
@@ -155,7 +195,7 @@ class SessionStream:
 
     async def _read_first(self) -> bytes | None:
         try:
-            async with asyncio.timeout(limits.ATTACH_TIMEOUT_S), self._service.attaching.of(self._caller):
+            async with asyncio.timeout(limits.ATTACH_TIMEOUT_S), self._streams.attaching.of(self._caller):
                 return await self._read()
         except TimeoutError:
             raise Refusal(
@@ -204,7 +244,7 @@ class SessionStream:
         Raises:
             Refusal: LIMIT, the caller leaves too many bytes of replies unread.
         """
-        unread = self._service.unread_shares
+        unread = self._streams.unread
         if not unread.take(self._caller, size):
             text = f"one caller may leave {unread.each_max:,} bytes of replies unread, fewer if others leave many"
             raise Refusal("LIMIT", f"{text}: read replies faster")
@@ -236,7 +276,7 @@ class SessionStream:
         await self._stop_beating()
         if error.code is not grpc.StatusCode.UNAVAILABLE:
             attaching = self._machine.attaching
-            if error.reason is not Reason.POOL_OWNED or self._service.is_new_waiter(attaching):
+            if error.reason is not Reason.POOL_OWNED or self._streams.is_new_waiter(attaching):
                 pool = attaching[0] if attaching else None
                 log.warning("stream ended", pool=pool, reason=error.reason, error=error.message)
         await abort(self._context, error)

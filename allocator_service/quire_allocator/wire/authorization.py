@@ -29,7 +29,7 @@ def require_owning(permissions: Permissions, pool: str) -> None:
 
 
 def require_observing(permissions: Permissions, pool: str) -> None:
-    """Refuses a caller that may not look into a pool, whether or not the pool is attached.
+    """Refuses a caller that may not observe a pool, whether or not the pool is attached.
 
     Raises:
         Refusal: POOL_FORBIDDEN.

@@ -12,7 +12,7 @@ from quire_allocator.core.admission import TAKEOVERS_EXAMINED_MAX
 from quire_allocator.core.blocks import EMPTIED_TOLD_MAX
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.core.retention.stops import STOPS_MAX
+from quire_allocator.core.retention.stop_rules import STOPS_MAX
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire.step_columns import StepColumns
 

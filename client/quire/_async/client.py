@@ -117,6 +117,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        cache: sampling.CachePolicy | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> sampling.Generation:
         """Answers a conversation: calls `tokenize`, then `generate`, within one timeout.
@@ -127,7 +128,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         token_ids = await self.tokenize(conversation, tools=tools, variables=variables, timeout_s=timeout_s)
         return await self.generate(
             token_ids, params, namespace=namespace, adapter=adapter, priority=priority, request_id=request_id,
-            timeout_s=prompts.left_s(timeout_s, since_s), **options,
+            timeout_s=prompts.left_s(timeout_s, since_s), cache=cache, **options,
         )  # fmt: skip
 
     async def generate_many(
@@ -139,6 +140,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         adapter: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        cache: sampling.CachePolicy | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> tuple[sampling.Generation, ...]:
         """Continues several prompts, at most 64 at a time, and returns the results in the order of the prompts.
@@ -155,7 +157,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
                 waiting.append(
                     self.stream(
                         prompt, params, namespace=namespace, adapter=adapter, priority=priority, timeout_s=timeout_s,
-                        interval_s=generating.WHOLE_INTERVAL_S, **options,
+                        interval_s=generating.WHOLE_INTERVAL_S, cache=cache, **options,
                     )
                 )  # fmt: skip
                 if len(waiting) == prompts.AT_A_TIME:

@@ -5,7 +5,6 @@ Pure: no clock, no wire.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
 
 
@@ -24,14 +23,12 @@ class CallerShares:
         self.count_max = 2 * alone_max
         self.each_max = alone_max if each_max is None else each_max
         self.count = 0
-        self._held: Counter[Hashable] = Counter()
+        self._held: dict[Hashable, int] = {}
 
     def take(self, caller: Hashable, count: int = 1) -> bool:
         """Takes `count` places, or none if there are too few for this caller. Returns whether the places were taken."""
-        held = self._held[caller] + count
-        if held > min(self.each_max, self.count_max - self.count - count + 1):
-            if held == count:
-                del self._held[caller]
+        held = self._held.get(caller, 0) + count
+        if held > self.each_max or held > self.count_max - self.count - count + 1:
             return False
         self._held[caller] = held
         self.count += count
@@ -40,9 +37,9 @@ class CallerShares:
     def leave(self, caller: Hashable, count: int = 1) -> None:
         """Gives back `count` of a caller's places."""
         self.count -= count
-        self._held[caller] -= count
-        if not self._held[caller]:
-            del self._held[caller]
+        held = self._held.pop(caller) - count
+        if held:
+            self._held[caller] = held
 
     def held_by(self, caller: Hashable) -> int:
         """Returns the number of places that a caller holds."""

@@ -63,8 +63,9 @@ class NeverBlockingText(io.TextIOBase):
             if self._waiting_bytes + len(data) > BYTES_MAX:
                 self._drop(data)
                 return len(text)
+            if not self._waiting_bytes:  # else it is cleared already
+                self._empty.clear()
             self._waiting_bytes += len(data)
-            self._empty.clear()
             self._texts.put(data)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="standard streams", daemon=True)

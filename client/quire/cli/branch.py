@@ -13,7 +13,7 @@ from quire import Client
 from quire.cli import options, output
 from quire.errors import QuireError, Reason
 
-ID_SIZES: Final = (8, 16)  # bytes of an id in lists, and of a whole one
+ID_SIZES: Final = (8, 16)  # bytes of an id in lists, and of a complete id
 
 
 def _id(text: str) -> bytes:
@@ -78,7 +78,9 @@ def list_all(
 def release(
     branch_ids: Annotated[
         list[bytes],
-        typer.Argument(metavar="ID...", parser=_id, help="Ids, as the list has them.", show_default=False),
+        typer.Argument(
+            metavar="ID...", parser=_id, help="Ids, as `quire branch list` prints them.", show_default=False
+        ),
     ],
     *,
     dry_run: options.DryRun = False,

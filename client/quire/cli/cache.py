@@ -7,14 +7,13 @@ from typing import Annotated, Final
 
 import typer
 
-from quire import Allocator, Client, GroupKind
+from quire import Allocator, CachePolicy, Client, GroupKind
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
 from quire.cli.names import CommandGroup
 from quire.cli.prompts import Prompt, maybe_prompted, prompted, tokens_of
 from quire.errors import UsageError
 from quire.protocol.limits import KEEP_MS_MAX
-from quire.sampling import CachePolicy
 from quire.views import CacheDropped
 
 DROP_EXAMPLES = """Drop the cache of a pool, of one namespace or of a prompt, for example after a tenant left.
@@ -114,7 +113,9 @@ def warm(
     namespace: Namespace = "",
     keep: Annotated[
         float | None,
-        typer.Option(parser=_keep_s, metavar="DURATION", help="Evict it late for so long, such as 90s, 30m or 24h."),
+        typer.Option(
+            parser=_keep_s, metavar="DURATION", help="Keep it cached this long if possible, such as 90s, 30m or 24h."
+        ),
     ] = None,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
@@ -163,9 +164,11 @@ def drop(
             with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as of_text:
                 token_ids = tokens_of(of_text, prompt, timeout)
                 digests = of_text.digests(token_ids, namespace=namespace or "", adapter=adapter)
-                kept = min(keep_tokens // of_text.status().block_size, len(digests))
+                block_size = of_text.status().block_size
+                kept = min(keep_tokens // block_size, len(digests))
             if dry_run:
-                _print_cached_part(client, pool, namespace or "", digests, len(token_ids), as_json=as_json)
+                counts = _cached_parts(client, pool, namespace or "", digests, kept * block_size)
+                _print_parts(*counts, len(token_ids), as_json=as_json)
                 return
             found = _fitting(client, pool, digests, kept)
             done = client.drop_cache(pool, namespace or "", found, kept) if found else CacheDropped(0, 0)
@@ -180,17 +183,23 @@ def drop(
     )
 
 
-def _print_cached_part(
-    client: Allocator, pool: str, namespace: str, digests: Sequence[bytes], token_count: int, *, as_json: bool
-) -> None:
-    """Prints how much of a prompt a pool has cached now."""
+def _cached_parts(
+    client: Allocator, pool: str, namespace: str, digests: Sequence[bytes], keep_token_count: int
+) -> tuple[int, int]:
+    """Returns how many tokens of a prompt a pool has cached now, and how many of them a drop would leave."""
     client.get_pool(pool)  # raises NotFoundError for an unknown pool, as a drop would
     matches = client.match_prefix(digests, namespace)
     matched = max((match.matched_token_count for match in matches if match.pool == pool), default=0)
+    return matched, min(matched, keep_token_count)
+
+
+def _print_parts(matched: int, kept: int, token_count: int, *, as_json: bool) -> None:
+    """Prints what a drop of a prompt would do."""
     if as_json:
-        output.print_json({"matched_token_count": matched, "token_count": token_count, "dry_run": True})
+        counts = {"matched_token_count": matched, "kept_token_count": kept, "token_count": token_count}
+        output.print_json({**counts, "dry_run": True})
     else:
-        print(f"{matched:,} of {token_count:,} tokens are cached, and would be dropped behind the tokens to keep")
+        print(f"{matched - kept:,} of {token_count:,} tokens would be dropped, {kept:,} cached tokens stay")
 
 
 def _fitting(client: Allocator, pool: str, digests: tuple[bytes, ...], kept: int) -> tuple[bytes, ...]:

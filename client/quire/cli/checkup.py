@@ -15,19 +15,11 @@ from quire import Allocator, Client, __version__
 from quire._distribution import how_to_install
 from quire._extras import PACKAGES, require_extra
 from quire._secret_files import read_token, require_private
-from quire._transport.address import require_free
 from quire.cli.about import core, versions
 from quire.errors import QuireError, UsageError
 from quire.tls import Tls, read_pem
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
-PORTS: Final = {
-    "7070": "--listen-allocator",
-    "7071": "--listen-worker",
-    "8000": "--listen-gateway",
-    "9470": "--metrics-allocator",
-    "9471": "--metrics-worker",
-}
 CERTIFICATES: Final = ("QUIRE_TLS_CA", "QUIRE_TLS_CERT", "QUIRE_SERVER_CERT", "QUIRE_SERVER_CLIENT_CA")
 KEYS: Final = ("QUIRE_TLS_KEY", "QUIRE_SERVER_KEY")
 RENEW_DAYS: Final = 10  # a third of the lifetime of certificates from `quire certs`
@@ -57,9 +49,6 @@ def of_machine() -> Iterator[Finding]:
     yield _tried("cache", _cache, WARNING, "set QUIRE_CACHE to a folder that you can write")
     yield _tried("torch", _torch, WARNING, f"a worker needs it: {how_to_install('worker')}")
     yield _clock()
-    for port, option in PORTS.items():
-        other = f"if that is not your server, give quire up another port with {option}"
-        yield _tried(f"port {port}", partial(require_free, option, f"127.0.0.1:{port}"), WARNING, other)
 
 
 def of_files() -> Iterator[Finding]:
@@ -82,25 +71,43 @@ def of_servers(allocator: str, worker: str, token: str | None, tls: Tls | None, 
     down = "give other addresses with --allocator and --worker, or start the servers here: quire up"
     try:
         with Allocator(allocator, token=token, tls=tls, timeout_s=timeout_s) as client:
-            yield _tried("allocator", lambda: f"{allocator}, {len(client.list_pools()):,} pools", WARNING, down)
+            found = _tried("allocator", lambda: f"{allocator}, {len(client.list_pools()):,} pools", WARNING, down)
+            yield found
+            if found.state == OK:
+                yield _version_of_allocator(client)
+    except QuireError as error:
+        yield Finding("allocator", WARNING, str(error), down)
+    try:
         with Client(worker, token=token, tls=tls, timeout_s=timeout_s) as client:
-            found = client.status()
+            status = client.status()
     except QuireError as error:
         yield Finding("worker", WARNING, str(error), down)
         return
-    yield Finding("worker", OK, f"{worker}, {found.model} on {found.device}")
-    is_same = found.version == __version__
-    yield Finding(
-        "worker's version", OK if is_same else WARNING, found.version,
-        "" if is_same else f"this command is {__version__}: install the same version of both",
-    )  # fmt: skip
-    agrees = found.allocator_connected and not found.disagreement_count
-    session = "connected" if found.allocator_connected else "not connected"
+    yield Finding("worker", OK, f"{worker}, {status.model} on {status.device}")
+    yield of_version("worker's version", status.version, status.version)
+    agrees = status.allocator_connected and not status.disagreement_count
+    session = "connected" if status.allocator_connected else "not connected"
     yield Finding(
         "worker's session", OK if agrees else WARNING,
-        f"{session}, {found.disagreement_count:,} disagreements with the allocator's tables",
+        f"{session}, {status.disagreement_count:,} disagreements with the allocator's tables",
         "" if agrees else "see the logs of both servers",
     )  # fmt: skip
+
+
+def of_version(check: str, version: str, found: str) -> Finding:
+    """Checks whether a server has this command's version."""
+    is_same = version == __version__
+    advice = "" if is_same else f"this command is {__version__}: install the same version of both"
+    return Finding(check, OK if is_same else WARNING, found, advice)
+
+
+def _version_of_allocator(client: Allocator) -> Finding:
+    check = "allocator's version"
+    try:
+        version = client.server_info().version
+    except QuireError as error:
+        return Finding(check, WARNING, str(error), f"this command is {__version__}: install the same version of both")
+    return of_version(check, version, version)
 
 
 def _tried(check: str, look: Callable[[], Any], state: str, advice: str = "") -> Finding:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import ssl
 import sys
 import time
 from dataclasses import asdict
@@ -16,10 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from quire import Allocator, Client
-from quire._transport.address import split
 from quire._transport.channel import LIVENESS, SyncLink
-from quire.cli import options, output
-from quire.errors import NotFoundError, UnavailableError
+from quire.cli import options, output, over_http
+from quire.errors import NotFoundError
 from quire.tls import Tls
 from quire.types import PoolMemory, WorkerStatus
 
@@ -125,23 +122,8 @@ def _end_with(states: dict[str, str], as_json: bool) -> None:
 
 
 def _state_over_http(address: str, path: str, timeout: float, tls: Tls | None) -> str:
-    scheme, _, rest = address.rstrip("/").partition("://")
-    host, port = split(rest)
-    connection = (
-        http.client.HTTPConnection(host, port, timeout=timeout)
-        if scheme == "http"
-        else http.client.HTTPSConnection(
-            host, port, timeout=timeout, context=ssl.create_default_context() if tls is None else tls.http_context()
-        )
-    )
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        status, why = answer.status, _reason(answer.read(REASON_BYTES_MAX))
-    except (OSError, http.client.HTTPException) as error:
-        raise UnavailableError(f"no answer from {address}: {error}") from None
-    finally:
-        connection.close()
+    status, body = over_http.get(address, path, timeout_s=timeout, tls=tls, bytes_max=REASON_BYTES_MAX)
+    why = _reason(body)
     return "SERVING" if status == HTTPStatus.OK else f"NOT_SERVING ({status}{why})"
 
 

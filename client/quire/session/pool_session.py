@@ -350,7 +350,7 @@ class AsyncSession(OwnerView):
 
     def _send_heartbeat(self) -> None:
         self._owner.heartbeat()
-        # An active sender sends the heartbeat, too, or hangs until silence ends the stream.
+        # An active sender sends the heartbeat, too; if it hangs, silence ends the stream.
         if self._call is not None and not self._call.is_sending:
             self._flush_soon()
 

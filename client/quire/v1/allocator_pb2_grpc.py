@@ -29,7 +29,7 @@ if _version_not_supported:
 class AllocatorServiceStub:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
-    -- to watch
+    -- to watch a pool
     """
 
     def __init__(self, channel):
@@ -108,7 +108,7 @@ class AllocatorServiceStub:
 class AllocatorServiceServicer:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
-    -- to watch
+    -- to watch a pool
     """
 
     def GetServerInfo(self, request, context):
@@ -127,8 +127,8 @@ class AllocatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPool(self, request, context):
-        """GetPool: describes one pool in a few numbers. It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name, as
-        the next two do. Read-only.
+        """GetPool: describes one pool in a few numbers. It and the next two fail with NOT_FOUND / POOL_UNKNOWN if no pool has
+        that name. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,29 +157,30 @@ class AllocatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It counts
-        the prompt among that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN where no
-        worker that the caller may look into serves the model. A call that is repeated routes once more. GetServerInfo
-        names "route" among the features of an allocator that has it.
+        """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It
+        counts the prompt as that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN if none
+        of the workers that the caller may observe serves the model. A repeated call routes again. An allocator with this
+        call names "route" among its features in GetServerInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+        """WatchEvents: sends routers and mirrors a snapshot of the blocks that can be hit in a pool, then every change in
         order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
-        RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+        RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool is dropped, the stream ends with NOT_FOUND / POOL_UNKNOWN.
+        Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """-- to own by calls
+        """-- to own a pool by unary calls
 
-        OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
-        its steps are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
+        OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Lease and
+        steps work as on a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while another
         owner's lease lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -188,9 +189,9 @@ class AllocatorServiceServicer:
 
     def Apply(self, request, context):
         """Apply: applies one step to the pool of a unary session, and renews its lease. Idempotent by the step's number: the
-        reply to the last step is kept until the next one is applied. An owner whose call had no answer repeats the step as
-        it was, and sends no other before. What a step publishes can be hit and watched at once. A step without number and
-        operations renews the lease and does nothing else.
+        reply to the last step is kept until the next one is applied. An owner that got no answer repeats the step
+        unchanged before it sends another. Blocks that a step publishes can be hit and watched at once. A step without a
+        number and without operations only renews the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -205,21 +206,21 @@ class AllocatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DropCache(self, request, context):
-        """DropCache: forgets what is cached of a pool, as a `CacheDrop` of its owner's steps does, for operators: weights have
-        changed, or a tenant is gone. It takes effect at once; the owner is told with the answer to its next step. It needs
-        permission to own the pool, and the namespaces that it names; without one, all. It fails with NOT_FOUND /
-        POOL_UNKNOWN where no pool has that name. Idempotent.
+        """DropCache: empties cached blocks of a pool, as a `CacheDrop` in its owner's steps does. It is for operators:
+        weights have changed, or a tenant has left. It takes effect at once; the answer to the owner's next step reports
+        it. The caller needs permission to own the pool, and for the namespace that it names; without one, for all
+        namespaces. It fails with NOT_FOUND / POOL_UNKNOWN if no pool has that name. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """-- to own by a stream
+        """-- to own a pool by a stream
 
-        Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
-        within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
-        off: an error ends the stream, and the owner attaches again.
+        Session: carries the operations of one owner on one pool. The first message is `Attach`; if none arrives within
+        5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be off: an
+        error ends the stream, and the owner attaches again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -304,7 +305,7 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
 class AllocatorService:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
     session (`OpenSession`). Every error carries a `Reason` (errors.proto).
-    -- to watch
+    -- to watch a pool
     """
 
     @staticmethod

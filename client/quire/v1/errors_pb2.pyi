@@ -4,11 +4,11 @@ isort:skip_file
 Why a call failed, for programs.
 
 Every error carries a canonical gRPC status code and, in `grpc-status-details-bin`, one `google.rpc.ErrorInfo` whose
-`domain` is "quire.dev" and whose `reason` is the name of a `Reason` without its prefix; its metadata has `field`, the
-name of a field of the request, where that one is to blame. Where the comment says "with a delay" it also carries one
-`google.rpc.RetryInfo`: the same call may succeed after that time, to which callers add jitter. `quire/errors.py` has
-the table of codes and client exceptions; no program parses the text. Where an operation inside a step cannot be done
-(no space, not found), that is a `Result` in the reply and not an error.
+`domain` is "quire.dev" and whose `reason` is the name of a `Reason` without its prefix; if one field of the request
+is wrong, its metadata names it as `field`. Where a comment below says "with a delay", the error also carries one
+`google.rpc.RetryInfo`: the same call may succeed after that time plus jitter. `quire/errors.py` has the table of
+codes and client exceptions; programs must not parse the text. An operation inside a step that fails (no space, not
+found) is a `Result` in the reply, not an error.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -39,21 +39,21 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_UNKNOWN_TOKEN: _Reason.ValueType  # 3
     """INVALID_ARGUMENT: the prompt holds a token id that the model's vocabulary does not have."""
     REASON_PROMPT_TOO_LONG: _Reason.ValueType  # 4
-    """INVALID_ARGUMENT: the prompt does not fit the model's positions or, alone, the worker's pool."""
+    """INVALID_ARGUMENT: the prompt exceeds the model's positions, or the whole pool of the worker."""
     REASON_PROMPT_EMPTY: _Reason.ValueType  # 5
     """INVALID_ARGUMENT: the prompt has no token."""
     REASON_POOL_UNKNOWN: _Reason.ValueType  # 10
-    """NOT_FOUND: no pool of that name is attached."""
+    """NOT_FOUND: no pool with that name is attached."""
     REASON_BRANCH_UNKNOWN: _Reason.ValueType  # 15
-    """NOT_FOUND: no branch of that id: it was released, its time has ended, or its worker was started anew."""
+    """NOT_FOUND: no branch has that id: it was released, its time ran out, or its worker was restarted."""
     REASON_MODEL_UNKNOWN: _Reason.ValueType  # 16
-    """NOT_FOUND: no worker that the caller may look into, and that takes work, serves the model or adapter."""
+    """NOT_FOUND: no worker that the caller may observe serves the model or adapter and accepts requests."""
     REASON_POOL_OWNED: _Reason.ValueType  # 11
     """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
     REASON_FENCED: _Reason.ValueType  # 12
     """ABORTED: a newer stream or session of the same owner has taken over the pool; this one is over."""
     REASON_ADAPTER_UNKNOWN: _Reason.ValueType  # 13
-    """NOT_FOUND: no adapter of that name is loaded."""
+    """NOT_FOUND: no adapter with that name is loaded."""
     REASON_ADAPTER_EXISTS: _Reason.ValueType  # 14
     """ALREADY_EXISTS: another adapter has that name."""
     REASON_SESSION_UNKNOWN: _Reason.ValueType  # 20
@@ -61,17 +61,17 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_STEP_MISMATCH: _Reason.ValueType  # 21
     """FAILED_PRECONDITION: a step number or request id was used before with other content."""
     REASON_STEP_GAP: _Reason.ValueType  # 22
-    """OUT_OF_RANGE: a step's number is neither the next one nor one whose reply is still kept."""
+    """OUT_OF_RANGE: a step's number is neither the next one nor one with a reply that the server still has."""
     REASON_VERSION: _Reason.ValueType  # 23
-    """FAILED_PRECONDITION: the protocol version is not served."""
+    """FAILED_PRECONDITION: the server does not speak this protocol version, or lacks a feature."""
     REASON_LAYOUT: _Reason.ValueType  # 24
-    """FAILED_PRECONDITION: the pool's specification is not one that this server can manage."""
+    """FAILED_PRECONDITION: the server cannot manage a pool of this specification."""
     REASON_NOT_SUPPORTED: _Reason.ValueType  # 25
-    """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
+    """UNIMPLEMENTED: this server lacks a part of v1; the message names it."""
     REASON_ADAPTER_UNUSABLE: _Reason.ValueType  # 26
     """FAILED_PRECONDITION: an adapter cannot be served by this worker; the message says why."""
     REASON_ADAPTER_IN_USE: _Reason.ValueType  # 27
-    """FAILED_PRECONDITION: requests are being computed with the adapter that was to be dropped."""
+    """FAILED_PRECONDITION: requests still use the adapter that the call would drop."""
     REASON_LIMIT: _Reason.ValueType  # 30
     """RESOURCE_EXHAUSTED: the server has as many pools, blocks, streams, watchers or live sequences as it allows; the
     message names the limit. With a delay.
@@ -85,17 +85,17 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_QUEUE_FULL: _Reason.ValueType  # 33
     """RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full. With a delay."""
     REASON_WATCHER_SLOW: _Reason.ValueType  # 34
-    """RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
+    """RESOURCE_EXHAUSTED: this watch fell behind the events that the server keeps; start over from a snapshot."""
     REASON_OUT_OF_MEMORY: _Reason.ValueType  # 36
-    """RESOURCE_EXHAUSTED: the worker's device has too little memory to compute this request, even by itself."""
+    """RESOURCE_EXHAUSTED: the worker's device has too little memory to compute this request, even alone."""
     REASON_DRAINING: _Reason.ValueType  # 40
     """UNAVAILABLE: the server is shutting down and takes no new work. With a delay."""
     REASON_ALLOCATOR_LOST: _Reason.ValueType  # 41
-    """UNAVAILABLE: the worker has no session with its allocator at present. With a delay."""
+    """UNAVAILABLE: the worker has no session with its allocator now. With a delay."""
     REASON_IDLE: _Reason.ValueType  # 42
     """DEADLINE_EXCEEDED: a stream sent no Attach in time, or no heartbeat for the length of the lease."""
     REASON_DEADLINE: _Reason.ValueType  # 43
-    """DEADLINE_EXCEEDED: the worker has not begun this request and cannot end it before the call's deadline."""
+    """DEADLINE_EXCEEDED: the worker has not started this request and cannot finish it before the call's deadline."""
     REASON_TOKEN: _Reason.ValueType  # 50
     """UNAUTHENTICATED: the bearer token is missing or wrong."""
     REASON_POOL_FORBIDDEN: _Reason.ValueType  # 51
@@ -104,8 +104,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call concerns."""
     REASON_POOL_QUARANTINED: _Reason.ValueType  # 60
     """INTERNAL: the allocator found an invariant of this pool broken; the pool takes no step until its owner attaches
-    again. A pool that broke three times within ten minutes is refused until the first of the three is ten minutes ago;
-    then with a delay.
+    again. After three such failures within ten minutes, the pool is refused, with a delay, until the first of them is
+    ten minutes old.
     """
     REASON_MODEL_FAILED: _Reason.ValueType  # 61
     """INTERNAL: the forward pass of this request failed, or its result was not a number (NaN)."""
@@ -113,9 +113,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """INTERNAL: the worker's tokenizer failed on this request's text or tokens."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
-    """Reason: one cause, one canonical code (named in each comment). For a reason that a client does not know, the code
-    counts.
-    """
+    """Reason: one cause with one canonical code, named in each comment. A client treats an unknown reason by its code."""
 
 REASON_UNSPECIFIED: Reason.ValueType  # 0
 """Never sent."""
@@ -126,21 +124,21 @@ REASON_BAD_PARAMETER: Reason.ValueType  # 2
 REASON_UNKNOWN_TOKEN: Reason.ValueType  # 3
 """INVALID_ARGUMENT: the prompt holds a token id that the model's vocabulary does not have."""
 REASON_PROMPT_TOO_LONG: Reason.ValueType  # 4
-"""INVALID_ARGUMENT: the prompt does not fit the model's positions or, alone, the worker's pool."""
+"""INVALID_ARGUMENT: the prompt exceeds the model's positions, or the whole pool of the worker."""
 REASON_PROMPT_EMPTY: Reason.ValueType  # 5
 """INVALID_ARGUMENT: the prompt has no token."""
 REASON_POOL_UNKNOWN: Reason.ValueType  # 10
-"""NOT_FOUND: no pool of that name is attached."""
+"""NOT_FOUND: no pool with that name is attached."""
 REASON_BRANCH_UNKNOWN: Reason.ValueType  # 15
-"""NOT_FOUND: no branch of that id: it was released, its time has ended, or its worker was started anew."""
+"""NOT_FOUND: no branch has that id: it was released, its time ran out, or its worker was restarted."""
 REASON_MODEL_UNKNOWN: Reason.ValueType  # 16
-"""NOT_FOUND: no worker that the caller may look into, and that takes work, serves the model or adapter."""
+"""NOT_FOUND: no worker that the caller may observe serves the model or adapter and accepts requests."""
 REASON_POOL_OWNED: Reason.ValueType  # 11
 """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
 REASON_FENCED: Reason.ValueType  # 12
 """ABORTED: a newer stream or session of the same owner has taken over the pool; this one is over."""
 REASON_ADAPTER_UNKNOWN: Reason.ValueType  # 13
-"""NOT_FOUND: no adapter of that name is loaded."""
+"""NOT_FOUND: no adapter with that name is loaded."""
 REASON_ADAPTER_EXISTS: Reason.ValueType  # 14
 """ALREADY_EXISTS: another adapter has that name."""
 REASON_SESSION_UNKNOWN: Reason.ValueType  # 20
@@ -148,17 +146,17 @@ REASON_SESSION_UNKNOWN: Reason.ValueType  # 20
 REASON_STEP_MISMATCH: Reason.ValueType  # 21
 """FAILED_PRECONDITION: a step number or request id was used before with other content."""
 REASON_STEP_GAP: Reason.ValueType  # 22
-"""OUT_OF_RANGE: a step's number is neither the next one nor one whose reply is still kept."""
+"""OUT_OF_RANGE: a step's number is neither the next one nor one with a reply that the server still has."""
 REASON_VERSION: Reason.ValueType  # 23
-"""FAILED_PRECONDITION: the protocol version is not served."""
+"""FAILED_PRECONDITION: the server does not speak this protocol version, or lacks a feature."""
 REASON_LAYOUT: Reason.ValueType  # 24
-"""FAILED_PRECONDITION: the pool's specification is not one that this server can manage."""
+"""FAILED_PRECONDITION: the server cannot manage a pool of this specification."""
 REASON_NOT_SUPPORTED: Reason.ValueType  # 25
-"""UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
+"""UNIMPLEMENTED: this server lacks a part of v1; the message names it."""
 REASON_ADAPTER_UNUSABLE: Reason.ValueType  # 26
 """FAILED_PRECONDITION: an adapter cannot be served by this worker; the message says why."""
 REASON_ADAPTER_IN_USE: Reason.ValueType  # 27
-"""FAILED_PRECONDITION: requests are being computed with the adapter that was to be dropped."""
+"""FAILED_PRECONDITION: requests still use the adapter that the call would drop."""
 REASON_LIMIT: Reason.ValueType  # 30
 """RESOURCE_EXHAUSTED: the server has as many pools, blocks, streams, watchers or live sequences as it allows; the
 message names the limit. With a delay.
@@ -172,17 +170,17 @@ REASON_REPORT_ADMISSION: Reason.ValueType  # 32
 REASON_QUEUE_FULL: Reason.ValueType  # 33
 """RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full. With a delay."""
 REASON_WATCHER_SLOW: Reason.ValueType  # 34
-"""RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
+"""RESOURCE_EXHAUSTED: this watch fell behind the events that the server keeps; start over from a snapshot."""
 REASON_OUT_OF_MEMORY: Reason.ValueType  # 36
-"""RESOURCE_EXHAUSTED: the worker's device has too little memory to compute this request, even by itself."""
+"""RESOURCE_EXHAUSTED: the worker's device has too little memory to compute this request, even alone."""
 REASON_DRAINING: Reason.ValueType  # 40
 """UNAVAILABLE: the server is shutting down and takes no new work. With a delay."""
 REASON_ALLOCATOR_LOST: Reason.ValueType  # 41
-"""UNAVAILABLE: the worker has no session with its allocator at present. With a delay."""
+"""UNAVAILABLE: the worker has no session with its allocator now. With a delay."""
 REASON_IDLE: Reason.ValueType  # 42
 """DEADLINE_EXCEEDED: a stream sent no Attach in time, or no heartbeat for the length of the lease."""
 REASON_DEADLINE: Reason.ValueType  # 43
-"""DEADLINE_EXCEEDED: the worker has not begun this request and cannot end it before the call's deadline."""
+"""DEADLINE_EXCEEDED: the worker has not started this request and cannot finish it before the call's deadline."""
 REASON_TOKEN: Reason.ValueType  # 50
 """UNAUTHENTICATED: the bearer token is missing or wrong."""
 REASON_POOL_FORBIDDEN: Reason.ValueType  # 51
@@ -191,8 +189,8 @@ REASON_NAMESPACE_FORBIDDEN: Reason.ValueType  # 52
 """PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call concerns."""
 REASON_POOL_QUARANTINED: Reason.ValueType  # 60
 """INTERNAL: the allocator found an invariant of this pool broken; the pool takes no step until its owner attaches
-again. A pool that broke three times within ten minutes is refused until the first of the three is ten minutes ago;
-then with a delay.
+again. After three such failures within ten minutes, the pool is refused, with a delay, until the first of them is
+ten minutes old.
 """
 REASON_MODEL_FAILED: Reason.ValueType  # 61
 """INTERNAL: the forward pass of this request failed, or its result was not a number (NaN)."""

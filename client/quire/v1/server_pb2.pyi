@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
-    """GetServerInfoRequest: asks what a server is."""
+    """GetServerInfoRequest: asks for a server's version and limits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -37,7 +37,7 @@ Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetServerInfoResponse(_message.Message):
-    """GetServerInfoResponse: what a server is. It says nothing about pools, models or callers."""
+    """GetServerInfoResponse: a server's version and limits. It reveals nothing about pools, models or callers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -51,11 +51,11 @@ class GetServerInfoResponse(_message.Message):
     protocol_version: _builtins.int
     """Version of the session protocol, as in `Attach.version`."""
     core: _builtins.str
-    """Of an allocator: how its core runs, "compiled" or "python". Empty of a worker."""
+    """How an allocator's core runs: "compiled" or "python". Empty for a worker."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Features that it knows, as in `PoolSpec.features`. Of a worker: those of its own session's side.
-        Of an allocator that answers Route: also "route".
+        """Features that it knows, as in `PoolSpec.features`. A worker lists those that it can use as an owner. An allocator
+        with the call Route also lists "route".
         """
 
     @_builtins.property
@@ -81,7 +81,7 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """Limits: what a server accepts, and the periods of a session. A worker tells `message_bytes_max` alone; the rest is 0."""
+    """Limits: what a server accepts, and the periods of a session. A worker sets only `message_bytes_max`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -104,11 +104,9 @@ class Limits(_message.Message):
     window_max: _builtins.int
     """Steps that may be unanswered at a time."""
     heartbeat_ms: _builtins.int
-    """Milliseconds after which an owner that sent nothing else sends a heartbeat; three fit into a lease in any case.
-    0: 1,000.
-    """
+    """Milliseconds after which an owner that sent nothing else sends a heartbeat; at most a third of the lease. 0: 1,000."""
     silence_ms: _builtins.int
-    """Milliseconds of silence after which an owner leaves its stream for a new one. 0: 3,000."""
+    """Milliseconds without a message after which an owner opens a new stream. 0: 3,000."""
     stops_max: _builtins.int
     """Stops of one sequence."""
     def __init__(

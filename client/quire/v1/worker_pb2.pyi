@@ -35,7 +35,7 @@ class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlySt
     """When no beam can become better: transformers' "never"."""
 
 class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
-    """EarlyStopping: when a beam search ends that has as many finished texts as beams."""
+    """EarlyStopping: when a beam search with as many finished texts as beams ends."""
 
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
 """When the best beam is no better at its present length: transformers' False."""
@@ -54,17 +54,17 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """The sample has not ended."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """It came to the model's end-of-text, a stop token or a stop text, none of which is part of the text."""
+    """It reached the model's end-of-text, a stop token or a stop text. The text omits all of these."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """It reached `max_tokens`, or the longest sequence that the model or the pool can hold."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """FinishReason: why a sample ended. A client fails the call where it does not know the reason: INTERNAL, with the number."""
+    """FinishReason: why a sample ended. A client fails a call with an unknown reason: INTERNAL, with the number."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """The sample has not ended."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""It came to the model's end-of-text, a stop token or a stop text, none of which is part of the text."""
+"""It reached the model's end-of-text, a stop token or a stop text. The text omits all of these."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """It reached `max_tokens`, or the longest sequence that the model or the pool can hold."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
@@ -106,23 +106,23 @@ class _WaitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitReason
     WAIT_REASON_UNSPECIFIED: _WaitReason.ValueType  # 0
     """It does not wait."""
     WAIT_REASON_NEXT_PASS: _WaitReason.ValueType  # 1
-    """Nothing holds it up: the next pass begins it."""
+    """Nothing blocks it: it starts with the next pass."""
     WAIT_REASON_NO_SESSION: _WaitReason.ValueType  # 2
     """The worker has no session with its allocator."""
     WAIT_REASON_ALLOCATOR: _WaitReason.ValueType  # 3
-    """The allocator was asked for its blocks, and has not answered."""
+    """The worker asked the allocator for its blocks and has no answer yet."""
     WAIT_REASON_BLOCKS: _WaitReason.ValueType  # 4
-    """It is the first in order, and needs more blocks than are free."""
+    """It is the first in the queue, and needs more blocks than are free."""
     WAIT_REASON_PLACES: _WaitReason.ValueType  # 5
-    """It is the first in order, and as many samples run as the worker allows."""
+    """It is the first in the queue, and as many samples run as the worker allows."""
     WAIT_REASON_PREFIX: _WaitReason.ValueType  # 6
-    """Another request computes a prefix of its prompt, which it will find in the cache."""
+    """Another request is computing a prefix of its prompt; it waits to hit that in the cache."""
     WAIT_REASON_PASS_FULL: _WaitReason.ValueType  # 7
-    """The next pass has as many tokens, or digests, as fit."""
+    """The next pass has no room for its tokens or digests."""
     WAIT_REASON_ORDER: _WaitReason.ValueType  # 8
-    """A request of its own namespace is before it, and waits."""
+    """An earlier request of its own namespace waits, too."""
     WAIT_REASON_FAIRNESS: _WaitReason.ValueType  # 9
-    """A request of a namespace that was served less is before it, and waits."""
+    """A request of a namespace that was served less is ahead of it, and waits, too."""
 
 class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper):
     """WaitReason: why a request waits."""
@@ -130,23 +130,23 @@ class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper):
 WAIT_REASON_UNSPECIFIED: WaitReason.ValueType  # 0
 """It does not wait."""
 WAIT_REASON_NEXT_PASS: WaitReason.ValueType  # 1
-"""Nothing holds it up: the next pass begins it."""
+"""Nothing blocks it: it starts with the next pass."""
 WAIT_REASON_NO_SESSION: WaitReason.ValueType  # 2
 """The worker has no session with its allocator."""
 WAIT_REASON_ALLOCATOR: WaitReason.ValueType  # 3
-"""The allocator was asked for its blocks, and has not answered."""
+"""The worker asked the allocator for its blocks and has no answer yet."""
 WAIT_REASON_BLOCKS: WaitReason.ValueType  # 4
-"""It is the first in order, and needs more blocks than are free."""
+"""It is the first in the queue, and needs more blocks than are free."""
 WAIT_REASON_PLACES: WaitReason.ValueType  # 5
-"""It is the first in order, and as many samples run as the worker allows."""
+"""It is the first in the queue, and as many samples run as the worker allows."""
 WAIT_REASON_PREFIX: WaitReason.ValueType  # 6
-"""Another request computes a prefix of its prompt, which it will find in the cache."""
+"""Another request is computing a prefix of its prompt; it waits to hit that in the cache."""
 WAIT_REASON_PASS_FULL: WaitReason.ValueType  # 7
-"""The next pass has as many tokens, or digests, as fit."""
+"""The next pass has no room for its tokens or digests."""
 WAIT_REASON_ORDER: WaitReason.ValueType  # 8
-"""A request of its own namespace is before it, and waits."""
+"""An earlier request of its own namespace waits, too."""
 WAIT_REASON_FAIRNESS: WaitReason.ValueType  # 9
-"""A request of a namespace that was served less is before it, and waits."""
+"""A request of a namespace that was served less is ahead of it, and waits, too."""
 Global___WaitReason: _TypeAlias = WaitReason  # noqa: Y015
 
 @_typing.final
@@ -214,77 +214,82 @@ class SamplingParams(_message.Message):
     INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Tokens to generate at most, per sample; at least 1. Absent: 16."""
+    """Most tokens to generate per sample; at least 1. Absent: 16."""
     temperature: _builtins.float
-    """Number that logits are divided by, 0.001 to 100; 0 is greedy."""
+    """Logits are divided by this, 0.001 to 100; 0 is greedy."""
     top_k: _builtins.int
-    """Likeliest tokens that one is chosen from; 0 means all."""
+    """Only this many of the likeliest tokens can be chosen; 0 means all."""
     top_p: _builtins.float
-    """Probability that the likeliest tokens, which one is chosen from, must reach together, in (0, 1]. Absent: 1."""
+    """Only the likeliest tokens can be chosen whose probabilities add up to this, in (0, 1]. Absent: 1."""
     seed: _builtins.int
-    """Seed of the random choice; without one, each request differs. Each sample of a request draws random numbers of its
-    own.
+    """Seed of the random choice; without one, each request differs. Each sample of a request draws its own random
+    numbers.
     """
     n: _builtins.int
     """Samples of this prompt, 1 to 64. Absent: 1."""
     ignore_eos: _builtins.bool
-    """True if a sample goes on after the model's end-of-text token."""
+    """True if a sample continues after the model's end-of-text token."""
     min_p: _builtins.float
-    """Share of the likeliest token's probability that a token must have, 0 to 1."""
+    """Only tokens with at least this share of the likeliest token's probability can be chosen, 0 to 1."""
     repetition_penalty: _builtins.float
-    """Number that logits of tokens in the prompt or the text so far are divided by where they are above 0, and multiplied
-    with elsewhere, 0.01 to 100. Absent: 1.
+    """For tokens in the prompt or the text so far, positive logits are divided by this and negative ones multiplied by
+    it, 0.01 to 100. Absent: 1.
     """
     presence_penalty: _builtins.float
-    """Taken from the logits of tokens that were generated before; -2 to 2."""
+    """Subtracted from the logits of tokens already generated; -2 to 2."""
     frequency_penalty: _builtins.float
-    """The same, as often as they were."""
+    """Subtracted from the logits of tokens already generated, once per occurrence; -2 to 2."""
     min_tokens: _builtins.int
-    """Tokens before which nothing but `max_tokens` ends a sample; at most `max_tokens`."""
+    """Only `max_tokens` ends a sample that has fewer tokens than this; at most `max_tokens`."""
     logprobs: _builtins.int
-    """Asks for the logarithm of each token's probability, and those of so many likeliest tokens, at most 20; by the
-    model's logits, before any of these parameters.
+    """Asks for each token's logprob, and for those of this many likeliest tokens, at most 20. They are the model's own,
+    before any of these parameters.
     """
     prompt_logprobs: _builtins.int
-    """The same of the prompt's tokens, at most 262,144 values. All of it is computed then, whatever is cached."""
+    """As `logprobs`, for the prompt's tokens; at most 262,144 values. The whole prompt is then computed, even if it is
+    cached.
+    """
     best_of: _builtins.int
-    """Samples that are computed, of which the `n` likeliest per token are sent, the likeliest first, when all have ended.
-    `n` to 64. Absent: `n`. With `logprobs`, all of them together have at most 2,097,152 values, the tokens' own counted.
+    """Samples to compute, `n` to 64. When all have ended, the `n` with the highest mean logprob per token are sent, the
+    likeliest first. Absent: `n`. With `logprobs`, all of them together have at most 2,097,152 values, including the
+    tokens' own.
     """
     echo: _builtins.bool
-    """True if each sample's text begins with the prompt's; in all samples together it has at most 16,777,216 characters."""
+    """True if each sample's text begins with the prompt's text. All these copies together have at most 16,777,216
+    characters.
+    """
     json_schema: _builtins.str
     """A value that this JSON schema describes, written without spaces."""
     regex: _builtins.str
-    """What this regular expression matches as a whole."""
+    """A text that this regular expression matches as a whole."""
     grammar: _builtins.str
-    """What this grammar derives, in the Lark syntax of llguidance."""
+    """A text that this grammar derives, in the Lark syntax of llguidance."""
     num_beams: _builtins.int
-    """Beams of a beam search, 2 to 64, of whose finished texts the `n` best are sent, the best first, when it is over; 1
-    means none. Each beam is a sample; those that are not chosen are freed in the same turn. Absent: 1.
+    """Beams of a beam search, 2 to 64; 1 means no beam search. When it ends, the `n` best finished texts are sent, the
+    best first. Each beam is a sample; beams that a turn drops are freed in that turn. Absent: 1.
     """
     length_penalty: _builtins.float
-    """Power of a text's length that the sum of its tokens' logprobs is divided by, -5 to 5; without one, 1."""
+    """A text's score is the sum of its tokens' logprobs, divided by its length to this power, -5 to 5. Absent: 1."""
     early_stopping: Global___EarlyStopping.ValueType
     """When the search ends."""
     skip_special_tokens: _builtins.bool
-    """False if the text has special tokens as they are called, which are no part of it otherwise; without one, true."""
+    """False if the text includes special tokens by their names. Absent: true, and the text omits them."""
     include_stop_in_output: _builtins.bool
-    """True if a sample's text ends with the stop text that ended it, and its tokens with the one of `stop_token_ids`."""
+    """True if the answer includes the stop text, or the token of `stop_token_ids`, that ended the sample."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further tokens that end a sample, as the model's own end-of-text does. At most 64."""
 
     @_builtins.property
     def logit_bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Added to the logits of these tokens, -100 to 100: a value for each. At most 1,024, none twice."""
+        """`logit_bias` has one value for each of these tokens, -100 to 100, added to its logit. At most 1,024, none twice."""
 
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The only tokens that may be chosen; all if there are none. Without one that ends a sample among them, it ends with
-        `max_tokens`. At most 65,536.
+        """The only tokens that can be chosen; empty: all. If none of them ends a sample, samples end at `max_tokens`. At most
+        65,536.
         """
 
     @_builtins.property
@@ -293,16 +298,16 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end a sample, and of which nothing is sent. At most 16, each 1 to 256 characters."""
+        """Texts that end a sample; the answer has no part of them. At most 16, each 1 to 256 characters."""
 
     @_builtins.property
     def choice(self) -> Global___Choice:
-        """One of these."""
+        """One of these texts."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that no sample has: the last token of each is not chosen behind the others, with a space before it or without.
-        At most 256, each 1 to 256 characters.
+        """Texts that no sample may contain, with or without a space before: the last token of each is not chosen after the
+        others. At most 256, each 1 to 256 characters.
         """
 
     def __init__(
@@ -438,31 +443,32 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Id that the caller chose for logs, at most 64 characters; if it is empty, the worker makes one up."""
+    """Id for logs that the caller chooses, at most 64 characters; if empty, the worker chooses one."""
     text: _builtins.str
     """Text, tokenized by the worker. At most 1 MiB."""
     branch_id: _builtins.bytes
-    """Id of a branch, which becomes longer by the tokens of the answer; `n` must be 1, and `namespace` is the branch's
-    own and not given. A call that is cancelled or fails leaves the branch as it was.
+    """Id of a branch to continue: the answer's tokens are appended to it. `n` must be 1, and `namespace` must be empty:
+    the branch has its own. A cancelled or failed call leaves the branch as it was.
     """
     namespace: _builtins.str
-    """Namespace, inside which alone prefixes are shared; at most 128 bytes."""
+    """Namespace: prefixes are shared only inside it; at most 128 bytes."""
     adapter: _builtins.str
-    """Name of a loaded adapter that changes the model for this request, and inside which alone prefixes are shared; empty
-    for the model as it is. An unknown one fails with NOT_FOUND / ADAPTER_UNKNOWN.
+    """Name of a loaded adapter for this request; empty for the base model. Prefixes are shared only between requests with
+    the same adapter. An unknown one fails with NOT_FOUND / ADAPTER_UNKNOWN.
     """
     priority: _builtins.int
-    """Priority among the requests of its namespace, -10 to 10; larger is sooner. Each step is worth 60 s of waiting, so
-    that nobody waits for ever (docs/scheduling.md). The call's deadline counts, too: the earliest is first, and a
-    request that cannot be done by then ends with DEADLINE_EXCEEDED / DEADLINE as soon as that is known.
+    """Priority among the requests of its namespace, -10 to 10; larger is sooner. Each point is worth 60 s of waiting, so
+    that no request starves (docs/scheduling.md). The call's deadline matters, too: the earliest is first, and a
+    request that cannot end before its deadline fails with DEADLINE_EXCEEDED / DEADLINE as soon as the worker knows.
     """
     interval_ms: _builtins.int
-    """Milliseconds between two messages of the answer, at least, but for the first one and those that end a sample; at most
-    60,000. Below the worker's own `--stream-interval-ms`, that counts. Who waits for the whole answer asks for few.
+    """Shortest time between two messages of the answer, in milliseconds, at most 60,000; the first one, and those that
+    end a sample, are not delayed. The worker's own `--stream-interval-ms` is the lower limit. A caller that needs only
+    the whole answer sets it high.
     """
     cache_salt: _builtins.str
-    """Further secret of the namespace: among its requests, prefixes are shared between those of the same salt alone. At
-    most 128 bytes; empty for none, and of no effect on a branch, whose prompt it is part of.
+    """Secret within the namespace: prefixes are shared only between requests with the same salt. At most 128 bytes; empty
+    for none. Ignored with a branch, which was made with its own.
     """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
@@ -474,9 +480,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def cache(self) -> Global___CachePolicy:
-        """What the cache should do with what the request computes; absent: keep it as long as it may. Of no effect on a
-        branch, which has its own.
-        """
+        """How the request's blocks should be cached; absent: as usual. Ignored with a branch, which has its own policy."""
 
     def __init__(
         self,
@@ -505,8 +509,8 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class CachePolicy(_message.Message):
-    """CachePolicy: a wish about cached prefixes. It changes what is evicted first and holds no memory: under pressure kept
-    prefixes are evicted after all others, and a namespace may have only a share of the pool kept (docs/eviction.md).
+    """CachePolicy: a wish about cached prefixes. It changes the order of eviction and reserves no memory: kept prefixes are
+    evicted after all others, and a namespace may keep only a share of the pool (docs/eviction.md).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -516,16 +520,16 @@ class CachePolicy(_message.Message):
     NO_STORE_FIELD_NUMBER: _builtins.int
     keep_ms: _builtins.int
     """Milliseconds, counted from the end of the request, for which its prefix should stay cached; at most 86,400,000.
-    0: it is evicted like any other. A later request with the same prefix may extend the time, and none shortens it.
+    0: it is evicted like any other. A later request with the same prefix can extend the time, but not shorten it.
     """
     no_store: _builtins.bool
-    """True: no other request can hit what this one computes. It may itself hit what is cached. Excludes `keep_ms`. Of a
-    branch, this is true of its forks, and of what is put behind them, too.
+    """True: no other request can hit the blocks of this one. It can itself hit cached blocks. Excludes `keep_ms`. For a
+    branch this includes its forks and all tokens appended to them.
     """
     @_builtins.property
     def breakpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token counts of the prompt, rising, at most 4, at which later prompts may part from this one. What is behind the last
-        one is not kept. Empty: the prompt and its answer are.
+        """Token counts of the prompt, rising, at most 4, at which later prompts may diverge from this one. Tokens after the
+        last one are not kept. Empty: the prompt and its answer are kept.
         """
 
     def __init__(
@@ -560,16 +564,18 @@ class PrefillRequest(_message.Message):
     text: _builtins.str
     """Text, tokenized by the worker. At most 1 MiB."""
     namespace: _builtins.str
-    """As in GenerateRequest; of all forks, too."""
+    """As in GenerateRequest; all forks have it, too."""
     ttl_ms: _builtins.int
-    """Milliseconds that it is held after a call that names it, 100 to 3,600,000. Absent: 60,000. Of all forks, too."""
+    """Milliseconds that the branch lives after the last call that names it, 100 to 3,600,000. Absent: 60,000. All forks
+    have it, too.
+    """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """Tokens."""
 
     @_builtins.property
     def cache(self) -> Global___CachePolicy:
-        """As in GenerateRequest; the time is counted from the end of the branch."""
+        """As in GenerateRequest; `keep_ms` counts from the end of the branch."""
 
     def __init__(
         self,
@@ -609,10 +615,10 @@ class PrefillResponse(_message.Message):
     branch_id: _builtins.bytes
     """16 random bytes."""
     token_count: _builtins.int
-    """Its tokens, and those of them that were found in the cache."""
+    """Its tokens, and the number of them that were cached."""
     cached_token_count: _builtins.int
     ttl_ms: _builtins.int
-    """Milliseconds that it is held after a call that names it."""
+    """Milliseconds that the branch lives after the last call that names it."""
     def __init__(
         self,
         *,
@@ -639,7 +645,7 @@ class ForkBranchRequest(_message.Message):
     BRANCH_ID_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """As in GenerateRequest. Repeated as the next call on the same branch, it gets the same answer once more."""
+    """As in GenerateRequest. If the next call on the branch repeats this id, it gets the same answer again."""
     branch_id: _builtins.bytes
     """The branch."""
     count: _builtins.int
@@ -685,7 +691,7 @@ Global___ForkBranchResponse: _TypeAlias = ForkBranchResponse  # noqa: Y015
 
 @_typing.final
 class ExtendBranchRequest(_message.Message):
-    """ExtendBranchRequest: what comes after the tokens of a branch."""
+    """ExtendBranchRequest: tokens to append to a branch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -694,11 +700,11 @@ class ExtendBranchRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """As in GenerateRequest. Repeated as the next call on the same branch, it gets the same answer once more."""
+    """As in GenerateRequest. If the next call on the branch repeats this id, it gets the same answer again."""
     branch_id: _builtins.bytes
     """The branch."""
     text: _builtins.str
-    """Text, tokenized by the worker without what a checkpoint puts at the start of a text. At most 1 MiB."""
+    """Text, tokenized by the worker without the checkpoint's beginning-of-text tokens. At most 1 MiB."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """Tokens."""
@@ -758,7 +764,7 @@ class ScoreBranchRequest(_message.Message):
     """The branch."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
-        """The continuations, 1 to 256, of at least one token each, and of at most 65,536 tokens together."""
+        """The continuations, 1 to 256, each at least one token, together at most 65,536 tokens."""
 
     def __init__(
         self,
@@ -777,7 +783,7 @@ Global___ScoreBranchRequest: _TypeAlias = ScoreBranchRequest  # noqa: Y015
 
 @_typing.final
 class Continuation(_message.Message):
-    """Continuation: what may come after the tokens of a branch."""
+    """Continuation: tokens that may follow those of a branch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -847,7 +853,7 @@ class Score(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural logarithm of the probability of each of them after all tokens before it; -inf where it is 0."""
+        """Each token's logprob (natural logarithm) after all tokens before it; -inf for probability 0."""
 
     def __init__(
         self,
@@ -865,7 +871,7 @@ Global___Score: _TypeAlias = Score  # noqa: Y015
 
 @_typing.final
 class RenewBranchesRequest(_message.Message):
-    """RenewBranchesRequest: branches that are still wanted."""
+    """RenewBranchesRequest: branches that their caller still needs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -889,14 +895,14 @@ Global___RenewBranchesRequest: _TypeAlias = RenewBranchesRequest  # noqa: Y015
 
 @_typing.final
 class RenewBranchesResponse(_message.Message):
-    """RenewBranchesResponse: what was renewed is not named."""
+    """RenewBranchesResponse: all branches that it does not name were renewed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UNKNOWN_BRANCH_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def unknown_branch_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Ids of the request that name no branch, or none that the caller may use."""
+        """Ids in the request without a branch, or with one that the caller may not use."""
 
     def __init__(
         self,
@@ -913,7 +919,7 @@ Global___RenewBranchesResponse: _TypeAlias = RenewBranchesResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseBranchesRequest(_message.Message):
-    """ReleaseBranchesRequest: branches that nobody wants any more."""
+    """ReleaseBranchesRequest: branches that their caller no longer needs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -937,13 +943,13 @@ Global___ReleaseBranchesRequest: _TypeAlias = ReleaseBranchesRequest  # noqa: Y0
 
 @_typing.final
 class ReleaseBranchesResponse(_message.Message):
-    """ReleaseBranchesResponse: says that none of them is there any more."""
+    """ReleaseBranchesResponse: none of these branches exists any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RELEASED_COUNT_FIELD_NUMBER: _builtins.int
     released_count: _builtins.int
-    """How many there were that the caller may use."""
+    """Number of branches that existed and that the caller may use."""
     def __init__(
         self,
         *,
@@ -959,7 +965,7 @@ Global___ReleaseBranchesResponse: _TypeAlias = ReleaseBranchesResponse  # noqa: 
 
 @_typing.final
 class ListBranchesRequest(_message.Message):
-    """ListBranchesRequest: asks for all of them."""
+    """ListBranchesRequest: asks for all branches."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1019,12 +1025,12 @@ class BranchInfo(_message.Message):
     token_count: _builtins.int
     """Its tokens."""
     sequence_id: _builtins.int
-    """Its sequence at the allocator, and the blocks in its tables; 0 where it holds none, and its next call computes it
-    again as far as it is not cached.
+    """Its sequence at the allocator, and the blocks in its tables. 0 if it holds none; its next call then recomputes
+    whatever is not cached.
     """
     block_count: _builtins.int
     age_s: _builtins.float
-    """Seconds since it was made, and those that are left to it unless a call names it."""
+    """Seconds since it was made, and seconds until it ends unless a call names it."""
     time_left_s: _builtins.float
     ttl_ms: _builtins.int
     """As in PrefillResponse."""
@@ -1074,8 +1080,8 @@ class GenerateResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set with the last message of a sample."""
     score: _builtins.float
-    """Of a text that a beam search has found: the sum of its tokens' logprobs, that of the token that ended it included,
-    divided by the power of its length that was asked for.
+    """Score of a beam search's text: the sum of its tokens' logprobs, including the token that ended it, divided by its
+    length to the power of `length_penalty`.
     """
     stop_text: _builtins.str
     """One of `stop`."""
@@ -1091,11 +1097,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
-        """Of the new tokens, where they were asked for."""
+        """Logprobs of the new tokens, if they were asked for."""
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___Logprobs:
-        """Of the prompt's tokens from the second on, where they were asked for; with the first message of the request."""
+        """Logprobs of the prompt's tokens from the second on, if they were asked for; with the first message of the request."""
 
     def __init__(
         self,
@@ -1128,7 +1134,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
-    """Logprobs: natural logarithms of probabilities, of several tokens."""
+    """Logprobs: natural logarithms of the probabilities of several tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1138,16 +1144,16 @@ class Logprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     top_count: _builtins.int
-    """How many likeliest tokens follow for each."""
+    """Number of likeliest tokens for each of them."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, and of each the logarithm of its probability."""
+        """The tokens, and the logprob of each."""
 
     @_builtins.property
     def token_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """These, the likeliest first: `top_count` of the first token, then of the second, and so on."""
+        """The likeliest tokens, the likeliest first: `top_count` for the first token, then for the second, and so on."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -1185,23 +1191,23 @@ class Usage(_message.Message):
     prompt_token_count: _builtins.int
     """Tokens of the prompt."""
     cached_token_count: _builtins.int
-    """Of these, tokens found in the cache when the request was first admitted, or held by the branch that it continues."""
+    """Those of them that were cached when the request was first admitted, or that the branch held."""
     output_token_count: _builtins.int
     """Tokens generated, all samples together."""
     granted_block_count: _builtins.int
-    """Blocks granted to it, less those granted ahead that it never used. Copies count, and so do blocks granted again
+    """Blocks granted to it, minus those granted ahead that it never used. Copies count, and so do blocks granted again
     after a preemption.
     """
     unshared_block_count: _builtins.int
-    """Blocks that its samples would have taken in caches of their own."""
+    """Blocks that its samples would have taken without sharing."""
     preemption_count: _builtins.int
-    """Times that one of its samples was preempted and computed again."""
+    """Times that one of its samples was preempted and recomputed."""
     sample_token_count_max: _builtins.int
-    """Tokens that each sample could have at most: `max_tokens`, or what the prompt left of the longest sequence that model
-    and pool hold.
+    """Most tokens that each sample could have: `max_tokens`, or what the prompt left of the longest sequence that model
+    and pool can hold.
     """
     cache_write_token_count: _builtins.int
-    """Tokens of the prompt that were not cached, and are with this request: those of its full blocks."""
+    """Tokens of the prompt that this request added to the cache: those of its full blocks that were not cached."""
     def __init__(
         self,
         *,
@@ -1224,7 +1230,9 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Conversation(_message.Message):
-    """Conversation: what a chat template is given. JSON, because a template reads whatever keys its model was trained with."""
+    """Conversation: the input of a chat template. It is JSON, because a template may read any keys that its model was
+    trained with.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1240,20 +1248,20 @@ class Conversation(_message.Message):
     tools_json: _builtins.str
     """Array of tools that the model may call; empty for none."""
     variables_json: _builtins.str
-    """Object of further variables of the template; empty for none. `messages`, `tools` and `add_generation_prompt` are no
-    names of further ones.
+    """Object of further variables of the template; empty for none. It must not have `messages`, `tools` or
+    `add_generation_prompt`.
     """
     without_generation_prompt: _builtins.bool
-    """True if the text ends after the last message, instead of where the assistant's answer begins."""
+    """True if the text ends after the last message, without the beginning of an assistant's answer."""
     continue_final_message: _builtins.bool
-    """True if the text ends with the content of the last message, which the answer goes on with."""
+    """True if the text ends with the content of the last message, which the answer continues."""
     chat_template: _builtins.str
     """Template to use instead of the checkpoint's; refused with BAD_PARAMETER unless the worker was started with
     `--trust-request-chat-template`.
     """
     split_special_tokens: _builtins.bool
-    """Whether special tokens that messages, tools and variables spell are split, as ordinary text is; false: they are the
-    tokens. Without it they are what the worker was started with, `--special-tokens-in-chats`.
+    """Whether the names of special tokens in messages, tools and variables are tokenized as ordinary text; false: they
+    become the special tokens. Absent: as the worker's `--special-tokens-in-chats` says.
     """
     def __init__(
         self,
@@ -1288,12 +1296,12 @@ class TokenizeRequest(_message.Message):
     text: _builtins.str
     """Text, with the special tokens that the checkpoint puts around one."""
     add_special_tokens: _builtins.bool
-    """Whether the special tokens that the checkpoint puts around a text are among the tokens. Without it they are for a
-    text, and for a conversation they are not: its template writes them.
+    """Whether to add the special tokens that the checkpoint puts around a text. Absent: true for a text, and false for a
+    conversation, because its template writes them.
     """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
-        """Conversation. It fails with BAD_PARAMETER where the checkpoint has no template, or its template refuses."""
+        """Conversation. It fails with BAD_PARAMETER if the checkpoint has no template, or its template refuses."""
 
     def __init__(
         self,
@@ -1343,7 +1351,7 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """DetokenizeRequest: tokens, each by itself or as a part of a text."""
+    """DetokenizeRequest: tokens, each alone or as a part of a text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1352,7 +1360,7 @@ class DetokenizeRequest(_message.Message):
     PLACES_FIELD_NUMBER: _builtins.int
     KEEPS_SPECIAL_FIELD_NUMBER: _builtins.int
     keeps_special: _builtins.bool
-    """Whether the text has the names of special tokens."""
+    """Whether the text includes special tokens by their names."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids, at most 65,536 together with `text_ids`."""
@@ -1363,7 +1371,7 @@ class DetokenizeRequest(_message.Message):
 
     @_builtins.property
     def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each of `token_ids`, how many of `text_ids` are before it; empty: each token is by itself."""
+        """For each of `token_ids`, how many of `text_ids` precede it; empty: each token is alone."""
 
     def __init__(
         self,
@@ -1383,18 +1391,18 @@ Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
 
 @_typing.final
 class DetokenizeResponse(_message.Message):
-    """DetokenizeResponse: what they are."""
+    """DetokenizeResponse: the bytes of the tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXTS_FIELD_NUMBER: _builtins.int
     IS_SETTLED_FIELD_NUMBER: _builtins.int
     is_settled: _builtins.bool
-    """Whether every token behind `text_ids` adds the bytes that it has by itself."""
+    """Whether every token after `text_ids` adds the bytes that it has alone."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of each token its bytes, which need not be whole characters; empty for an id that the tokenizer does not know.
-        With `places`, they are the bytes that the token adds to the text.
+        """The bytes of each token, which need not be whole characters; empty for an unknown id. With `places`, the bytes that
+        the token adds to the text.
         """
 
     def __init__(
@@ -1471,7 +1479,7 @@ class GetStatusResponse(_message.Message):
     """Its pool, and whether its session with the allocator is up."""
     allocator_connected: _builtins.bool
     model: _builtins.str
-    """The model's name, that of its folder unless the worker was given others, and its architecture."""
+    """The model's name (its folder's name unless `--served-model-name` gives others), and its architecture."""
     architecture: _builtins.str
     model_fingerprint: _builtins.bytes
     """Model fingerprint and cache layout, which are part of every digest's root."""
@@ -1487,7 +1495,7 @@ class GetStatusResponse(_message.Message):
     """Tokens of the longest sequence that model and pool can hold, and tokens of the vocabulary."""
     vocabulary_size: _builtins.int
     running_count: _builtins.int
-    """Samples being computed and samples waiting."""
+    """Samples that run, and samples that wait."""
     waiting_count: _builtins.int
     prompt_token_count: _builtins.int
     """Totals since the worker started: tokens of prompts, those of them found in the cache, tokens generated,
@@ -1497,13 +1505,13 @@ class GetStatusResponse(_message.Message):
     output_token_count: _builtins.int
     preemption_count: _builtins.int
     held_block_count_max: _builtins.int
-    """Most blocks that its sequences have held at one time, and most table entries (the blocks that separate caches would
-    hold).
+    """Most blocks that its sequences have held at one time, and most table entries (the blocks that they would hold
+    without sharing).
     """
     table_entry_count_max: _builtins.int
     state_digest: _builtins.bytes
     """Digest of the block tables as the worker knows them (docs/session.md); computed from the allocator's
-    `GetPoolBlocks` it is the same whenever no step is under way.
+    `GetPoolBlocks` it is the same while no step is under way.
     """
     report_count: _builtins.int
     """Totals since the worker started: block reports that an allocator asked for, the first and empty one included, and
@@ -1511,11 +1519,11 @@ class GetStatusResponse(_message.Message):
     """
     disagreement_count: _builtins.int
     rank_count: _builtins.int
-    """Processes that compute the model together, each its attention heads; 1 where one computes all. Bytes per block are
-    of each.
+    """Processes that compute the model together, each with its own attention heads; 1 if one computes all. `block_bytes`
+    counts each process's part.
     """
     branch_count: _builtins.int
-    """Branches, and those of them that hold blocks at present."""
+    """Branches, and the number of them that hold blocks now."""
     held_branch_count: _builtins.int
     @_builtins.property
     def memory(self) -> Global___PoolMemory:
@@ -1523,7 +1531,7 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def sampling_defaults(self) -> Global___SamplingDefaults:
-        """Sampling parameters that the checkpoint proposes. The worker itself never applies them."""
+        """Sampling parameters that the checkpoint proposes. The worker never applies them itself."""
 
     @_builtins.property
     def model_aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1574,7 +1582,9 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class SamplingDefaults(_message.Message):
-    """SamplingDefaults: what a checkpoint's generation_config.json says of sampling. Each is unset where it says nothing."""
+    """SamplingDefaults: sampling parameters of a checkpoint's generation_config.json. A parameter that the file lacks is
+    unset.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1650,16 +1660,16 @@ class PoolMemory(_message.Message):
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     pool_bytes: _builtins.int
-    """Bytes of all its pages, and the memory that there was for them."""
+    """Bytes of all its pages, and the bytes that were available for them."""
     budget_bytes: _builtins.int
     kv_cache_dtype: _builtins.str
     """Dtype of keys and values in the pages."""
     kv_head_count: _builtins.int
-    """KV heads and head dim of the layers that take most bytes per token."""
+    """KV heads and head dim of the layers with most bytes per token."""
     head_dim: _builtins.int
     group_count: _builtins.int
-    """As its cache is laid out (docs/layout.md): groups of layers, those of recurrent states among them, bytes of one
-    layer's part of a page, and bytes of all states of a sequence.
+    """The cache's layout (docs/layout.md): groups of layers, groups of recurrent states among them, bytes of one layer's
+    part of a page, and bytes of all states of a sequence.
     """
     state_group_count: _builtins.int
     slot_bytes: _builtins.int
@@ -1692,7 +1702,7 @@ Global___PoolMemory: _TypeAlias = PoolMemory  # noqa: Y015
 
 @_typing.final
 class DeviceMemory(_message.Message):
-    """DeviceMemory: what a profiling pass found; the budget is total * utilization - used - peak + current."""
+    """DeviceMemory: results of the profiling pass; the budget is total * utilization - used - peak + current."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1702,10 +1712,10 @@ class DeviceMemory(_message.Message):
     CURRENT_BYTES_FIELD_NUMBER: _builtins.int
     UTILIZATION_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
-    """Bytes of the device, and of them in use by whomever."""
+    """Bytes of the device, and the bytes of it that any process used."""
     used_bytes: _builtins.int
     peak_bytes: _builtins.int
-    """Most bytes that torch had allocated while the largest batch was computed, and those that it had afterwards."""
+    """Most bytes that torch had allocated during the pass with the largest batch, and the bytes after that pass."""
     current_bytes: _builtins.int
     utilization: _builtins.float
     """Share of the device that may be in use."""
@@ -1735,9 +1745,9 @@ class LoadAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name that requests will say: 1 to 64 letters, digits, '.', '_' and '-'."""
+    """Name for requests to choose it by: 1 to 64 letters, digits, '.', '_' and '-'."""
     folder: _builtins.str
-    """Folder that PEFT has saved it to, as the worker sees it, below the folder that the worker was told to load from."""
+    """PEFT's folder of the adapter, as the worker sees it, inside the worker's `--adapter-folder`."""
     def __init__(
         self,
         *,
@@ -1800,7 +1810,7 @@ Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterResponse(_message.Message):
-    """UnloadAdapterResponse: it is gone."""
+    """UnloadAdapterResponse: the adapter was dropped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1817,7 +1827,7 @@ Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class ListAdaptersRequest(_message.Message):
-    """ListAdaptersRequest: asks for all of them."""
+    """ListAdaptersRequest: asks for all adapters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1834,7 +1844,7 @@ Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
 
 @_typing.final
 class ListAdaptersResponse(_message.Message):
-    """ListAdaptersResponse: what is loaded, and how much may be."""
+    """ListAdaptersResponse: the loaded adapters and the worker's limits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1843,7 +1853,7 @@ class ListAdaptersResponse(_message.Message):
     RANK_MAX_FIELD_NUMBER: _builtins.int
     BYTE_COUNT_MAX_FIELD_NUMBER: _builtins.int
     count_max: _builtins.int
-    """Adapters at a time, largest rank of one, and bytes of all together at most."""
+    """Limits: adapters at a time, rank of each, and bytes of all together."""
     rank_max: _builtins.int
     byte_count_max: _builtins.int
     @_builtins.property
@@ -1883,11 +1893,11 @@ class Adapter(_message.Message):
     digest: _builtins.bytes
     """SHA-256 of its configuration and weights, part of the root of every digest of its requests (docs/hash.md)."""
     rank: _builtins.int
-    """Rank of its factors, layers that it changes, and bytes that it takes."""
+    """Rank of its factors, number of layers that it changes, and its bytes."""
     layer_count: _builtins.int
     byte_count: _builtins.int
     request_count: _builtins.int
-    """Requests being computed or waiting with it."""
+    """Requests with it that run or wait."""
     def __init__(
         self,
         *,
@@ -1908,16 +1918,16 @@ Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class ListRequestsRequest(_message.Message):
-    """ListRequestsRequest: which requests are asked for."""
+    """ListRequestsRequest: selects requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     WITH_ENDED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Only requests of this id, with the stages of each; empty for all, without stages."""
+    """Asks only for requests with this id, with their stages; empty: for all, without stages."""
     with_ended: _builtins.bool
-    """True if requests that have ended are wanted, too; the worker keeps the latest 256."""
+    """True to include ended requests; the worker keeps the latest 256."""
     def __init__(
         self,
         *,
@@ -1997,18 +2007,18 @@ class RequestInfo(_message.Message):
     """Where it is, and why it waits."""
     wait_reason: Global___WaitReason.ValueType
     missing_block_count: _builtins.int
-    """Blocks that are missing for it, of each group, with WAIT_REASON_BLOCKS."""
+    """With WAIT_REASON_BLOCKS: blocks that are missing, in each group."""
     behind_request_id: _builtins.str
-    """Id of the request before it, with WAIT_REASON_ORDER and WAIT_REASON_FAIRNESS; empty if the caller may not know it."""
+    """With WAIT_REASON_ORDER and WAIT_REASON_FAIRNESS: id of the request ahead of it; empty if the caller may not see it."""
     age_s: _builtins.float
-    """Seconds since it came, or from then to its end; to its first admission; to its first token."""
+    """Seconds from its arrival until now (or its end); until its first admission; until its first token."""
     queue_s: _builtins.float
     first_token_s: _builtins.float
     time_left_s: _builtins.float
-    """Seconds that are left to its caller's deadline, if it has one."""
+    """Seconds until its caller's deadline, if it has one."""
     priority: _builtins.int
     sample_count: _builtins.int
-    """Samples, and why each that has ended in good order did."""
+    """Samples, and the finish reasons of those that ended without an error."""
     prompt_token_count: _builtins.int
     """As in Usage."""
     cached_token_count: _builtins.int
@@ -2017,16 +2027,16 @@ class RequestInfo(_message.Message):
     block_count: _builtins.int
     block_count_max: _builtins.int
     error: _builtins.str
-    """Name of the `Reason` that it failed with, or "CANCELLED"; empty if it did not."""
+    """Name of the `Reason` that it failed with, or "CANCELLED"; empty if it did not fail."""
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]: ...
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its sequences at the allocator, the first 64 that it ever had; blocks in their tables now, and at most so far."""
+        """Its sequences at the allocator (the first 64); blocks in their tables now, and their maximum so far."""
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStage]:
-        """What happened to it, in order, the first 64."""
+        """Its first 64 events, in order."""
 
     def __init__(
         self,
@@ -2076,16 +2086,16 @@ Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
 
 @_typing.final
 class RequestStage(_message.Message):
-    """RequestStage: something that happened to a request."""
+    """RequestStage: an event of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     AT_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What: "received", "admitted", "preempted", "first token" or "ended"."""
+    """The event: "received", "admitted", "preempted", "first token" or "ended"."""
     at_s: _builtins.float
-    """Seconds since it came."""
+    """Seconds since the request's arrival."""
     def __init__(
         self,
         *,
@@ -2102,7 +2112,7 @@ Global___RequestStage: _TypeAlias = RequestStage  # noqa: Y015
 
 @_typing.final
 class CancelRequestRequest(_message.Message):
-    """CancelRequestRequest: requests that are not wanted any more."""
+    """CancelRequestRequest: requests to end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2124,13 +2134,13 @@ Global___CancelRequestRequest: _TypeAlias = CancelRequestRequest  # noqa: Y015
 
 @_typing.final
 class CancelRequestResponse(_message.Message):
-    """CancelRequestResponse: they have ended."""
+    """CancelRequestResponse: the requests have ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CANCELLED_COUNT_FIELD_NUMBER: _builtins.int
     cancelled_count: _builtins.int
-    """How many there were."""
+    """Number of requests that this call ended."""
     def __init__(
         self,
         *,

@@ -133,8 +133,8 @@ class WorkerServiceServicer:
         """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
         forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
         request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
-        text again. A caller reads as the text comes: where answers of a namespace have more than 32 MiB unread, or more than
-        is left free, that with most of them ends with RESOURCE_EXHAUSTED / LIMIT.
+        text again. A caller must read as the text arrives: if a namespace's answers have more than 32 MiB unread, or more
+        than the worker has free, the one with most unread ends with RESOURCE_EXHAUSTED / LIMIT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,79 +142,79 @@ class WorkerServiceServicer:
 
     def Prefill(self, request, context):
         """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
-        released or nobody has named it for the length of its `ttl_ms`. Whoever knows its id, and may use its namespace, may
-        use it. The calls that follow fail with NOT_FOUND / BRANCH_UNKNOWN where a branch has ended, or its worker was
-        started anew; each but ReleaseBranches begins its time anew, and none runs while another is using the branch.
+        released or no call has named it for its `ttl_ms`. A caller that knows its id, and may use its namespace, may use
+        it. The calls below fail with NOT_FOUND / BRANCH_UNKNOWN if the branch has ended or its worker was restarted. Each
+        of them except ReleaseBranches restarts its time. Calls on one branch run one after the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkBranch(self, request, context):
-        """ForkBranch: makes branches that share all that one holds. They live on when it is released.
+        """ForkBranch: makes branches that share all blocks of another one. They outlive its release.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExtendBranch(self, request, context):
-        """ExtendBranch: puts tokens behind those of a branch, and computes them.
+        """ExtendBranch: appends tokens to a branch, and computes them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScoreBranch(self, request, context):
-        """ScoreBranch: says how likely each of several continuations of a branch is, which stays as it is. They are computed
-        together, each on a fork that is freed afterwards.
+        """ScoreBranch: returns how likely each of several continuations of a branch is. The branch does not change: they are
+        computed together, each on a fork that is freed afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewBranches(self, request, context):
-        """RenewBranches: begins the time of branches anew.
+        """RenewBranches: restarts the time of branches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseBranches(self, request, context):
-        """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error.
+        """ReleaseBranches: ends branches, as soon as no call uses them. A branch that has already ended is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBranches(self, request, context):
-        """ListBranches: says which branches there are, whoever made them, so that one that is in the way can be released. What
-        it tells of an id permits nothing else. Read-only; a caller with a certificate needs permission to observe the
-        worker's pool, and gets the branches of the namespaces that it may use.
+        """ListBranches: lists the branches of all callers, so that an operator can release any of them. It shows only enough
+        of each id for that. Read-only; a caller with a certificate needs permission to observe the worker's pool, and gets
+        the branches of the namespaces that it may use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """GetStatus: says what the worker serves, and counts what it has done. Read-only.
+        """GetStatus: returns what the worker serves, and totals of its work. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter: loads a LoRA adapter that requests can choose then, while others are computed. A caller with a
-        certificate needs permission to own the worker's pool. Loading the same one again changes nothing; another under
-        its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, one that cannot be served with FAILED_PRECONDITION /
-        ADAPTER_UNUSABLE.
+        """LoadAdapter: loads a LoRA adapter, for later requests to choose; running requests continue meanwhile. A caller with
+        a certificate needs permission to own the worker's pool. Loading the same adapter again changes nothing. A
+        different one under its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, and one that this worker cannot serve with
+        FAILED_PRECONDITION / ADAPTER_UNUSABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter: drops an adapter; the same permission. While requests are computed with it, this fails with
-        FAILED_PRECONDITION / ADAPTER_IN_USE.
+        """UnloadAdapter: drops an adapter. It needs the same permission as LoadAdapter, and fails with FAILED_PRECONDITION /
+        ADAPTER_IN_USE while requests use the adapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,23 +229,23 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
-        Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+        """Tokenize: returns the tokens of a text, or of a conversation as the checkpoint's chat template renders it.
+        Read-only. The tokens can be the prompt of a Generate call, and of a router's prefix lookup before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Detokenize: says what each token is, by itself or in a text, for callers that show single ones, as beside their
-        logprobs. Read-only.
+        """Detokenize: returns the bytes of each token, alone or within a text, for callers that show single tokens, such as
+        beside logprobs. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """GetServerInfo: says which version, protocol and features this worker has. Read-only.
+        """GetServerInfo: returns this worker's version, protocol and features. Read-only.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -253,16 +253,16 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
-        needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+        """ListRequests: lists the waiting and running requests, and why each waiting one waits. Read-only; a caller with a
+        certificate needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
-        namespaces that it may use. An id that no such request has is no error.
+        """CancelRequest: ends all requests with one id; their callers get CANCELLED. A caller with a certificate ends only
+        those in namespaces that it may use. An unknown id is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,67 +42,67 @@ class WorkerServiceStub:
     """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
     forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
     request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
-    text again. A caller reads as the text comes: where answers of a namespace have more than 32 MiB unread, or more than
-    is left free, that with most of them ends with RESOURCE_EXHAUSTED / LIMIT.
+    text again. A caller must read as the text arrives: if a namespace's answers have more than 32 MiB unread, or more
+    than the worker has free, the one with most unread ends with RESOURCE_EXHAUSTED / LIMIT.
     """
     Prefill: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]
     """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
-    released or nobody has named it for the length of its `ttl_ms`. Whoever knows its id, and may use its namespace, may
-    use it. The calls that follow fail with NOT_FOUND / BRANCH_UNKNOWN where a branch has ended, or its worker was
-    started anew; each but ReleaseBranches begins its time anew, and none runs while another is using the branch.
+    released or no call has named it for its `ttl_ms`. A caller that knows its id, and may use its namespace, may use
+    it. The calls below fail with NOT_FOUND / BRANCH_UNKNOWN if the branch has ended or its worker was restarted. Each
+    of them except ReleaseBranches restarts its time. Calls on one branch run one after the other.
     """
     ForkBranch: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ForkBranchRequest, _worker_pb2.ForkBranchResponse]
-    """ForkBranch: makes branches that share all that one holds. They live on when it is released."""
+    """ForkBranch: makes branches that share all blocks of another one. They outlive its release."""
     ExtendBranch: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ExtendBranchRequest, _worker_pb2.ExtendBranchResponse]
-    """ExtendBranch: puts tokens behind those of a branch, and computes them."""
+    """ExtendBranch: appends tokens to a branch, and computes them."""
     ScoreBranch: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ScoreBranchRequest, _worker_pb2.ScoreBranchResponse]
-    """ScoreBranch: says how likely each of several continuations of a branch is, which stays as it is. They are computed
-    together, each on a fork that is freed afterwards.
+    """ScoreBranch: returns how likely each of several continuations of a branch is. The branch does not change: they are
+    computed together, each on a fork that is freed afterwards.
     """
     RenewBranches: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RenewBranchesRequest, _worker_pb2.RenewBranchesResponse]
-    """RenewBranches: begins the time of branches anew."""
+    """RenewBranches: restarts the time of branches."""
     ReleaseBranches: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseBranchesRequest, _worker_pb2.ReleaseBranchesResponse]
-    """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
+    """ReleaseBranches: ends branches, as soon as no call uses them. A branch that has already ended is no error."""
     ListBranches: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListBranchesRequest, _worker_pb2.ListBranchesResponse]
-    """ListBranches: says which branches there are, whoever made them, so that one that is in the way can be released. What
-    it tells of an id permits nothing else. Read-only; a caller with a certificate needs permission to observe the
-    worker's pool, and gets the branches of the namespaces that it may use.
+    """ListBranches: lists the branches of all callers, so that an operator can release any of them. It shows only enough
+    of each id for that. Read-only; a caller with a certificate needs permission to observe the worker's pool, and gets
+    the branches of the namespaces that it may use.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
-    """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+    """GetStatus: returns what the worker serves, and totals of its work. Read-only."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]
-    """LoadAdapter: loads a LoRA adapter that requests can choose then, while others are computed. A caller with a
-    certificate needs permission to own the worker's pool. Loading the same one again changes nothing; another under
-    its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, one that cannot be served with FAILED_PRECONDITION /
-    ADAPTER_UNUSABLE.
+    """LoadAdapter: loads a LoRA adapter, for later requests to choose; running requests continue meanwhile. A caller with
+    a certificate needs permission to own the worker's pool. Loading the same adapter again changes nothing. A
+    different one under its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, and one that this worker cannot serve with
+    FAILED_PRECONDITION / ADAPTER_UNUSABLE.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
-    """UnloadAdapter: drops an adapter; the same permission. While requests are computed with it, this fails with
-    FAILED_PRECONDITION / ADAPTER_IN_USE.
+    """UnloadAdapter: drops an adapter. It needs the same permission as LoadAdapter, and fails with FAILED_PRECONDITION /
+    ADAPTER_IN_USE while requests use the adapter.
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]
     """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
     the worker's pool.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]
-    """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
-    Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+    """Tokenize: returns the tokens of a text, or of a conversation as the checkpoint's chat template renders it.
+    Read-only. The tokens can be the prompt of a Generate call, and of a router's prefix lookup before it.
     """
     Detokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]
-    """Detokenize: says what each token is, by itself or in a text, for callers that show single ones, as beside their
-    logprobs. Read-only.
+    """Detokenize: returns the bytes of each token, alone or within a text, for callers that show single tokens, such as
+    beside logprobs. Read-only.
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
-    """GetServerInfo: says which version, protocol and features this worker has. Read-only.
+    """GetServerInfo: returns this worker's version, protocol and features. Read-only.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     ListRequests: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListRequestsRequest, _worker_pb2.ListRequestsResponse]
-    """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
-    needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+    """ListRequests: lists the waiting and running requests, and why each waiting one waits. Read-only; a caller with a
+    certificate needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
     """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CancelRequestRequest, _worker_pb2.CancelRequestResponse]
-    """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
-    namespaces that it may use. An id that no such request has is no error.
+    """CancelRequest: ends all requests with one id; their callers get CANCELLED. A caller with a certificate ends only
+    those in namespaces that it may use. An unknown id is no error.
     """
 
 @_typing.type_check_only
@@ -116,67 +116,67 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
     forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
     request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
-    text again. A caller reads as the text comes: where answers of a namespace have more than 32 MiB unread, or more than
-    is left free, that with most of them ends with RESOURCE_EXHAUSTED / LIMIT.
+    text again. A caller must read as the text arrives: if a namespace's answers have more than 32 MiB unread, or more
+    than the worker has free, the one with most unread ends with RESOURCE_EXHAUSTED / LIMIT.
     """
     Prefill: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
-    released or nobody has named it for the length of its `ttl_ms`. Whoever knows its id, and may use its namespace, may
-    use it. The calls that follow fail with NOT_FOUND / BRANCH_UNKNOWN where a branch has ended, or its worker was
-    started anew; each but ReleaseBranches begins its time anew, and none runs while another is using the branch.
+    released or no call has named it for its `ttl_ms`. A caller that knows its id, and may use its namespace, may use
+    it. The calls below fail with NOT_FOUND / BRANCH_UNKNOWN if the branch has ended or its worker was restarted. Each
+    of them except ReleaseBranches restarts its time. Calls on one branch run one after the other.
     """
     ForkBranch: _aio.UnaryUnaryMultiCallable[_worker_pb2.ForkBranchRequest, _worker_pb2.ForkBranchResponse]  # type: ignore[assignment]
-    """ForkBranch: makes branches that share all that one holds. They live on when it is released."""
+    """ForkBranch: makes branches that share all blocks of another one. They outlive its release."""
     ExtendBranch: _aio.UnaryUnaryMultiCallable[_worker_pb2.ExtendBranchRequest, _worker_pb2.ExtendBranchResponse]  # type: ignore[assignment]
-    """ExtendBranch: puts tokens behind those of a branch, and computes them."""
+    """ExtendBranch: appends tokens to a branch, and computes them."""
     ScoreBranch: _aio.UnaryUnaryMultiCallable[_worker_pb2.ScoreBranchRequest, _worker_pb2.ScoreBranchResponse]  # type: ignore[assignment]
-    """ScoreBranch: says how likely each of several continuations of a branch is, which stays as it is. They are computed
-    together, each on a fork that is freed afterwards.
+    """ScoreBranch: returns how likely each of several continuations of a branch is. The branch does not change: they are
+    computed together, each on a fork that is freed afterwards.
     """
     RenewBranches: _aio.UnaryUnaryMultiCallable[_worker_pb2.RenewBranchesRequest, _worker_pb2.RenewBranchesResponse]  # type: ignore[assignment]
-    """RenewBranches: begins the time of branches anew."""
+    """RenewBranches: restarts the time of branches."""
     ReleaseBranches: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseBranchesRequest, _worker_pb2.ReleaseBranchesResponse]  # type: ignore[assignment]
-    """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
+    """ReleaseBranches: ends branches, as soon as no call uses them. A branch that has already ended is no error."""
     ListBranches: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListBranchesRequest, _worker_pb2.ListBranchesResponse]  # type: ignore[assignment]
-    """ListBranches: says which branches there are, whoever made them, so that one that is in the way can be released. What
-    it tells of an id permits nothing else. Read-only; a caller with a certificate needs permission to observe the
-    worker's pool, and gets the branches of the namespaces that it may use.
+    """ListBranches: lists the branches of all callers, so that an operator can release any of them. It shows only enough
+    of each id for that. Read-only; a caller with a certificate needs permission to observe the worker's pool, and gets
+    the branches of the namespaces that it may use.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+    """GetStatus: returns what the worker serves, and totals of its work. Read-only."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """LoadAdapter: loads a LoRA adapter that requests can choose then, while others are computed. A caller with a
-    certificate needs permission to own the worker's pool. Loading the same one again changes nothing; another under
-    its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, one that cannot be served with FAILED_PRECONDITION /
-    ADAPTER_UNUSABLE.
+    """LoadAdapter: loads a LoRA adapter, for later requests to choose; running requests continue meanwhile. A caller with
+    a certificate needs permission to own the worker's pool. Loading the same adapter again changes nothing. A
+    different one under its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, and one that this worker cannot serve with
+    FAILED_PRECONDITION / ADAPTER_UNUSABLE.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """UnloadAdapter: drops an adapter; the same permission. While requests are computed with it, this fails with
-    FAILED_PRECONDITION / ADAPTER_IN_USE.
+    """UnloadAdapter: drops an adapter. It needs the same permission as LoadAdapter, and fails with FAILED_PRECONDITION /
+    ADAPTER_IN_USE while requests use the adapter.
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
     the worker's pool.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
-    Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+    """Tokenize: returns the tokens of a text, or of a conversation as the checkpoint's chat template renders it.
+    Read-only. The tokens can be the prompt of a Generate call, and of a router's prefix lookup before it.
     """
     Detokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Detokenize: says what each token is, by itself or in a text, for callers that show single ones, as beside their
-    logprobs. Read-only.
+    """Detokenize: returns the bytes of each token, alone or within a text, for callers that show single tokens, such as
+    beside logprobs. Read-only.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
-    """GetServerInfo: says which version, protocol and features this worker has. Read-only.
+    """GetServerInfo: returns this worker's version, protocol and features. Read-only.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     ListRequests: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListRequestsRequest, _worker_pb2.ListRequestsResponse]  # type: ignore[assignment]
-    """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
-    needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+    """ListRequests: lists the waiting and running requests, and why each waiting one waits. Read-only; a caller with a
+    certificate needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_worker_pb2.CancelRequestRequest, _worker_pb2.CancelRequestResponse]  # type: ignore[assignment]
-    """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
-    namespaces that it may use. An id that no such request has is no error.
+    """CancelRequest: ends all requests with one id; their callers get CANCELLED. A caller with a certificate ends only
+    those in namespaces that it may use. An unknown id is no error.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -193,8 +193,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
         forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
         request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
-        text again. A caller reads as the text comes: where answers of a namespace have more than 32 MiB unread, or more than
-        is left free, that with most of them ends with RESOURCE_EXHAUSTED / LIMIT.
+        text again. A caller must read as the text arrives: if a namespace's answers have more than 32 MiB unread, or more
+        than the worker has free, the one with most unread ends with RESOURCE_EXHAUSTED / LIMIT.
         """
 
     @_abc_1.abstractmethod
@@ -204,9 +204,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PrefillResponse, _abc.Awaitable[_worker_pb2.PrefillResponse]]:
         """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
-        released or nobody has named it for the length of its `ttl_ms`. Whoever knows its id, and may use its namespace, may
-        use it. The calls that follow fail with NOT_FOUND / BRANCH_UNKNOWN where a branch has ended, or its worker was
-        started anew; each but ReleaseBranches begins its time anew, and none runs while another is using the branch.
+        released or no call has named it for its `ttl_ms`. A caller that knows its id, and may use its namespace, may use
+        it. The calls below fail with NOT_FOUND / BRANCH_UNKNOWN if the branch has ended or its worker was restarted. Each
+        of them except ReleaseBranches restarts its time. Calls on one branch run one after the other.
         """
 
     @_abc_1.abstractmethod
@@ -215,7 +215,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ForkBranchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ForkBranchResponse, _abc.Awaitable[_worker_pb2.ForkBranchResponse]]:
-        """ForkBranch: makes branches that share all that one holds. They live on when it is released."""
+        """ForkBranch: makes branches that share all blocks of another one. They outlive its release."""
 
     @_abc_1.abstractmethod
     def ExtendBranch(
@@ -223,7 +223,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ExtendBranchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ExtendBranchResponse, _abc.Awaitable[_worker_pb2.ExtendBranchResponse]]:
-        """ExtendBranch: puts tokens behind those of a branch, and computes them."""
+        """ExtendBranch: appends tokens to a branch, and computes them."""
 
     @_abc_1.abstractmethod
     def ScoreBranch(
@@ -231,8 +231,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ScoreBranchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ScoreBranchResponse, _abc.Awaitable[_worker_pb2.ScoreBranchResponse]]:
-        """ScoreBranch: says how likely each of several continuations of a branch is, which stays as it is. They are computed
-        together, each on a fork that is freed afterwards.
+        """ScoreBranch: returns how likely each of several continuations of a branch is. The branch does not change: they are
+        computed together, each on a fork that is freed afterwards.
         """
 
     @_abc_1.abstractmethod
@@ -241,7 +241,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.RenewBranchesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.RenewBranchesResponse, _abc.Awaitable[_worker_pb2.RenewBranchesResponse]]:
-        """RenewBranches: begins the time of branches anew."""
+        """RenewBranches: restarts the time of branches."""
 
     @_abc_1.abstractmethod
     def ReleaseBranches(
@@ -249,7 +249,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ReleaseBranchesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ReleaseBranchesResponse, _abc.Awaitable[_worker_pb2.ReleaseBranchesResponse]]:
-        """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
+        """ReleaseBranches: ends branches, as soon as no call uses them. A branch that has already ended is no error."""
 
     @_abc_1.abstractmethod
     def ListBranches(
@@ -257,9 +257,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ListBranchesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ListBranchesResponse, _abc.Awaitable[_worker_pb2.ListBranchesResponse]]:
-        """ListBranches: says which branches there are, whoever made them, so that one that is in the way can be released. What
-        it tells of an id permits nothing else. Read-only; a caller with a certificate needs permission to observe the
-        worker's pool, and gets the branches of the namespaces that it may use.
+        """ListBranches: lists the branches of all callers, so that an operator can release any of them. It shows only enough
+        of each id for that. Read-only; a caller with a certificate needs permission to observe the worker's pool, and gets
+        the branches of the namespaces that it may use.
         """
 
     @_abc_1.abstractmethod
@@ -268,7 +268,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]:
-        """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+        """GetStatus: returns what the worker serves, and totals of its work. Read-only."""
 
     @_abc_1.abstractmethod
     def LoadAdapter(
@@ -276,10 +276,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.LoadAdapterResponse, _abc.Awaitable[_worker_pb2.LoadAdapterResponse]]:
-        """LoadAdapter: loads a LoRA adapter that requests can choose then, while others are computed. A caller with a
-        certificate needs permission to own the worker's pool. Loading the same one again changes nothing; another under
-        its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, one that cannot be served with FAILED_PRECONDITION /
-        ADAPTER_UNUSABLE.
+        """LoadAdapter: loads a LoRA adapter, for later requests to choose; running requests continue meanwhile. A caller with
+        a certificate needs permission to own the worker's pool. Loading the same adapter again changes nothing. A
+        different one under its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, and one that this worker cannot serve with
+        FAILED_PRECONDITION / ADAPTER_UNUSABLE.
         """
 
     @_abc_1.abstractmethod
@@ -288,8 +288,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
-        """UnloadAdapter: drops an adapter; the same permission. While requests are computed with it, this fails with
-        FAILED_PRECONDITION / ADAPTER_IN_USE.
+        """UnloadAdapter: drops an adapter. It needs the same permission as LoadAdapter, and fails with FAILED_PRECONDITION /
+        ADAPTER_IN_USE while requests use the adapter.
         """
 
     @_abc_1.abstractmethod
@@ -308,8 +308,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.TokenizeResponse, _abc.Awaitable[_worker_pb2.TokenizeResponse]]:
-        """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
-        Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+        """Tokenize: returns the tokens of a text, or of a conversation as the checkpoint's chat template renders it.
+        Read-only. The tokens can be the prompt of a Generate call, and of a router's prefix lookup before it.
         """
 
     @_abc_1.abstractmethod
@@ -318,8 +318,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DetokenizeResponse, _abc.Awaitable[_worker_pb2.DetokenizeResponse]]:
-        """Detokenize: says what each token is, by itself or in a text, for callers that show single ones, as beside their
-        logprobs. Read-only.
+        """Detokenize: returns the bytes of each token, alone or within a text, for callers that show single tokens, such as
+        beside logprobs. Read-only.
         """
 
     @_abc_1.abstractmethod
@@ -328,7 +328,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _server_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_server_pb2.GetServerInfoResponse, _abc.Awaitable[_server_pb2.GetServerInfoResponse]]:
-        """GetServerInfo: says which version, protocol and features this worker has. Read-only.
+        """GetServerInfo: returns this worker's version, protocol and features. Read-only.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 
@@ -338,8 +338,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ListRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ListRequestsResponse, _abc.Awaitable[_worker_pb2.ListRequestsResponse]]:
-        """ListRequests: says which requests wait and run, and why those that wait do. Read-only; a caller with a certificate
-        needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
+        """ListRequests: lists the waiting and running requests, and why each waiting one waits. Read-only; a caller with a
+        certificate needs permission to observe the worker's pool, and gets the requests of the namespaces that it may use.
         """
 
     @_abc_1.abstractmethod
@@ -348,8 +348,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.CancelRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.CancelRequestResponse, _abc.Awaitable[_worker_pb2.CancelRequestResponse]]:
-        """CancelRequest: ends requests of one id; their callers get CANCELLED. A caller with a certificate ends only those in
-        namespaces that it may use. An id that no such request has is no error.
+        """CancelRequest: ends all requests with one id; their callers get CANCELLED. A caller with a certificate ends only
+        those in namespaces that it may use. An unknown id is no error.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

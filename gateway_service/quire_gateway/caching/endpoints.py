@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from quire_gateway import relay
 from quire_gateway.asks import Ask
 from quire_gateway.caching.bodies import DropBody, MatchBody, WarmBody, ask_of, of_drop, of_warm
-from quire_gateway.caching.pools import dropped, matched
+from quire_gateway.caching.pools import dropped, matched, whole_blocks
 from quire_gateway.description import described
 from quire_gateway.relay import Call
 from quire_gateway.replies import Answer, CompletionForm, Taken
@@ -44,16 +44,20 @@ def serve_cache(app: FastAPI, work: Work) -> None:
             timeout_s=work.request_timeout_s,
         )
 
-    async def looked_up(request: Request, ask: Ask) -> dict[str, Any]:
+    async def looked_up(request: Request, ask: Ask, kept: int | None = None) -> dict[str, Any]:
         call = await prepared(request, ask)
         found = await matched(work.fleet, call)
-        return {
+        answer = {
             "object": "cache.match",
             "model": call.model.name,
             "prompt_tokens": len(call.tokens[0]),
-            "cached_tokens": max(found, default=0),
-            "cached_tokens_of_workers": found,
+            "cached_tokens": max(found.values(), default=0),
+            "cached_tokens_of_workers": sorted(found.values(), reverse=True),
         }
+        if kept is None:
+            return answer
+        lost = [max(count - whole_blocks(backend, kept), 0) for backend, count in found.items()]
+        return {**answer, "object": "cache.drop", "dry_run": True, "dropped_tokens": max(lost, default=0)}
 
     @app.post("/v1/cache/match", openapi_extra=described(MatchBody))
     async def match(request: Request) -> Response:
@@ -73,7 +77,7 @@ def serve_cache(app: FastAPI, work: Work) -> None:
 
         async def compute() -> dict[str, Any]:
             if ask is not None and body.dry_run:
-                return {**await looked_up(request, ask), "object": "cache.drop", "dry_run": True}
+                return await looked_up(request, ask, body.keep_tokens)
             call = None if ask is None else await prepared(request, ask)
             done = await dropped(
                 work.fleet, request.state.namespace, body.model, call, body.keep_tokens, is_dry=body.dry_run

@@ -29,8 +29,8 @@ class Prefix(NamedTuple):
     kept_digest_count: int = 0
 
 
-async def matched(fleet: Fleet, call: Call) -> list[int]:
-    """Returns how many leading tokens of a prompt each worker of its model has cached, the most first.
+async def matched(fleet: Fleet, call: Call) -> dict[Backend, int]:
+    """Returns how many leading tokens of a prompt each worker of its model has cached.
 
     Raises:
         ApiError: an allocator does not answer, or refuses.
@@ -50,7 +50,12 @@ async def matched(fleet: Fleet, call: Call) -> list[int]:
             counts = {match.pool: match.matched_token_count for match in matches}
             for backend in same:
                 found[backend] = max(found[backend], counts.get(_status(backend).pool, 0))
-    return sorted(found.values(), reverse=True)
+    return found
+
+
+def whole_blocks(backend: Backend, token_count: int) -> int:
+    """Returns a token count, rounded down to whole blocks of a worker."""
+    return token_count // _status(backend).block_size * _status(backend).block_size
 
 
 async def dropped(

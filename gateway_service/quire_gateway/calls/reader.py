@@ -75,7 +75,7 @@ class AnswerReader:
         is_reasoning: bool = False,
     ) -> None:
         self._form, self._functions, self._new_id = form, frozenset(functions), new_id
-        self._text = ""  # not handed on yet
+        self._text = ""  # text that was not handed on yet
         self._json: _Json | None = None  # set while arguments are being read
         self._run: TextRun | None = None  # set while a run is being read
         self._has_tail = False  # whether the tail of the last call was read
@@ -138,7 +138,7 @@ class AnswerReader:
         return self._read_text(is_last=is_last)
 
     def _read_text(self, *, is_last: bool) -> bool:
-        """Hands text on up to the next run or mark, or to a text that may become one."""
+        """Returns text up to the next run or mark, or up to text that may become one."""
         place = 0
         if self._place is AnswerPart.START:
             start = after_space(self._text, 0)

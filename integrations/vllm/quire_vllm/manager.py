@@ -118,7 +118,8 @@ class QuireCacheManager(KVCacheManager):
         needs = self._needs(running) if self.pool.asks_ahead else ()
         waiting = self.pool.turn(needs, self._upcoming() if self.pool.asks_ahead else ())
         for held in running if waiting else ():
-            if held.sequence_id in waiting:  # vLLM preempts no request for it in this turn, and runs it in the next.
+            # vLLM then preempts no other request for this one, and runs it in the next turn.
+            if held.sequence_id in waiting:
                 held.request.next_decode_eligible_step = self._scheduler.current_step + 1
 
     def _upcoming(self) -> list[Prompt]:

@@ -9,7 +9,7 @@ from pages import next_token
 from stage import Stage, text
 
 
-def ahead_answers_end_where_they_are_to(stage: Stage) -> None:
+def ahead_answers_end_where_they_should(stage: Stage) -> None:
     for number, new in enumerate((1, 2, 3, 5)):
         stage.add(str(number), text(number, 10), new=new)
         stage.turn()
@@ -35,7 +35,7 @@ def ahead_aborted_requests_leave_nothing(stage: Stage) -> None:
     stage.abort("3", "4")
 
 
-def ahead_who_came_last_is_preempted(stage: Stage) -> None:
+def ahead_the_newest_request_is_preempted(stage: Stage) -> None:
     for number in range(4):
         stage.add(str(number), text(number, 10), new=20)
 
@@ -89,7 +89,7 @@ def a_pipeline_computes_requests_in_turn(stage: Stage) -> None:
         stage.turn()
 
 
-def a_pipeline_preempts_who_is_under_way(stage: Stage) -> None:
+def a_pipeline_preempts_requests_under_way(stage: Stage) -> None:
     for number in range(3):
         stage.add(str(number), text(number, 20), new=16)
         stage.turn()
@@ -97,10 +97,10 @@ def a_pipeline_preempts_who_is_under_way(stage: Stage) -> None:
 
 ASYNC: Final[dict[str, Any]] = {"ahead": 1, "is_async": True}
 AHEAD_SCENES: Final[dict[Any, dict[str, Any]]] = {
-    ahead_answers_end_where_they_are_to: {"blocks": 64, **ASYNC},
+    ahead_answers_end_where_they_should: {"blocks": 64, **ASYNC},
     ahead_a_token_that_stops_an_answer_ends_what_is_under_way: {"blocks": 64, **ASYNC},
     ahead_aborted_requests_leave_nothing: {"blocks": 64, **ASYNC},
-    ahead_who_came_last_is_preempted: {"blocks": 18, **ASYNC},
+    ahead_the_newest_request_is_preempted: {"blocks": 18, **ASYNC},
     ahead_the_same_prompt_is_computed_once: {"blocks": 64, **ASYNC},
     ahead_next_turns_of_chats_are_hit: {"blocks": 128, **ASYNC},
     ahead_prompts_are_computed_in_chunks: {"blocks": 64, "budget": 24, **ASYNC},
@@ -109,5 +109,5 @@ AHEAD_SCENES: Final[dict[Any, dict[str, Any]]] = {
     ahead_states_are_hit_where_blocks_end: {"blocks": 128, "groups": STATES, **ASYNC},
     ahead_running_requests_are_preempted_for_a_reset: {"blocks": 64, **ASYNC},
     a_pipeline_computes_requests_in_turn: {"blocks": 64, "ahead": 1},
-    a_pipeline_preempts_who_is_under_way: {"blocks": 20, "ahead": 1},
+    a_pipeline_preempts_requests_under_way: {"blocks": 20, "ahead": 1},
 }

@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 # -- sessions: a request that waits for its next input, and keeps its blocks -------------------------------------------
 
 
-def a_session_goes_on_from_what_it_computed(stage: Stage) -> None:
+def a_session_continues_from_its_computed_tokens(stage: Stage) -> None:
     for number in range(3):
         stage.add("session", text(number, 11), new=6, resumable=True)
         stage.run()
@@ -23,7 +23,7 @@ def a_session_goes_on_from_what_it_computed(stage: Stage) -> None:
     stage.add("session", [1], new=1)  # closes the session
 
 
-def a_session_outgrows_what_it_was_expected_to(stage: Stage) -> None:
+def a_session_outgrows_its_expected_length(stage: Stage) -> None:
     for number in range(9):
         stage.add("session", text(number, 20), new=2, resumable=True)
         stage.run()
@@ -50,21 +50,21 @@ def a_session_keeps_its_blocks_from_others(stage: Stage) -> None:
     stage.add("session", [1], new=1)
 
 
-def a_session_is_left_by_its_caller(stage: Stage) -> None:
+def a_caller_leaves_its_session(stage: Stage) -> None:
     stage.add("session", text(1, 30), new=4, resumable=True)
     stage.run()
     stage.abort("session")
     stage.add("again", text(1, 30))
 
 
-def ahead_a_session_goes_on_from_what_it_computed(stage: Stage) -> None:
-    a_session_goes_on_from_what_it_computed(stage)
+def ahead_a_session_continues_from_its_computed_tokens(stage: Stage) -> None:
+    a_session_continues_from_its_computed_tokens(stage)
 
 
 # -- reasons to hold prompts back --------------------------------------------------------------------------------------
 
 
-def turns_for_answers_alone_let_no_prompt_in(stage: Stage) -> None:
+def turns_for_answers_alone_admit_no_prompt(stage: Stage) -> None:
     stage.add("runs", text(1, 8), new=9)
     stage.turn()
     stage.add("long", text(2, 70), new=3)
@@ -90,7 +90,7 @@ def images_are_not_computed_in_parts(stage: Stage) -> None:
     stage.add("with an image", text(1, 40), mm_features=[image("i", 14)])
 
 
-def who_was_passed_over_for_an_image_gives_its_room(stage: Stage) -> None:
+def a_request_passed_over_for_an_image_yields_its_room(stage: Stage) -> None:
     stage.allow_images(6)
     for number in range(4):
         stage.add(str(number), text(number, 18), new=12, mm_features=[image(f"i{number}", 0)])
@@ -137,20 +137,20 @@ def states_with_prompts_cut_shorter_than_a_block(stage: Stage) -> None:
 # -- requests that must not share cached blocks ------------------------------------------------------------------------
 
 
-def embeddings_part_caches(stage: Stage) -> None:
+def embeddings_separate_caches(stage: Stage) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         embeds = torch.randn(14, 3, generator=torch.Generator().manual_seed(seed))
         stage.add(name, None, prompt_embeds=embeds)
         stage.run()
 
 
-def who_reads_no_cache_fills_it(stage: Stage) -> None:
+def requests_that_read_no_cache_fill_it(stage: Stage) -> None:
     for name, skips in (("a", None), ("b", True), ("c", False)):
         stage.add(name, text(1, 13), skip_reading_prefix_cache=skips)
         stage.run()
 
 
-def who_waits_for_room_is_counted_once(stage: Stage) -> None:
+def a_waiting_request_is_counted_once(stage: Stage) -> None:
     stage.add("seed", text(1, 16), new=2)
     stage.run()
     stage.add("runs", text(2, 30), new=10)
@@ -158,7 +158,7 @@ def who_waits_for_room_is_counted_once(stage: Stage) -> None:
     stage.add("waits", text(1, 16) + text(3, 30), new=2)
 
 
-def events_tell_what_parts_caches(stage: Stage) -> None:
+def events_have_the_keys_that_separate_caches(stage: Stage) -> None:
     stage.allow_images(64)
     adapter = LoRARequest("one", 42, "/one")
     stage.add("plain", text(1, 14), new=7)
@@ -169,7 +169,7 @@ def events_tell_what_parts_caches(stage: Stage) -> None:
     stage.add("plain again", text(1, 14) + text(2, 9))
 
 
-def events_tell_of_each_group(stage: Stage) -> None:
+def events_name_each_group(stage: Stage) -> None:
     first = stage.add("first", text(1, 30), new=9)
     stage.run()
     stage.add("goes on", list(first.all_token_ids) + text(3, 7))
@@ -178,44 +178,44 @@ def events_tell_of_each_group(stage: Stage) -> None:
 # -- vLLM's own choice of windows and states to keep -------------------------------------------------------------------
 
 
-def windows_of_prompts_that_part_are_hit_no_less(stage: Stage) -> None:
+def windows_of_diverging_prompts_are_hit_no_less(stage: Stage) -> None:
     for number in range(4):
         stage.add(str(number), text(1, 30) + text(number + 2, 10), new=6)
         stage.run()
 
 
-def states_of_prompts_that_part_are_hit_no_less(stage: Stage) -> None:
-    windows_of_prompts_that_part_are_hit_no_less(stage)
+def states_of_diverging_prompts_are_hit_no_less(stage: Stage) -> None:
+    windows_of_diverging_prompts_are_hit_no_less(stage)
 
 
 EVENTS: Final = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
 LONG_STATES: Final = (("full", 16, 0), ("state", 16, 0))
 SMALLEST: Final = {"blocks": 49, "budget": 32, "groups": (FULL, ("sliding", 4, 16))}
 FURTHER_SCENES: Final[dict[Any, dict[str, Any]]] = {
-    a_session_goes_on_from_what_it_computed: {"blocks": 64},
-    a_session_outgrows_what_it_was_expected_to: {"blocks": 64},
+    a_session_continues_from_its_computed_tokens: {"blocks": 64},
+    a_session_outgrows_its_expected_length: {"blocks": 64},
     inputs_that_come_early_wait_their_turn: {"blocks": 64},
     a_session_keeps_its_blocks_from_others: {"blocks": 26},
-    a_session_is_left_by_its_caller: {"blocks": 64},
-    ahead_a_session_goes_on_from_what_it_computed: {"blocks": 64, **ASYNC},
-    turns_for_answers_alone_let_no_prompt_in: {"blocks": 64, "budget": 30},
+    a_caller_leaves_its_session: {"blocks": 64},
+    ahead_a_session_continues_from_its_computed_tokens: {"blocks": 64, **ASYNC},
+    turns_for_answers_alone_admit_no_prompt: {"blocks": 64, "budget": 30},
     without_chunks_a_long_prompt_is_not_overtaken: {"blocks": 64, "budget": 40, "enable_chunked_prefill": False},
     images_wait_for_room_at_the_encoder: {"blocks": 64},
     images_are_not_computed_in_parts: {"blocks": 64, "budget": 16, "disable_chunked_mm_input": True},
-    who_was_passed_over_for_an_image_gives_its_room: {"blocks": 20},
+    a_request_passed_over_for_an_image_yields_its_room: {"blocks": 20},
     a_prompt_waits_for_an_image_encoded_elsewhere: {"blocks": 22},
     a_prompt_longer_than_its_windows_fits_the_smallest_pool: SMALLEST,
     without_a_prefix_cache_a_long_prompt_fits_the_smallest_pool: {**SMALLEST, "caches": False},
     drafts_wait_for_the_end_of_a_prompt: {"blocks": 64, "drafts": 3, "budget": 16},
     a_prompt_that_is_cached_whole_runs_beside_drafts: {"blocks": 64, "drafts": 3},
     states_with_prompts_cut_shorter_than_a_block: {"blocks": 64, "groups": LONG_STATES, "long_prompt": 6},
-    embeddings_part_caches: {"blocks": 64, "enable_prompt_embeds": True},
-    who_reads_no_cache_fills_it: {"blocks": 64},
-    who_waits_for_room_is_counted_once: {"blocks": 18},
-    events_tell_what_parts_caches: {"blocks": 64, **EVENTS},
-    events_tell_of_each_group: {"blocks": 64, "groups": WINDOWS, **EVENTS},
-    windows_of_prompts_that_part_are_hit_no_less: {"blocks": 128, "groups": WINDOWS, "keeps": 0},
-    states_of_prompts_that_part_are_hit_no_less: {"blocks": 128, "groups": STATES, "keeps": 0},
+    embeddings_separate_caches: {"blocks": 64, "enable_prompt_embeds": True},
+    requests_that_read_no_cache_fill_it: {"blocks": 64},
+    a_waiting_request_is_counted_once: {"blocks": 18},
+    events_have_the_keys_that_separate_caches: {"blocks": 64, **EVENTS},
+    events_name_each_group: {"blocks": 64, "groups": WINDOWS, **EVENTS},
+    windows_of_diverging_prompts_are_hit_no_less: {"blocks": 128, "groups": WINDOWS, "keeps": 0},
+    states_of_diverging_prompts_are_hit_no_less: {"blocks": 128, "groups": STATES, "keeps": 0},
 }
 NARROW: Final = ("sliding", 4, 8)
 WIDE: Final = ("sliding", 4, 16)

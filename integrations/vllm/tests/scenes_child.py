@@ -57,19 +57,19 @@ def an_answer_is_hit_by_the_next_turn_of_its_chat(stage: Stage) -> None:
     stage.add("second", list(first.all_token_ids) + text(5, 6))
 
 
-def what_differs_in_the_first_block_shares_nothing(stage: Stage) -> None:
+def prompts_with_different_first_blocks_share_nothing(stage: Stage) -> None:
     stage.add("first", text(1, 16))
     stage.run()
     stage.add("other", [7, *text(1, 16)[1:]])
 
 
-def salts_part_caches(stage: Stage) -> None:
+def salts_separate_caches(stage: Stage) -> None:
     for name, salt in (("a", "red"), ("b", "red"), ("c", "blue"), ("d", None)):
         stage.add(name, text(1, 13), cache_salt=salt)
         stage.run()
 
 
-def adapters_part_caches(stage: Stage) -> None:
+def adapters_separate_caches(stage: Stage) -> None:
     one, two = LoRARequest("one", 1, "/one"), LoRARequest("two", 2, "/two")
     for name, adapter in (("a", one), ("b", one), ("c", two), ("d", None)):
         stage.add(name, text(1, 13), lora_request=adapter)
@@ -87,22 +87,22 @@ def prompts_are_computed_in_chunks_of_the_budget(stage: Stage) -> None:
         stage.add(str(number), text(number, 30), new=3)
 
 
-def no_more_run_than_may(stage: Stage) -> None:
+def no_more_requests_run_than_allowed(stage: Stage) -> None:
     for number in range(6):
         stage.add(str(number), text(number, 6), new=3 + number)
 
 
-def who_came_last_is_preempted(stage: Stage) -> None:
+def the_newest_request_is_preempted(stage: Stage) -> None:
     for number in range(4):
         stage.add(str(number), text(number, 10), new=20)
 
 
-def who_matters_least_is_preempted(stage: Stage) -> None:
+def the_lowest_priority_is_preempted(stage: Stage) -> None:
     for number, priority in enumerate((2, 0, 1, 0)):
         stage.add(str(number), text(number, 10), new=20, priority=priority, arrival_time=float(number))
 
 
-def who_is_preempted_hits_what_it_computed_before(stage: Stage) -> None:
+def a_preempted_request_hits_its_earlier_blocks(stage: Stage) -> None:
     stage.add("old", text(1, 12), new=24)
     stage.add("young", text(2, 24), new=16)
 
@@ -124,7 +124,7 @@ def aborted_requests_leave_nothing(stage: Stage) -> None:
     stage.add("late", text(0, 20))
 
 
-def of_one_prompt_the_end_leaves_the_cache_first(stage: Stage) -> None:
+def the_end_of_a_prompt_is_evicted_first(stage: Stage) -> None:
     stage.add("cached", text(1, 40), new=1)
     stage.run()
     stage.add("other", text(2, 40), new=1)
@@ -132,7 +132,7 @@ def of_one_prompt_the_end_leaves_the_cache_first(stage: Stage) -> None:
     stage.add("again", text(1, 40), new=1)
 
 
-def a_cache_is_reset_only_while_nobody_runs(stage: Stage) -> None:
+def a_cache_is_reset_only_while_no_request_runs(stage: Stage) -> None:
     stage.add("first", text(1, 16), new=8)
     stage.turn()
     stage.turns.append(stage.scheduler.reset_prefix_cache())
@@ -153,19 +153,19 @@ SCENES: dict[Any, dict[str, Any]] = {
     a_prompt_that_is_cached_whole_computes_its_last_block: {"blocks": 64},
     a_block_that_is_not_full_is_not_hit: {"blocks": 64},
     an_answer_is_hit_by_the_next_turn_of_its_chat: {"blocks": 64},
-    what_differs_in_the_first_block_shares_nothing: {"blocks": 64},
-    salts_part_caches: {"blocks": 64},
-    adapters_part_caches: {"blocks": 64},
+    prompts_with_different_first_blocks_share_nothing: {"blocks": 64},
+    salts_separate_caches: {"blocks": 64},
+    adapters_separate_caches: {"blocks": 64},
     prompt_logprobs_read_no_cache: {"blocks": 64},
     prompts_are_computed_in_chunks_of_the_budget: {"blocks": 64, "budget": 16},
-    no_more_run_than_may: {"blocks": 64, "seqs": 2},
-    who_came_last_is_preempted: {"blocks": 18},
-    who_matters_least_is_preempted: {"blocks": 18, "policy": "priority"},
-    who_is_preempted_hits_what_it_computed_before: {"blocks": 14},
+    no_more_requests_run_than_allowed: {"blocks": 64, "seqs": 2},
+    the_newest_request_is_preempted: {"blocks": 18},
+    the_lowest_priority_is_preempted: {"blocks": 18, "policy": "priority"},
+    a_preempted_request_hits_its_earlier_blocks: {"blocks": 14},
     a_prompt_waits_until_there_is_room: {"blocks": 20},
     aborted_requests_leave_nothing: {"blocks": 64},
-    of_one_prompt_the_end_leaves_the_cache_first: {"blocks": 18},
-    a_cache_is_reset_only_while_nobody_runs: {"blocks": 64},
+    the_end_of_a_prompt_is_evicted_first: {"blocks": 18},
+    a_cache_is_reset_only_while_no_request_runs: {"blocks": 64},
     running_requests_can_be_preempted_for_a_reset: {"blocks": 64},
     **MORE_SCENES,
     **STATE_SCENES,

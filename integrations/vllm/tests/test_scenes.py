@@ -26,77 +26,77 @@ SCENES: Final = (
     "a_prompt_that_is_cached_whole_computes_its_last_block",
     "a_block_that_is_not_full_is_not_hit",
     "an_answer_is_hit_by_the_next_turn_of_its_chat",
-    "what_differs_in_the_first_block_shares_nothing",
-    "salts_part_caches",
-    "adapters_part_caches",
+    "prompts_with_different_first_blocks_share_nothing",
+    "salts_separate_caches",
+    "adapters_separate_caches",
     "prompt_logprobs_read_no_cache",
     "prompts_are_computed_in_chunks_of_the_budget",
-    "no_more_run_than_may",
-    "who_came_last_is_preempted",
-    "who_matters_least_is_preempted",
-    "who_is_preempted_hits_what_it_computed_before",
+    "no_more_requests_run_than_allowed",
+    "the_newest_request_is_preempted",
+    "the_lowest_priority_is_preempted",
+    "a_preempted_request_hits_its_earlier_blocks",
     "a_prompt_waits_until_there_is_room",
     "aborted_requests_leave_nothing",
-    "of_one_prompt_the_end_leaves_the_cache_first",
-    "a_cache_is_reset_only_while_nobody_runs",
+    "the_end_of_a_prompt_is_evicted_first",
+    "a_cache_is_reset_only_while_no_request_runs",
     "running_requests_can_be_preempted_for_a_reset",
-    "what_was_granted_anew_is_not_hit",
-    "what_a_prompt_hits_is_not_evicted_for_the_rest_of_it",
+    "blocks_granted_again_are_not_hit",
+    "hit_blocks_are_not_evicted_for_the_rest_of_the_prompt",
     "a_prompt_that_hits_waits_for_room_for_the_rest",
-    "a_long_prompt_is_not_kept_out_by_those_behind_it",
+    "later_requests_do_not_keep_out_a_long_prompt",
     "without_a_prefix_cache_nothing_is_hit",
     "windows_are_hit_where_each_group_has_them",
     "windows_alone_are_hit_to_their_last_block",
-    "windows_that_have_left_are_computed_again",
+    "evicted_windows_are_recomputed",
     "chunks_are_hit_where_each_group_has_them",
     "groups_of_two_block_sizes_hit_at_edges_of_both",
     "prompts_longer_than_windows_are_computed_in_chunks",
     "without_a_prefix_cache_windows_move_on",
-    "drafts_with_few_blocks_preempt_who_came_last",
-    "images_part_caches",
-    "two_images_share_what_is_before_the_first_that_differs",
+    "drafts_with_few_blocks_preempt_the_newest_request",
+    "images_separate_caches",
+    "prompts_share_blocks_before_their_first_different_image",
     "long_prompts_leave_room_for_short_ones",
-    "blocks_are_kept_free_for_who_runs",
-    "of_equals_who_came_first_goes_first",
+    "blocks_stay_free_for_running_requests",
+    "equal_priorities_keep_the_order_of_arrival",
     "an_answer_ends_with_a_token_that_stops_it",
     "an_answer_ends_at_the_longest_length",
 )
-DRAFTS: Final = "drafts_are_taken_as_far_as_they_are_right"
+DRAFTS: Final = "right_drafts_are_accepted"
 AHEAD: Final = (
-    "ahead_answers_end_where_they_are_to",
+    "ahead_answers_end_where_they_should",
     "ahead_a_token_that_stops_an_answer_ends_what_is_under_way",
     "ahead_aborted_requests_leave_nothing",
-    "ahead_who_came_last_is_preempted",
+    "ahead_the_newest_request_is_preempted",
     "ahead_next_turns_of_chats_are_hit",
     "ahead_prompts_are_computed_in_chunks",
     "ahead_chunks_of_attention_move_on",
     "ahead_windows_are_hit_where_each_group_has_them",
     "ahead_running_requests_are_preempted_for_a_reset",
     "a_pipeline_computes_requests_in_turn",
-    "a_pipeline_preempts_who_is_under_way",
+    "a_pipeline_preempts_requests_under_way",
 )
 FURTHER: Final = (
-    "a_session_goes_on_from_what_it_computed",
-    "a_session_outgrows_what_it_was_expected_to",
+    "a_session_continues_from_its_computed_tokens",
+    "a_session_outgrows_its_expected_length",
     "inputs_that_come_early_wait_their_turn",
     "a_session_keeps_its_blocks_from_others",
-    "a_session_is_left_by_its_caller",
-    "ahead_a_session_goes_on_from_what_it_computed",
-    "turns_for_answers_alone_let_no_prompt_in",
+    "a_caller_leaves_its_session",
+    "ahead_a_session_continues_from_its_computed_tokens",
+    "turns_for_answers_alone_admit_no_prompt",
     "without_chunks_a_long_prompt_is_not_overtaken",
     "images_wait_for_room_at_the_encoder",
     "images_are_not_computed_in_parts",
-    "who_was_passed_over_for_an_image_gives_its_room",
+    "a_request_passed_over_for_an_image_yields_its_room",
     "a_prompt_waits_for_an_image_encoded_elsewhere",
     "a_prompt_longer_than_its_windows_fits_the_smallest_pool",
     "without_a_prefix_cache_a_long_prompt_fits_the_smallest_pool",
     "drafts_wait_for_the_end_of_a_prompt",
     "a_prompt_that_is_cached_whole_runs_beside_drafts",
     "states_with_prompts_cut_shorter_than_a_block",
-    "embeddings_part_caches",
-    "who_reads_no_cache_fills_it",
-    "who_waits_for_room_is_counted_once",
-    "events_tell_of_each_group",
+    "embeddings_separate_caches",
+    "requests_that_read_no_cache_fill_it",
+    "a_waiting_request_is_counted_once",
+    "events_name_each_group",
 )
 LAYERS: Final = (
     "full narrow",
@@ -112,15 +112,15 @@ LAYERS: Final = (
 ALONE: Final = (  # Only turns differ: passes end at each block of a state, and an equal prefix waits a turn.
     "ahead_the_same_prompt_is_computed_once",
     "ahead_states_are_hit_where_blocks_end",
-    "events_tell_what_parts_caches",
+    "events_have_the_keys_that_separate_caches",
 )
 STATES: Final = (  # Hits differ: vLLM's own passes do not end at each block, or it keeps fewer windows.
     "states_are_hit_where_blocks_end",
     "states_alone_are_hit_where_blocks_end",
-    "states_of_who_is_preempted_are_hit_again",
-    "states_go_on_in_passes_shorter_than_a_block",
-    "windows_of_prompts_that_part_are_hit_no_less",
-    "states_of_prompts_that_part_are_hit_no_less",
+    "states_of_preempted_requests_are_hit_again",
+    "states_continue_in_passes_shorter_than_a_block",
+    "windows_of_diverging_prompts_are_hit_no_less",
+    "states_of_diverging_prompts_are_hit_no_less",
     "full state",
     "narrow state",
     "full narrow state",
@@ -219,16 +219,16 @@ def test_states_go_on_from_where_they_were_and_hit_no_less(
 
 def test_the_scenes_are_all_there_are_and_show_what_they_are_about(stock: dict[str, Any]) -> None:
     assert set(stock) == {*SAME, *ALONE, *STATES, DRAFTS, *(f"random: {name}" for name in (*RANDOM, HURRY))}
-    assert stock["salts_part_caches"]["hits"] == {"a": 0, "b": 12, "c": 0, "d": 0}
-    assert sum(len(preempted) for _, preempted in stock["who_came_last_is_preempted"]["turns"]) > 0
-    assert stock["of_one_prompt_the_end_leaves_the_cache_first"]["hits"]["again"] > 0
-    assert stock["images_part_caches"]["hits"] == {"red": 0, "red again": 28, "blue": 8, "red a third time": 28}
+    assert stock["salts_separate_caches"]["hits"] == {"a": 0, "b": 12, "c": 0, "d": 0}
+    assert sum(len(preempted) for _, preempted in stock["the_newest_request_is_preempted"]["turns"]) > 0
+    assert stock["the_end_of_a_prompt_is_evicted_first"]["hits"]["again"] > 0
+    assert stock["images_separate_caches"]["hits"] == {"red": 0, "red again": 28, "blue": 8, "red a third time": 28}
     assert stock["states_are_hit_where_blocks_end"]["hits"]["goes on"] > 0
     assert stock["windows_are_hit_where_each_group_has_them"]["hits"]["goes on"] > 0
-    assert stock["embeddings_part_caches"]["hits"] == {"a": 0, "b": 12, "c": 0}
+    assert stock["embeddings_separate_caches"]["hits"] == {"a": 0, "b": 12, "c": 0}
     assert stock["ahead_next_turns_of_chats_are_hit"]["hits"]["next 3"] == 40
-    assert stock["a_session_goes_on_from_what_it_computed"]["statistics"]["requests"] == 4
-    assert len(stock["events_tell_of_each_group"]["events"]) == 36
+    assert stock["a_session_continues_from_its_computed_tokens"]["statistics"]["requests"] == 4
+    assert len(stock["events_name_each_group"]["events"]) == 36
 
 
 def test_a_prompt_in_chunks_is_not_preempted_for_the_rest_of_itself(remote: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from quire.protocol import limits
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.retention.stops import STOPS_MAX, answer_stops
+from quire_allocator.core.retention.stop_rules import STOPS_MAX, answer_stops
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 
 from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, grow, make_pool, state, stops_of

@@ -6,7 +6,7 @@ import pytest
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.retention.retention import CONTINUED_MAX
-from quire_allocator.core.retention.stops import early_stop
+from quire_allocator.core.retention.stop_rules import early_stop
 from quire_allocator.core.spec import GroupSpec
 
 from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, make_pool, sliding, state, stops_of

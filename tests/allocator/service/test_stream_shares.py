@@ -7,6 +7,7 @@ import contextlib
 import pytest
 from quire._serving.caller_shares import CallerShares
 from quire.errors import Reason
+from quire.protocol.permissions import EVERYTHING, Permissions
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits, server
 from quire_allocator.core.ownership.directory import BLOCKS_OF_CALLER_MAX
@@ -26,8 +27,8 @@ async def open_stream(allocator: RunningAllocator, pool: str, block_count: int =
 async def test_callers_leave_streams_for_others() -> None:
     """Each connection is a caller here."""
     async with running_allocator(pools_max=64) as allocator, contextlib.AsyncExitStack() as connections:
-        assert allocator.service.stream_shares.count_max == limits.STREAMS_OF_ALL_MAX
-        allocator.service.stream_shares = CallerShares(4, 3)
+        assert allocator.service.streams.places.count_max == limits.STREAMS_OF_ALL_MAX
+        allocator.service.streams.places = CallerShares(4, 3)
         others = [await connections.enter_async_context(allocator.from_elsewhere(each)) for each in range(4)]
         held = [await open_stream(others[0], f"first-{each}") for each in range(3)]
         with refused(Reason.LIMIT, "at most 3 streams"):
@@ -40,19 +41,29 @@ async def test_callers_leave_streams_for_others() -> None:
         assert len(held) == limits.STREAMS_OF_ALL_MAX // 128
 
 
+async def test_a_stream_that_may_own_no_pool_gives_back_no_place() -> None:
+    async with running_allocator() as allocator:
+        allocator.service.authorize = lambda _context: Permissions()
+        with refused(Reason.POOL_FORBIDDEN):
+            await open_stream(allocator, "a")
+        allocator.service.authorize = lambda _context: EVERYTHING
+        held = await open_stream(allocator, "a")
+        assert (allocator.service.streams.places.count, len(held)) == (1, 2)
+
+
 async def test_a_reply_that_takes_too_many_bytes_ends_its_stream_and_its_owner_resumes() -> None:
     block_count = 50_000
     async with running_allocator() as allocator:
-        assert allocator.service.unread_shares.each_max == limits.UNREAD_BYTES_MAX
-        allocator.service.unread_shares = CallerShares(2 * 4 * block_count - 1)
+        assert allocator.service.streams.unread.each_max == limits.UNREAD_BYTES_MAX
+        allocator.service.streams.unread = CallerShares(2 * 4 * block_count - 1)
         stream, session_id = await open_stream(allocator, "a", block_count)
         step = pb.Step(session_id=session_id, number=1, grows=grows((1, 4 * block_count, b"")))
         with refused(Reason.LIMIT, "bytes of replies unread"):
             await stream.write(pb.SessionRequest(step=step))
             await stream.read()
-        assert not allocator.service.unread_shares.count
+        assert not allocator.service.streams.unread.count
 
-        allocator.service.unread_shares = CallerShares(4 << 20)
+        allocator.service.streams.unread = CallerShares(4 << 20)
         stream = allocator.stub.Session()
         shape = pb.Attach(
             version=3, pool="a", incarnation=b"1" * 16, epoch=2, window=2, spec=spec(block_count),
@@ -62,7 +73,7 @@ async def test_a_reply_that_takes_too_many_bytes_ends_its_stream_and_its_owner_r
         assert (await stream.read()).resumed.next_step == 2
         await stream.write(pb.SessionRequest(step=step))
         assert len((await stream.read()).step_reply.blocks) == block_count
-        assert not allocator.service.unread_shares.count
+        assert not allocator.service.streams.unread.count
 
 
 MOST = {"--streams-per-caller": limits.STREAMS_OF_ALL_MAX // 2, "--blocks-per-caller": BLOCKS_OF_CALLER_MAX}

@@ -37,6 +37,7 @@ class Scene:
         message, reply = operations.message, packed.StepReply(number=1)
         columns = check_step(self.pool, message)
         apply_step(self.pool, columns, reply)
+        self.counters.observe_step(self.pool, columns, reply, 0.001)
         self.counters.observe_blocks(self.pool, columns, reply, self.now)
         self.pool.log.publish(1)  # as for the owner of a unary session
         return reply
@@ -93,6 +94,21 @@ def test_what_another_group_cut_is_told_from_what_full_attention_lost() -> None:
     scene.run(d("abcdefgh"))
     scene.run(d("abcdefgh"))  # there is no checkpoint at the end of the common part
     assert scene.outcomes() == {"new": 8, "group": 8}
+    assert scene.pool.matched_token_count == 0
+    assert scene.counters.attended_token_count == 8 * BLOCK
+
+
+def test_what_full_attention_had_beyond_a_hit_counts_for_new_prompts_that_are_admitted() -> None:
+    scene = Scene(16, full(BLOCK), state(64))
+    scene.run(d("abcdefgh"))
+    scene.end(scene.ask(d("abcdefgh"), is_return=True), d("abcdefgh"))
+    assert scene.counters.attended_token_count == 0
+    scene.ask(d("abcdxy"))
+    found = scene.pool.matched_token_count + scene.counters.attended_token_count
+    assert found == 4 * BLOCK
+    before = scene.counters.attended_token_count
+    scene.step(StepBuilder().allocate(99, 900, d("abcdxz")))  # does not fit
+    assert scene.counters.attended_token_count == before
 
 
 def test_refused_prompts_are_not_counted_and_returning_ones_only_keep_their_blocks() -> None:

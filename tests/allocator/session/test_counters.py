@@ -139,6 +139,25 @@ async def test_groups_are_counted_in_bytes_where_the_owner_says_what_a_block_has
     assert found == {("a", "held"): 3000, ("a", "kept"): 0, ("a", "spare"): 0}
 
 
+async def test_each_group_has_its_hit_tokens_and_full_attention_those_that_states_cut() -> None:
+    async with running_allocator() as allocator:
+        declared = spec()
+        declared.groups.add(kind=pb.GROUP_KIND_STATE, block_size=64)
+        owner = StreamOwner(allocator)
+        await owner.attach(spec=declared)
+        await owner.report()
+        for sequence in (1, 2):
+            await owner.step(grows=grows((sequence, 13, d("abc"))))
+            await owner.step(commits=commits((sequence, 13, d("abc"))))
+            await owner.step(frees=pb.FreePhase(sequences=[sequence]))
+        await owner.hang_up()
+        samples = scraped(allocator)
+        assert samples["prefix_tokens_total", "queried"] == 26
+        assert samples["prefix_tokens_total", "hit"] == 0
+        assert samples["group_prefix_tokens_total", "full_attention 4"] == 12
+        assert samples["group_prefix_tokens_total", "state 64"] == 0
+
+
 async def test_a_block_has_a_terabyte_at_most(allocator: RunningAllocator) -> None:
     declared = spec()
     declared.block_bytes = (1 << 40) + 1

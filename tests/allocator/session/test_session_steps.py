@@ -226,6 +226,24 @@ async def test_children_count_as_live_sequences(allocator: RunningAllocator, mon
     assert (dict(owned.pool.sequences), owned.steps.next_step) == ({}, 1)
 
 
+@pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
+async def test_freed_sequences_make_room_for_new_ones_in_the_same_step(
+    allocator: RunningAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 1, b""), (2, 1, b"")))
+    await owner.step(frees=pb.FreePhase(sequences=[1]), grows=grows((3, 1, b"")))
+    assert list(allocator.service.directory.pool("a").pool.sequences) == [2, 3]
+
+
+async def test_a_drop_cannot_keep_more_digests_than_it_has(allocator: RunningAllocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(drops=[pb.CacheDrop(namespace="", digests=d("ab"), kept_digest_count=2)])
+    with refused(Reason.MALFORMED, "kept_digest_count must be at most 2, the number of digests, not 3"):
+        await owner.step(drops=[pb.CacheDrop(namespace="", digests=d("ab"), kept_digest_count=3)])
+
+
 async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: RunningAllocator) -> None:
     owner, other = await StreamOwner.ready(allocator, "a"), await StreamOwner.ready(allocator, "b")
     await owner.step(grows=grows((1, 6, b"")))

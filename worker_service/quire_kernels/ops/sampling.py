@@ -35,7 +35,7 @@ NUM_WARPS = 16
 # For each argument: the lowest and the highest value, and whether each of them is itself allowed.
 RANGES = {
     "uniform": (0.0, 1.0, True, False),
-    "temperature": (1e-3, float("inf"), True, False),  # 0 is allowed too
+    "temperature": (1e-3, float("inf"), True, False),  # 0 is allowed, too
     "top_k": (0, 2**31 - 1, True, True),
     "top_p": (0.0, 1.0, False, True),
     "min_p": (0.0, 1.0, True, True),

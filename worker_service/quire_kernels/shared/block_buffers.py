@@ -25,7 +25,7 @@ from quire_kernels.shared.upload import upload_tensor
 
 CHUNK_WORDS = 1024  # words that one program moves in one block of one buffer: 8 KiB of 8-byte words
 NUM_WARPS = 4
-WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by size in bytes
+WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # integer types by their size in bytes
 BUFFER_FIELDS = 3  # base, stride and size
 
 
@@ -40,7 +40,7 @@ class BlockBuffers:
     """Addresses of the blocks of several buffers."""
 
     fields: tuple[int, ...]  # base, stride and size in bytes of each buffer
-    block_count: int  # of the smallest buffer
+    block_count: int  # blocks of the smallest buffer
     device: torch.device
 
     @property

@@ -1,4 +1,4 @@
-"""The kinds of jobs that `bench` runs, and how a process is prepared for each kind.
+"""The kinds of jobs that `job_processes` runs, and how a process is prepared for each kind.
 
 templates     renders conversations with the checkpoint's chat template
 structures    compiles structures to find out whether that takes too long or too much memory

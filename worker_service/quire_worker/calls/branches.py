@@ -282,9 +282,8 @@ class Branches:
             return 0
         request = self._begin(branch, ready, COMPUTE_ALONE, request_id, draws=False)
         await self._finished(request)
-        numbers, cached = self._engine.telemetry, request.usage.cached_token_count
-        numbers.prompt_token_count += len(ready)
-        numbers.cached_token_count += cached
+        cached, pace = request.usage.cached_token_count, self._engine.scheduler.roster.pace
+        self._engine.telemetry.observe_prompt(len(ready), cached, pace)
         return cached
 
     def _begin(

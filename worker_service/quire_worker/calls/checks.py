@@ -33,9 +33,9 @@ ResultT = TypeVar("ResultT")
 # message.
 INTERVAL_MS_MAX = 60_000
 SALT_BYTES_MAX = 128
-SECRET_BYTES = 16  # of a request that is not stored
-BREAKPOINTS_MAX = 4  # of one request, as at OpenAI and Anthropic
-# values in one message, with at most 7 bytes each: a prompt's tokens, and the likeliest ones at their places
+SECRET_BYTES = 16  # bytes of the random salt of a request that is not stored
+BREAKPOINTS_MAX = 4  # cache breakpoints of one request, as at OpenAI and Anthropic
+# logprob values in one message, at most 7 bytes each: a prompt's tokens and their likeliest alternatives
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
 HELD_LOGPROB_VALUES_MAX = 1 << 21  # logprob values of one request that are held until its end; 16 MiB
 HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request together; each text begins with the prompt

@@ -18,7 +18,6 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.calls.generate_messages import FINISH_REASONS
 from quire_worker.calls.request_spans import span_of
 from quire_worker.engine import Engine
-from quire_worker.scheduling.explaining import waits_of
 from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.waiting import Wait
 
@@ -50,7 +49,7 @@ class RequestRecords:
     def listed(self, request_id: str, permissions: Permissions, *, with_ended: bool) -> pb.ListRequestsResponse:
         """Returns the requests in the namespaces that the caller may use. If an id is given, with their stages."""
         engine = self._engine
-        waits = waits_of(engine.scheduler, engine.asked_samples, is_connected=engine.session.connected)
+        waits = engine.waits()
         found = [info for info in self._ended if with_ended and permissions.may_use(info.namespace)]
         open_requests = sorted(engine.open_requests, key=lambda request: request.number)
         found += [

@@ -1,8 +1,8 @@
 """Compiles the structures of requests outside of the event loop, within strict limits.
 
 A library compiles them, for an unpredictable time: a schema of 3 KB can take days and all memory. So each structure is
-first compiled in a process that may be killed (`aside/bench.py`). If that succeeds in time, the structure is compiled
-again on a thread here, in about the same time and memory.
+first compiled in a process that may be killed (`aside/job_processes.py`). If that succeeds in time, the structure is
+compiled again on a thread here, in about the same time and memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import structlog
 from quire.errors import QuireError, Reason
 
-from quire_worker.aside.bench import Bench, BenchLimits, OverLimitError
+from quire_worker.aside.job_processes import JobLimits, JobProcesses, OverLimitError
 from quire_worker.aside.threads import Threads
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.model.no_tokenizer import NoTokenizer, NoTokenizerError
@@ -20,7 +20,7 @@ from quire_worker.sampling.params import Structure
 
 log = structlog.get_logger()
 COMPILE_S_MAX = 10  # limit for one structure, including its wait for others
-LIMITS = BenchLimits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
+LIMITS = JobLimits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
 
 
 class StructureCompiler:
@@ -37,7 +37,7 @@ class StructureCompiler:
         self._grammars = Grammars(tokenizer.to_json, vocabulary, eos_token_ids)
         self._threads = Threads("compiled", 2, 256)
         about = {"vocabulary": vocabulary, "ends": eos_token_ids}
-        self._bench = Bench("structures", lambda: {"tokenizer": tokenizer.to_json(), **about}, LIMITS)
+        self._processes = JobProcesses("structures", lambda: {"tokenizer": tokenizer.to_json(), **about}, LIMITS)
 
     async def compile(self, structure: Structure, namespace: str) -> Matcher:
         """Returns a matcher at the start of a text.
@@ -55,7 +55,7 @@ class StructureCompiler:
             return known
         job = {"kind": field, "texts": structure.texts}
         try:
-            found = await self._bench.run(job, key=namespace, timeout_s=COMPILE_S_MAX)
+            found = await self._processes.run(job, key=namespace, timeout_s=COMPILE_S_MAX)
             if "refused" in found:
                 raise QuireError.of(Reason.BAD_PARAMETER, found["refused"], field=field)
             if "broken" not in found:
@@ -80,4 +80,4 @@ class StructureCompiler:
 
     def close(self) -> None:
         """Stops all running compilations."""
-        self._bench.close()
+        self._processes.close()

@@ -1,8 +1,8 @@
 """Computations on callers' texts, outside of the event loop and within limits.
 
 Long texts and long lists of tokens have a thread of their own, so that they hardly delay short ones. Chat templates are
-programs, so they run in a process (`aside/bench.py`): short conversations at once, long ones one after another. Each
-thread builds its own answers. As Python numbers, the tokens would take ten times as much memory, and building the
+programs, so they run in a process (`aside/job_processes.py`): short conversations at once, long ones one after another.
+Each thread builds its own answers. As Python numbers, the tokens would take ten times as much memory, and building the
 answer later would need the thread again.
 """
 
@@ -16,7 +16,7 @@ import structlog
 from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 
-from quire_worker.aside.bench import Bench, BenchLimits, OverLimitError
+from quire_worker.aside.job_processes import JobLimits, JobProcesses, OverLimitError
 from quire_worker.aside.threads import Threads
 from quire_worker.model.conversation import Conversation, ConversationError, read_conversation
 from quire_worker.model.no_tokenizer import NoTokenizer, NoTokenizerError
@@ -32,7 +32,7 @@ WAITING_MAX = 64  # waiting long texts
 ANSWER_TOKENS_MAX = 16 << 10  # shorter answers are built on the event loop, in at most a few milliseconds
 ResultT = TypeVar("ResultT")
 TEMPLATE_S_MAX = 10  # limit for one conversation, including its wait for others
-LIMITS = BenchLimits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
+LIMITS = JobLimits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
 
 
 class Texts:
@@ -50,20 +50,20 @@ class Texts:
         self._long = Threads("tokenized", 1, WAITING_MAX)
         template = tokenizer.chat_template
         about = {"templates": template.sources, "variables": template.variables}
-        self._bench = Bench("templates", lambda: about, LIMITS)
+        self._processes = JobProcesses("templates", lambda: about, LIMITS)
         self._numbers = itertools.count()
 
     async def warm(self) -> None:
         """Starts the process that renders conversations, if there can be chat templates."""
         if self._tokenizer.chat_template.sources or self._trusts_templates:
             try:
-                await self._bench.warm()
+                await self._processes.warm()
             except OSError as error:  # A failure here is not final: the first conversation tries again.
                 log.error("the process for chat templates failed", error=str(error))
 
     def close(self) -> None:
         """Ends the process that renders conversations."""
-        self._bench.close()
+        self._processes.close()
 
     async def encoded(self, text: str, encode: Callable[[str], ResultT]) -> ResultT:
         """Returns the tokens of a text, in the form that `encode` returns.
@@ -160,7 +160,7 @@ class Texts:
     async def _text_of(self, conversation: Conversation, size: int) -> str:
         key = f"short {next(self._numbers)}" if size <= SHORT_CONVERSATION_BYTES_MAX else "long"
         try:
-            found = await self._bench.run(conversation._asdict(), key=key, timeout_s=TEMPLATE_S_MAX)
+            found = await self._processes.run(conversation._asdict(), key=key, timeout_s=TEMPLATE_S_MAX)
         except (TimeoutError, OverLimitError):
             limits = f"{LIMITS.cpu_s} s of CPU time or {LIMITS.memory_bytes >> 20} MiB"
             message = f"the chat template needs more than {limits} for this conversation: send a shorter one"

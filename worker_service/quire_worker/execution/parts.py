@@ -157,6 +157,7 @@ class Computed(NamedTuple):
         swapped_block_count: blocks that were moved to host memory or back.
         swap_s: the part of `seconds` that was spent on moving them.
         proposals: tokens that a draft model proposes for samples that continue.
+        sampling_s: the part of `seconds` that was spent on choosing tokens, if the forward pass did not choose them.
     """
 
     work: list[Work]
@@ -171,6 +172,7 @@ class Computed(NamedTuple):
     swapped_block_count: int = 0
     swap_s: float = 0.0
     proposals: Mapping[Sample, Proposal] = MappingProxyType({})
+    sampling_s: float = 0.0
 
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:

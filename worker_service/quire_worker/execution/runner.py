@@ -162,9 +162,11 @@ class Runner:
         if run.likeliest is not None and prepared.is_plain:
             self._before = Before(run.likeliest, NOBODY, NOTHING)
             return PlainTokens(prepared, run.likeliest, self._clock() - started)
+        computed_s = self._clock()
         run.draw(run.unharmed(prepared.draws))
         run.draw_after_drafts()
         run.read_rest()
+        sampling_s = self._clock() - computed_s
         run.let_go_of_logits()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before([tokens.get(each.sample, 0) for each in prepared.draws], run.failures, run.lost_blocks)
@@ -182,6 +184,7 @@ class Runner:
             run.swapped_block_count,
             run.swap_s,
             proposals,
+            sampling_s,
         )
 
     def _launch(self, prepared: Prepared, started_s: float) -> Later | None:

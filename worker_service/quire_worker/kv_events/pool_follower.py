@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 from quire import AsyncAllocator
 from quire.errors import NotFoundError, QuireError, UsageError
+from quire.protocol.limits import WATCH_BEAT_S
+from quire.streams import AsyncEventStream
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.kv_events.published_index import Filled, Index
@@ -40,12 +43,22 @@ class Follower:
         self.publisher = publisher
         self._allocator, self._pool, self._roster = allocator, pool, roster
         self._watching: asyncio.Task[None] | None = None
+        self._events: AsyncEventStream | None = None  # the watch, while there is one
+        self._ended_s = time.monotonic()  # when the last watch ended
+
+    def lag_s(self) -> float:
+        """Returns how late events are: the age of the oldest unpublished one, or how long the allocator's next message
+        has been overdue. The thread of the metrics server calls this."""
+        events = self._events
+        silent_s = time.monotonic() - self._ended_s if events is None else events.age_s
+        return max(self.publisher.lag_s, silent_s - WATCH_BEAT_S, 0.0)
 
     def start(self) -> None:
         """Starts to publish and to watch. The pool should be attached."""
         self.publisher.start()
         self._roster.on_filled = self.note
         log.info("publishing KV events", address=self.publisher.address, replay=self.publisher.replay_address)
+        self._ended_s = time.monotonic()
         self._watching = asyncio.create_task(self._watch())
 
     def note(self, sample: Sample, first: int, end: int) -> None:
@@ -92,10 +105,14 @@ class Follower:
     async def _watch_once(self) -> None:
         """Passes on events until one has to be dropped."""
         async with self._allocator.watch_events(self._pool) as events:
-            async for event in events:
-                if not self.publisher.offer(event):
-                    log.warning("KV events were dropped; a snapshot follows")
-                    return
+            self._events = events
+            try:
+                async for event in events:
+                    if not self.publisher.offer(event):
+                        log.warning("KV events were dropped; a snapshot follows")
+                        return
+            finally:
+                self._events, self._ended_s = None, time.monotonic()
 
 
 def index_of(groups: Sequence[GroupSpec], block_count: int) -> Index:

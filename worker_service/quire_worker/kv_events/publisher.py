@@ -31,11 +31,11 @@ from quire_worker.kv_events.wire import Event, EventBatch
 log = structlog.get_logger()
 
 KEPT_MAX = 10_000  # messages for replay
-QUEUE_MAX = 100_000  # items that the thread may be behind
-ITEMS_MAX = 256  # items that share a message
+QUEUE_MAX = 100_000  # items that may wait for the thread
+ITEMS_MAX = 256  # most items in one message
 POLL_S = 0.05  # how long a replay may wait
 LINGER_MS = 500
-SEND_MAX = 100_000  # messages that a slow reader may be behind, then its messages are dropped
+SEND_MAX = 100_000  # messages that may wait for a slow reader; further ones are dropped
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -73,7 +73,7 @@ class Publisher:
     ) -> None:
         self._counts: Counter[str] = Counter() if counts is None else counts
         self._index, self._topic, self._clock = index, topic.encode(), clock
-        self._items = queue.Queue[Filled | CacheEvent | None](queue_max)
+        self._items = queue.Queue[tuple[float, Filled | CacheEvent]](queue_max)  # each with the time of its offer
         self._kept = deque[tuple[int, bytes]](maxlen=kept_max)
         self._next = 0
         self._closing = threading.Event()
@@ -106,6 +106,15 @@ class Publisher:
         """Tells whether more than half of the queue is taken."""
         return self._items.qsize() * 2 > self._items.maxsize
 
+    @property
+    def lag_s(self) -> float:
+        """Returns how long the oldest item has waited; 0 if none waits. Any thread may call this."""
+        try:
+            since_s, _ = self._items.queue[0]
+        except IndexError:
+            return 0.0
+        return max(0.0, self._clock() - since_s)
+
     def start(self) -> None:
         """Starts the thread that publishes."""
         self._thread.start()
@@ -113,7 +122,7 @@ class Publisher:
     def offer(self, item: Filled | CacheEvent) -> bool:
         """Queues an item without waiting. Returns False, and counts it, if there is no room."""
         try:
-            self._items.put_nowait(item)
+            self._items.put_nowait((self._clock(), item))
         except queue.Full:
             self._counts["dropped"] += 1
             return False
@@ -148,14 +157,14 @@ class Publisher:
         """Waits a moment for items, and returns the events that follow from them."""
         events = list[Event]()
         try:
-            item = self._items.get(timeout=POLL_S)
+            _, item = self._items.get(timeout=POLL_S)
             for _ in range(ITEMS_MAX):
                 match item:
                     case Filled():
                         self._index.note(item)
                     case IndexCleared() | BlocksStored() | BlocksRemoved() | SnapshotEnd():
                         events += self._index.apply(item)
-                item = self._items.get_nowait()
+                _, item = self._items.get_nowait()
         except queue.Empty:
             pass
         return events

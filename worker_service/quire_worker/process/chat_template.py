@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire._secret_files import read_file
 from quire.errors import UsageError
 
 from quire_worker.model.conversation import ChatTemplate
@@ -17,7 +18,7 @@ def read_chat_template(file: Path, tokenizer: Tokenizer) -> ChatTemplate:
         UsageError: the file cannot be read, or has a syntax error.
     """
     try:
-        template = ChatTemplate({"default": file.read_text(encoding="utf-8-sig")}, tokenizer.chat_template.variables)
+        template = ChatTemplate({"default": read_file(file).decode("utf-8-sig")}, tokenizer.chat_template.variables)
     except (OSError, ValueError) as error:
         raise UsageError(f"--chat-template {file}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
     for fault in template.faults():

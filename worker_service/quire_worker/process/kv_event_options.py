@@ -34,12 +34,12 @@ def add_kv_events(parser: argparse.ArgumentParser) -> None:
         help="answer subscribers that missed messages here (default: no)",
     )
     events.add_argument(
-        "--kv-events-topic", default="", metavar="TOPIC", help="topic of the messages; llm-d wants kv@POD@MODEL"
+        "--kv-events-topic", default="", metavar="TOPIC", help="topic of the messages; llm-d expects kv@POD@MODEL"
     )
     events.add_argument(
         "--trusted-kv-events-network",
         action="store_true",
-        help="allow addresses that other machines can reach, and whoever reaches them to read all tokens",
+        help="allow addresses that other machines can reach; every subscriber reads all tokens",
     )
 
 
@@ -95,4 +95,6 @@ def kv_events_of(options: argparse.Namespace, engine: Engine, allocator: AsyncAl
         topic=options.kv_events_topic,
         counts=engine.telemetry.kv_events,
     )
-    return Follower(allocator, options.pool, publisher, engine.scheduler.roster)
+    follower = Follower(allocator, options.pool, publisher, engine.scheduler.roster)
+    engine.telemetry.kv_event_lag_s = follower.lag_s
+    return follower

@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 from quire.views import WaitReason
 
 from quire_worker.engine import Engine
-from quire_worker.scheduling.explaining import waits_of
 
 LABELS: Final = ("model_name", "engine")
 ANSWER_S: Final = 1.0  # time for the event loop to report why samples wait
@@ -103,6 +102,6 @@ class VllmCollector(Collector):
 
     def _waiting(self) -> Counter[str]:
         engine = self._engine
-        waits = waits_of(engine.scheduler, engine.asked_samples, is_connected=engine.session.connected)
+        waits = engine.waits()
         samples = engine.scheduler.roster.waiting.in_any_order()
         return Counter(DEFERRED if waits[each.request].reason in _DEFERRED else CAPACITY for each in samples)

@@ -34,6 +34,11 @@ METRIC_NAMES = frozenset(
         "quire_worker_allocator_wait_seconds_total",
         "quire_worker_allocator_connected",
         "quire_worker_forward_seconds_total",
+        "quire_worker_sampling_seconds_total",
+        "quire_worker_swap_seconds_total",
+        "quire_worker_saved_prefill_seconds_total",
+        "quire_worker_queued_seconds_total",
+        "quire_worker_kv_event_lag_seconds",
         "quire_worker_blocks",
         "quire_worker_kv_bytes",
         "quire_worker_kv_events_total",
@@ -59,6 +64,7 @@ class WorkerCollector(Collector):
             yield from self._beside.collect()
         yield from self._gauges()
         yield from self._counters()
+        yield from self._times()
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
@@ -75,6 +81,12 @@ class WorkerCollector(Collector):
             value=int(engine.session.connected),
         )
         yield connected
+        yield GaugeMetricFamily(
+            "quire_worker_kv_event_lag_seconds",
+            "How long the oldest unpublished KV event has waited, or the allocator's next message has been overdue; 0 "
+            "without --kv-events.",
+            value=engine.telemetry.kv_event_lag_s(),
+        )
         yield dropped_lines("quire_worker")
 
     def _counters(self) -> Iterator[Metric]:
@@ -141,8 +153,40 @@ class WorkerCollector(Collector):
                 "Times that the allocator's state differed from the worker's.",
                 self._engine.session.disagreement_count,
             ),
+        ):
+            yield CounterMetricFamily(f"quire_worker_{name}", text, value=value)
+
+    def _times(self) -> Iterator[Metric]:
+        numbers = self._engine.telemetry
+        queued = CounterMetricFamily(
+            "quire_worker_queued_seconds",
+            "Time of `quire_worker_queue_seconds` by reason, found at most ten times a second; a shorter wait counts "
+            "for next_pass.",
+            labels=["reason"],
+        )
+        for reason, seconds in numbers.queued_s.items():
+            queued.add_metric([reason.name.lower()], seconds)
+        yield queued
+        for name, text, value in (
             ("allocator_wait_seconds", "Time spent waiting for the allocator.", numbers.allocator_wait_s),
             ("forward_seconds", "Time spent in copies, forward passes and sampling.", numbers.forward_s),
+            (
+                "sampling_seconds",
+                "Time of `quire_worker_forward_seconds_total` spent on choosing tokens. Greedy passes choose in the "
+                "forward pass and count none; on a GPU this includes waiting for its kernels.",
+                numbers.sampling_s,
+            ),
+            (
+                "swap_seconds",
+                "Time of `quire_worker_forward_seconds_total` spent on moving pages to host memory and back.",
+                self._engine.scheduler.roster.swap.cost.seconds,
+            ),
+            (
+                "saved_prefill_seconds",
+                "Estimate of the time that hits saved: cached tokens times the measured seconds per token of passes "
+                "that mostly computed prompts.",
+                numbers.saved_prefill_s,
+            ),
         ):
             yield CounterMetricFamily(f"quire_worker_{name}", text, value=value)
 

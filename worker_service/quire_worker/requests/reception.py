@@ -13,7 +13,7 @@ The service has checked the message and found its adapter before. The last reaso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quire._trace_context import carried
 from quire.errors import QuireError, Reason
@@ -23,6 +23,7 @@ from quire_worker.cache import KVCache
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.requests.queue_times import QueueTimes
 from quire_worker.requests.samples import begin_sample, root_of
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
@@ -30,6 +31,7 @@ from quire_worker.scheduling.plan import Plan
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.roster import Roster
 from quire_worker.scheduling.trace import Stage
+from quire_worker.scheduling.waiting import Wait
 from quire_worker.telemetry import WorkerTelemetry
 
 # most waiting tokens of one namespace, 48 bytes each; twice as many for all namespaces together
@@ -72,6 +74,7 @@ class Reception:
         self._telemetry = telemetry
         self._waiting_max = waiting_max
         self._clock = clock
+        self._queue_times = QueueTimes(telemetry.queued_s, clock)
         self._looked_s = 0.0
         self._count = 0
 
@@ -112,8 +115,13 @@ class Reception:
         """Returns a new sample of a request, with tokens to compute. The roster does not know it yet."""
         return begin_sample(request, index, tokens, self._model, self._tokenizer, matcher=matcher)
 
-    def end_hopeless(self, fail: Callable[[Request, QuireError], None]) -> None:
-        """Fails waiting requests whose deadline can no longer be met."""
+    def look(self, fail: Callable[[Request, QuireError], None], waits: Callable[[], Mapping[Request, Wait]]) -> None:
+        """Fails waiting requests whose deadline can no longer be met, and measures why the others wait.
+
+        Args:
+            fail: ends a request with an error.
+            waits: returns why each waiting request waits.
+        """
         now_s = self._clock()
         if now_s - self._looked_s < LOOK_S:
             return
@@ -121,6 +129,8 @@ class Reception:
         for request in {sample.request for sample in self._roster.waiting.in_any_order()}:
             if not request.admitted and self._is_hopeless(request, now_s):
                 fail(request, _hopeless(request))
+        if self._roster.waiting:
+            self._queue_times.look(now_s, waits)
 
     def note_admitted(self, plan: Plan) -> None:
         """Records when a plan's answer admitted or preempted requests.
@@ -140,6 +150,7 @@ class Reception:
             if request.admitted and request.admitted_s is None:
                 request.admitted_s = now_s
                 self._telemetry.queue_seconds.observe(now_s - request.arrived_s)
+                self._queue_times.end(request, now_s)
 
     def _check_room(self, namespace: str, token_count: int) -> None:
         """Refuses a request if the queue is full, or if its namespace has its share of the queue.

@@ -51,7 +51,7 @@ def begin_samples(
         sample.beam = beam
         request.samples.append(sample)
         return
-    # All samples share one list until they begin, because waiting requests may have 64 samples each.
+    # Samples of a request share one list until they begin: a waiting request may have 64 samples.
     unbegun = list(request.prompt)
     for index in range(sampling.sample_count):
         first = request.samples[0].sampler if request.samples else None
@@ -213,7 +213,8 @@ class TokenIntake:
     def _observe(self, request: Request, token_count: int) -> None:
         if request.first_token_s is None:
             request.first_token_s = self._clock()
-            self._telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
+            waited_s = request.first_token_s - request.arrived_s
+            self._telemetry.observe_first_token(request, waited_s, self._scheduler.roster.pace)
         self._telemetry.output_token_count += token_count
 
     def _note(self, sample: Sample, kept: list[int], logprobs: TokenLogprobs | None) -> None:

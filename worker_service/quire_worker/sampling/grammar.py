@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ERROR_CHARACTERS_MAX = 300
 CACHED_GRAMMAR_COUNT_MAX = 64
 CACHED_BYTES_MAX = 64 << 20  # of cached grammars
-BYTES_MAX = 128 << 20  # of cached grammars, and of grammars that requests use
+BYTES_MAX = 128 << 20  # bytes of cached grammars, and of grammars that requests use
 GRAMMAR_BYTES_MIN = 64 << 10  # a grammar counts as at least this many bytes
 WAITING_MAX = 1024  # most collected tokens of a free text; a pass waits 1 to 2 ms for their parsing
 INTEGER_MAX: Final = 1 << 53  # llguidance keeps numbers as float64, and rounds larger ones silently

@@ -12,11 +12,15 @@ class Pace:
 
     def __init__(self) -> None:
         self._passes = deque[tuple[int, float]](maxlen=PASSES)
+        # The same of passes that mostly computed prompts. One long prompt counts more than many short ones.
+        self._prefills = deque[tuple[int, float]](maxlen=PASSES)
 
-    def observe(self, token_count: int, seconds: float) -> None:
-        """Records a pass that computed any tokens."""
+    def observe(self, token_count: int, seconds: float, sample_count: int = 1) -> None:
+        """Records a pass that computed any tokens, of `sample_count` samples."""
         if token_count:
             self._passes.append((token_count, seconds))
+            if token_count >= 2 * sample_count:  # Decoding computes a token for each sample.
+                self._prefills.append((token_count, seconds))
 
     @property
     def pass_s(self) -> float:
@@ -32,3 +36,9 @@ class Pace:
         """Returns the seconds for tokens of a prompt, judged by the pass with most tokens; None before any pass."""
         most = max(self._passes, default=None)
         return None if most is None else token_count * most[1] / most[0]
+
+    def prefill_seconds_for(self, token_count: int) -> float:
+        """Returns the seconds for tokens of a prompt, at the mean rate of the latest passes that mostly computed
+        prompts; 0 before the first one. Attention to a long prefix takes more."""
+        tokens = sum(count for count, _ in self._prefills)
+        return token_count * sum(seconds for _, seconds in self._prefills) / tokens if tokens else 0.0

@@ -267,8 +267,8 @@ class Roster:
 
     def observe(self, work: Iterable[Work], seconds: float, swapped_block_count: int, swap_s: float) -> None:
         """Measures a pass that took `seconds`, and the swaps in it."""
-        token_count = sum(item.token_count for item in work if not item.is_restored)
-        self.pace.observe(token_count, seconds - swap_s)
+        counts = [item.token_count for item in work if not item.is_restored]
+        self.pace.observe(sum(counts), seconds - swap_s, len(counts))
         self.swap.cost.block_count += swapped_block_count
         self.swap.cost.seconds += swap_s
 

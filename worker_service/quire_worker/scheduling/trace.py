@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from quire.views import WaitReason
+
 ENTRIES_MAX = 64  # the most entries in each list
 
 
@@ -29,6 +31,8 @@ class Trace:
         steps: when the steps that admitted its samples were sent and answered, the first `ENTRIES_MAX`.
         step_count: steps that asked for its blocks.
         step_s: seconds from sending these steps to their answers.
+        waited_until_s: when its reason for waiting was last looked for; None before the first time.
+        waits_for: this reason.
     """
 
     sequence_ids: list[int] = field(default_factory=list)
@@ -39,6 +43,8 @@ class Trace:
     steps: list[tuple[float, float]] = field(default_factory=list)
     step_count: int = 0
     step_s: float = 0.0
+    waited_until_s: float | None = None
+    waits_for: WaitReason = WaitReason.NEXT_PASS
 
     def note_sequence(self, sequence_id: int) -> None:
         """Adds a new sequence of one of its samples."""

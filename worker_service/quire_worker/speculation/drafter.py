@@ -87,7 +87,7 @@ class Drafter:
         self._cache = KVCache(model.cache_spec, block_count, device=model.device)
         kinds = [group.kind for group in groups]
         self._group = kinds.index(GroupKind.FULL_ATTENTION)
-        # after the last pass: the start of the next pass, and the end of the read tokens
+        # as of the last pass: where the next pass starts, and the end of the tokens that were read
         self._read: dict[Sample, tuple[int, int]] = {}
         self._has_failed = False
 

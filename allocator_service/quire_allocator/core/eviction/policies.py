@@ -65,9 +65,9 @@ class ReuseValue(EvictionPolicy):
     its parent and the length of its prompt. `reuse_model.py` learns when kinds return. Each kind has a lane in the
     order of release. The oldest and the newest entry of each lane are compared, and the least valuable is evicted.
 
-    Deep ends are a kind of their own. A deep end is the rest of an entry after a prompt diverged inside it, or as many
-    last blocks of a new entry as prompts usually leave behind. Chats leave a half-filled block, questions about one
-    document the whole question.
+    Deep ends are a separate kind. After a prompt diverges inside an entry, the rest of that entry is a deep end. In a
+    new entry it is as many blocks as prompts usually leave behind: a half-filled block of a chat, a whole question
+    about a document.
     """
 
     lane_count = _KINDS * (BURDEN_MAX + 1)
@@ -124,7 +124,7 @@ class ReuseValue(EvictionPolicy):
         return True
 
     def cut(self, upper: Entry, lower: Entry) -> None:
-        """Divides the deep end between both parts. The lower one will show how much the prompt leaves behind."""
+        """Divides the deep end between both parts. The lower part will show how many the prompt leaves."""
         count = lower.block_count
         upper.is_whole = False
         upper.left_behind = max(0, lower.left_behind - count)
@@ -230,7 +230,7 @@ class ReuseValue(EvictionPolicy):
             offset += back
 
     def _learn_left_behind(self, origin: int, count: int) -> None:
-        """Moves the median of an origin toward `count`: by a fifth of itself, at least by a fifth of a block."""
+        """Moves the median of an origin toward `count` by a fifth of the median, at least by a fifth of a block."""
         median = self._medians[origin]
         step = 0.2 * max(1.0, median)
         if count > median:

@@ -11,7 +11,7 @@ A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave
 block from the deep end, so that descendants leave before their ancestors.
 
 The policy ranks only some candidates. Blocks that no hit can need (`SPARE`) are evicted first, then blocks that
-few hits need (`ASIDE`). Blocks that leave with another entry (`LED`) are last. Each class has order of release.
+few hits need (`ASIDE`). Blocks that leave with another entry (`LED`) are last. Each class has the order of release.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import Any, Final
 
 SPARE: Final = 0  # a hit can end here only by chance
 ASIDE: Final = 1  # a hit can end here only if a prompt was edited, which is rare
@@ -46,7 +46,7 @@ class Entry(ABC):
         origin: the kind of its parent when it was stored.
         is_whole: whether it was never shared, split or trimmed.
         is_successor: whether it replaced an entry of the same turn, so caching it does not advance the policy's clock.
-        keep_until_ms: until then, if it is RANKED, it leaves after all others that are; 0 unless a caller asked.
+        keep_until_ms: until this time a RANKED entry leaves after all other RANKED ones; 0 unless a caller asked.
         worth: SPARE, ASIDE, RANKED or LED, while it is cached.
         burden: log2((own + led) / own) in blocks since the previous stop, rounded down, at most `BURDEN_MAX`.
     """
@@ -118,7 +118,7 @@ class EvictionPolicy(ABC):
         """Notes that a new sequence shares `entry` and will hold it next."""
 
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """Notes that `lower` was cut off `upper`, with its history. Returns whether the place of `lower` changed."""
+        """Notes that `lower` was cut off `upper`, with its history. Returns whether the rank of `lower` changed."""
         return False
 
     def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - optional: by default both keep all of the history
@@ -151,7 +151,7 @@ class EvictionPolicy(ABC):
         """Returns the value of a candidate. Among the ends of all lanes, the smallest value is evicted first."""
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Notes that `block_count` blocks leave `entry`, which still counts them. Returns whether its place changed."""
+        """Notes that `block_count` blocks leave `entry`, which still counts them. Returns whether its rank changed."""
         self.evicted_count += block_count
         return False
 
@@ -194,7 +194,7 @@ class _Lane:
 class _Line:
     """Candidates that are evicted in the order of their stamps, under any policy.
 
-    Most arrive in that order: a decoding sequence lets a block fall out of its window at every edge. Two lists hold
+    Most candidates arrive in that order: in decoding, a block falls out of its window at every edge. Two lists hold
     these; a heap holds the others. Each addition drops an outdated entry from their front.
     """
 
@@ -271,7 +271,7 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._lines = [_Line() for _ in range(RANKED + 2)]  # by worth: two lanes before the ranked ones, one after them
+        self._lines = [_Line() for _ in range(RANKED + 2)]  # lanes by rank: two before the ranked ones, one after them
         self._kept: list[tuple[int, int, int, Entry]] = []  # a heap of `keep_until_ms`, stamp, ticket and entry
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # lowest value at a lane's end, outside `_near`
@@ -287,7 +287,8 @@ class Candidates:
         elif entry.keep_until_ms > policy.now_ms:
             heappush(self._kept, (entry.keep_until_ms, entry.released, entry.ticket, entry))
         else:
-            lane, item = self._lanes[policy.lane(entry)], (entry.released, entry.ticket, entry)
+            lane = self._lanes[policy.lane(entry)]
+            item: Any = (entry.released, entry.ticket, entry)  # any: mypyc would make one tuple for each list
             heappush(lane.heap, item)
             if len(self._lanes) > 1:
                 lane.stack.append(item)

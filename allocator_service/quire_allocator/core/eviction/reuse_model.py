@@ -2,17 +2,17 @@
 
 Kinds are numbers. Kinds of one *family* behave similarly. With few observations, a kind borrows its family's estimate.
 The model estimates, for each age, the share of the blocks that reach it and return there. Ages are powers of two. A
-block counts at the age where its wait ended, so that waits still going on do not bias the estimate (Kaplan and Meier,
-JASA 1958). Evicted entries are remembered for a while, so that the estimate does not depend on earlier evictions.
+block counts at the age where its wait ended, so that unfinished waits do not bias the estimate (Kaplan and Meier, JASA
+1958). Evicted entries are remembered for a while, so that the estimate does not depend on earlier evictions.
 
 The *value* of a kind at an age is the gain of keeping the block until the best time to give up:
 
     value(age) = max over t > age of   P(it returns before t) / E[time until it returns or t is reached]
 
-This is Gittins' index (JRSS B, 1979); LHD (Beckmann, Chen, Cidon: NSDI '18) ranks by nearly the same. It may rise with
-age: if returns come late, the newest block has the least value.
+This is Gittins' index (JRSS B, 1979); LHD (Beckmann, Chen, Cidon: NSDI '18) ranks by nearly the same. A value may rise
+with age: if blocks return late, the newest block has the least value.
 
-Time is a number of blocks. Everything here can be lost: it is learned again.
+Time is a number of blocks. Everything here may be lost: the model learns it again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Family(NamedTuple):
         kinds: consecutive numbers.
         belief: prior share of returns per doubling of the age, from an eighth of the pool to 16 pools.
         wider: all kinds, its own included, whose common estimate this family borrows from; empty for none. It counts
-            only if most cached blocks leave with others, because then few remain to learn from.
+        only if most cached blocks leave with others, because few others are then left to learn from.
     """
 
     kinds: range
@@ -147,7 +147,7 @@ def _hazards(
     expected: list[float],
     weight: float,
 ) -> list[float]:
-    """Returns, for each age, which share of the blocks that reach it return there; `weight` blocks do as `expected`."""
+    """Returns, for each age, the share of the blocks that reach it and return there; `weight` of them as `expected`."""
     hazards, left = [], 1.0
     for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
         old = started * share

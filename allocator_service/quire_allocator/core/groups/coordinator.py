@@ -135,7 +135,7 @@ class Coordinator:
     def _note_parting(
         self, space: Namespace, hits: Sequence[Hit], end: int, digests: bytes, prompt_token_count: int
     ) -> None:
-        """Records that a new prompt parts from earlier ones after `end` tokens."""
+        """Records that a new prompt diverges from earlier ones after `end` tokens."""
         behind = self.managers[0].behind(space.scopes[0], hits[0], digests, end)
         if behind is not None:
             last = end // self.digest_tokens * DIGEST_BYTES
@@ -186,7 +186,7 @@ class Coordinator:
             self._stop_at(sequence, end)
 
     def keep(self, sequence: SequenceState, keep_ms: int, token_count: int) -> None:
-        """Asks that the first `token_count` tokens of a sequence are evicted late for `keep_ms`."""
+        """Requests that the first `token_count` tokens of a sequence are evicted late for `keep_ms`."""
         last = self.managers[self._ending].last_end(sequence.parts[self._ending], sequence.committed_token_count)
         end = min(last, token_count // self._edge_tokens * self._edge_tokens)
         digest = self.managers[0].digest_at(sequence.parts[0], end) if end else b""
@@ -218,11 +218,7 @@ class Coordinator:
         self.retention.passed(sequence.turn, stop)
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
-        """Takes the blocks that each manager needs, and grants them; the caller has checked that there is room.
-
-        Returns:
-            The blocks of each manager, which owns them from now on.
-        """
+        """Takes and returns the blocks that each manager needs and now owns. The caller has checked the room."""
         self._blocks.taker = sequence.namespace
         blocks = self._blocks.take(sum(needs))
         if len(self.managers) == 1:

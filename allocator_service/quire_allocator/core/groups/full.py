@@ -38,7 +38,7 @@ class RunPart(Part):
         run: the deepest run of its prefix.
         published: positions from the root to the end of that run.
         tail: blocks behind them, `width` for each position.
-        borrowed: the run as which another sharer published the half-filled first position of this tail; or None.
+        borrowed: the run that another sharer made by publishing the half-filled first position of this tail; or None.
         kept: its own blocks that replace published ones in its table; None before the first.
     """
 
@@ -74,7 +74,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return self.tree.find(scope.root, digests, token_limit)
 
     def goes_on(self, hit: RunHit) -> None:
-        """Cuts the run where the hit ends, without counting the lower part as left behind by the prompt."""
+        """Splits the run where the hit ends. The lower part does not count as left behind by the prompt."""
         if hit.cut:
             hit.runs[-1], hit.cut = self.tree.cut(hit.runs[-1], hit.cut), 0
 

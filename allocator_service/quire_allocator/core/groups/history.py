@@ -1,7 +1,7 @@
 """The beginnings of recent prompts, in pools without full attention.
 
 Full attention keeps whole prefixes, so its tree of runs shows which blocks two prompts have in common. Windows and
-states keep only the end of a prefix: they would show nothing in common for two prompts that part early.
+states keep only the end of a prefix, so they cannot show what two early diverging prompts have in common.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def footprint(self, part: PartT, token_count: int) -> int:
-        """Counts the blocks in a sequence's tables at `token_count` tokens, if nothing further has fallen out."""
+        """Counts the blocks in a sequence's tables at `token_count` tokens, if no further blocks have fallen out."""
 
     @abstractmethod
     def peak(self, token_count: int, pass_token_count: int) -> int:
@@ -248,7 +248,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     def walk(self, scope: ScopeT) -> Iterator[IndexedStretch]:
         """Yields the stretches of a namespace that can be hit, parents before children, while the pool keeps changing.
 
-        Yields every block that is published throughout. A block published or evicted during the walk may be yielded.
+        Yields every block that is published throughout. A block published or evicted in the meantime may be yielded.
         """
 
     @abstractmethod

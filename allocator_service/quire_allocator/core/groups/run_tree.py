@@ -60,11 +60,7 @@ class RunTree:
 
     def add_fork(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> tuple[Run, Run]:
         """Publishes blocks as `add_child` does, but makes the first position a run of its own, which forks can borrow.
-
-        Returns:
-            The run of the first position, and the run where the sequence ends now. For one position these are the same
-            run.
-        """
+        Returns this run, and the run where the sequence ends now: the same run, if there is only one position."""
         self._log.stored(parent.scope, parent.last_digest, digests, position)
         first = self._attach(parent, digests[:DIGEST_BYTES], blocks[: self.width], position)
         if len(digests) == DIGEST_BYTES:
@@ -75,6 +71,8 @@ class RunTree:
         """Makes a new child of a run, held once."""
         child = Run(parent.scope, parent, position, digests, blocks)
         child.live = 1
+        if not parent.children:
+            parent.children = {}
         parent.children[digests[:DIGEST_BYTES]] = child
         self._blocks.policy.stored(child, parent)
         return child
@@ -98,7 +96,7 @@ class RunTree:
             run = run.parent
 
     def release(self, run: Run) -> None:
-        """Takes a holder away; deeper runs are released before their parents."""
+        """Removes a holder; deeper runs are released before their parents."""
         while run.parent is not None:
             run.live -= 1
             if run.live:
@@ -132,7 +130,7 @@ class RunTree:
         parent.children[upper.first_digest] = upper
         run.drop_head(upper.size)
         run.parent = upper
-        upper.children[run.first_digest] = run
+        upper.children = {run.first_digest: run}
         self._retention.divided(run, upper)
         return upper
 
@@ -196,8 +194,8 @@ class RunTree:
     def walk(self, root: Run) -> Iterator[Run]:
         """Yields every run below a root, parents before children, while the tree keeps changing.
 
-        A noted run may be split before the walk reaches it: its upper parts are new runs. It may also be evicted. So
-        the walk goes up from the run's deep end to the position where the run began when noted.
+        A noted run may be split before its turn (its upper parts are then new runs) or evicted. So this goes up from
+        the run's deep end to the position where the run began when noted.
         """
         noted = [(child, 0) for child in root.children.values()]
         while noted:
@@ -214,7 +212,7 @@ class RunTree:
             noted += [(child, end) for child in run.children.values()]
 
     def runs(self, root: Run) -> Iterator[Run]:
-        """Yields every run below a root, parents before children. The tree must not change during the walk."""
+        """Yields every run below a root, parents before children. The tree must not change in the meantime."""
         pending = [root]
         while pending:
             run = pending.pop()
@@ -228,7 +226,7 @@ class RunTree:
         while run.parent is not None:
             path.append(run.blocks)
             run = run.parent
-        if len(path) <= 2:  # the usual case: one addition copies the blocks only once
+        if len(path) <= 2:  # the usual case; a single concatenation copies the blocks only once
             return path[1] + tail if len(path) == 2 else tail[:]
         blocks = array("I")
         for part in reversed(path):

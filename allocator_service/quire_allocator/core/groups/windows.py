@@ -132,7 +132,7 @@ class WindowManager(UnitManager[WindowPart]):
             part.first = stay
             last = min(stay, named)
             spans = self._idle_spans(part, path, range(begin + (half is not None), last), (*new.ends, until))
-        told = position = begin  # the log knows the positions before `told`
+        told = position = begin  # positions before `told` are already in the log
         for span in (*spans, range(end, end)):
             while position < span.start:
                 if half is not None:
@@ -199,7 +199,7 @@ class WindowManager(UnitManager[WindowPart]):
         return spans_between(new, apart)
 
     def _tell(self, scope: WindowScope, path: Path, first: int, end: int) -> None:
-        """Tells the log of new positions [first, end) of a path."""
+        """Adds new positions [first, end) of a path to the log."""
         if first < end:
             self._log.stored(scope, b"", path.between(first, end), first)
 
@@ -340,7 +340,7 @@ class WindowManager(UnitManager[WindowPart]):
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         assert isinstance(scope, WindowScope)
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
-        # Units may become stretches during the walk, and stretches units. All noted ones are yielded; the log has
+        # Units may become stretches while this iterates, and stretches units. All of them are yielded; the log has the
         # removals.
         noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
         for position, digests in noted:

@@ -8,7 +8,7 @@ Lifecycle of an ownership:
     4. gone          `remove` or `expire`; only then another incarnation may attach
 
 Fencing: at any time one stream is a pool's current one. A newer attach of the same incarnation replaces it, and the
-caller ends the old stream. A lease only cleans up. A claim excludes no process: owners guard their memory.
+caller ends the old stream. A lease only cleans up. A claim locks out no process: owners guard their own memory.
 
 Times are seconds of a monotonic clock, session ids come from the caller.
 """
@@ -121,8 +121,7 @@ class Directory:
         resumed = bool(owner.session_id) and resume_session == owner.session_id
         if resumed and spec != owner.spec:
             raise Refusal(
-                "LAYOUT",
-                f"pool {name}: a resumed session must keep its specification; or begin a new session",
+                "LAYOUT", f"pool {name}: repeat the specification of the resumed session, or begin a new session"
             )
         older, owner.stream = owner.stream, stream
         owner.epoch, owner.window, owner.lease_end = epoch, window, now + self.lease_s
@@ -167,8 +166,7 @@ class Directory:
         if owner is not None and owner.unary and owner.incarnation == request_id.encode():
             if owner.spec != spec:
                 raise Refusal(
-                    "LAYOUT",
-                    f"pool {name}: request_id {request_id} was used with another specification; use a new one",
+                    "LAYOUT", f"pool {name}: request_id {request_id} was used with another specification; use a new one"
                 )
             self.renew(owner, now)
             return owner
@@ -182,11 +180,7 @@ class Directory:
         return owner
 
     def session(self, session_id: bytes) -> Ownership:
-        """Returns the open session with this id.
-
-        Raises:
-            Refusal: SESSION_UNKNOWN.
-        """
+        """Returns the open session with this id, or raises the refusal SESSION_UNKNOWN."""
         owner = self.find_session(session_id)
         if owner is None:
             raise Refusal("SESSION_UNKNOWN", "the session expired, was closed or never existed; attach again")
@@ -197,11 +191,7 @@ class Directory:
         return self._sessions.get(session_id)
 
     def pool(self, name: str) -> Ownership:
-        """Returns the open pool with this name.
-
-        Raises:
-            Refusal: POOL_UNKNOWN.
-        """
+        """Returns the open pool with this name, or raises the refusal POOL_UNKNOWN."""
         owner = self._owners.get(name)
         if owner is None or not owner.session_id:
             raise Refusal("POOL_UNKNOWN", f"no pool named {name!r} is attached")
@@ -263,11 +253,7 @@ class Directory:
         self.check_blocks(name, spec, caller)
 
     def check_blocks(self, name: str, spec: PoolSpec, caller: Hashable) -> None:
-        """Checks that the caller may have a pool of this specification.
-
-        Raises:
-            Refusal: LIMIT.
-        """
+        """Raises the refusal LIMIT unless the caller may have a pool of this specification."""
         others = [owner for owner in self._owners.values() if owner.name != name]
         taken = sum(owner.spec.block_count for owner in others)
         own = sum(owner.spec.block_count for owner in others if owner.caller == caller)

@@ -28,7 +28,7 @@ class Use(Generic[ScopeT, PartT]):
         self.parts = parts
 
 
-class Found:
+class Recount:
     """The recount of one scope.
 
     Attributes:
@@ -56,7 +56,7 @@ class Found:
 # -- full attention ----------------------------------------------------------------------------------------------------
 
 
-def check_full(manager: FullAttentionManager, uses: Sequence[Use[RunScope, RunPart]]) -> list[Found]:
+def check_full(manager: FullAttentionManager, uses: Sequence[Use[RunScope, RunPart]]) -> list[Recount]:
     """Checks the trees of runs, the sequences that end in them, and the list of sharers of half-filled blocks."""
     _check_sharers(manager, [part for use in uses for _, part in use.parts])
     return [_check_tree(manager, use.scope, use.parts) for use in uses]
@@ -64,9 +64,9 @@ def check_full(manager: FullAttentionManager, uses: Sequence[Use[RunScope, RunPa
 
 def _check_tree(
     manager: FullAttentionManager, scope: RunScope, parts: Sequence[tuple[SequenceState, RunPart]]
-) -> Found:
+) -> Recount:
     """Checks the tree's shape, and that each run counts its held children and its sequences (ends and borrowers)."""
-    found, width = Found(), manager.width
+    found, width = Recount(), manager.width
     ends: Counter[int] = Counter()
     for _, part in parts:
         assert part.scope is scope, "a sequence points to the scope of another namespace"
@@ -146,7 +146,7 @@ def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> N
 # -- windows and states ------------------------------------------------------------------------------------------------
 
 
-def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, WindowPart]]) -> list[Found]:
+def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, WindowPart]]) -> list[Recount]:
     """Checks that tables begin where the window does and end where the grants do, and that computed blocks are
     published."""
     for use in uses:
@@ -162,7 +162,7 @@ def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, Window
     return founds
 
 
-def _check_stretches(manager: WindowManager, scope: WindowScope, found: Found) -> None:
+def _check_stretches(manager: WindowManager, scope: WindowScope, found: Recount) -> None:
     """Checks that stretches have no holders, and that each is found where it begins."""
     starts = sorted({position for position, _ in scope.stretches})
     assert scope.starts.positions == starts, "the index of starts differs from where stretches begin"
@@ -201,7 +201,7 @@ def _check_window(manager: WindowManager, scope: WindowScope, sequence: Sequence
     assert not part.tail or (tail + 1) * size > committed, f"position {tail} is computed but not published"
 
 
-def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]]) -> list[Found]:
+def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]]) -> list[Recount]:
     """Checks that every sequence has a running block; if published, it stands for exactly the committed tokens."""
     for use in uses:
         for sequence, part in use.parts:
@@ -219,9 +219,9 @@ def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceStat
         assert sequence.token_count == sequence.committed_token_count, "a published or shared state may be overwritten"
 
 
-def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]]) -> Found:
+def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]]) -> Recount:
     """Checks that each unit counts the tables that contain it, and that the index has exactly the published units."""
-    found = Found()
+    found = Recount()
     published = scope.units()
     depths = sorted({unit.first_position for unit in published})
     assert scope.depths.positions == depths, "the index of depths differs from the units' positions"
@@ -242,7 +242,7 @@ def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]])
     return found
 
 
-CHECKS: dict[GroupKind, Callable[[Any, Sequence[Use[Any, Any]]], list[Found]]] = {
+CHECKS: dict[GroupKind, Callable[[Any, Sequence[Use[Any, Any]]], list[Recount]]] = {
     GroupKind.FULL_ATTENTION: check_full,
     GroupKind.SLIDING_WINDOW: check_windows,
     GroupKind.CHUNKED_LOCAL: check_windows,

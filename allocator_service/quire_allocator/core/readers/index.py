@@ -1,7 +1,6 @@
-"""Walks through all blocks that a prompt can hit, while the pool changes.
+"""Iterates over all blocks that a prompt can hit, while the pool changes.
 
-A walk yields the blocks that exist when it reaches them. Blocks that exist during the whole walk are yielded. Other
-blocks may be missing; the event log has their changes.
+It yields all blocks that exist from its start to its end. Other blocks may be missing; the event log has their changes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import retention
-from quire_allocator.core.readers.group_invariants import CHECKS, Found, Use
+from quire_allocator.core.readers.group_invariants import CHECKS, Recount, Use
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
@@ -25,7 +25,7 @@ def check(pool: Pool) -> None:
     """
     pool.blocks.check_invariants()
     spaces = _spaces(pool)
-    found: list[Found] = []
+    found: list[Recount] = []
     for number in range(len(pool.managers)):
         found += _check_manager(pool, number, spaces)
     _check_blocks(pool, found)
@@ -38,7 +38,7 @@ def check(pool: Pool) -> None:
     _check_pending(pool)
 
 
-def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list[Found]:
+def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list[Recount]:
     """Checks every scope of a manager by the rules of its kind of group, and counts its blocks."""
     manager = pool.managers[number]
     uses = []
@@ -79,7 +79,7 @@ def _spaces(pool: Pool) -> list[Namespace]:
     return [space for _, space in spaces]
 
 
-def _check_blocks(pool: Pool, found: Sequence[Found]) -> None:
+def _check_blocks(pool: Pool, found: Sequence[Recount]) -> None:
     """Checks that every block is exactly one of empty, cached and held."""
     uses = Counter(pool.blocks.empty)
     for own in found:
@@ -95,8 +95,8 @@ def _check_blocks(pool: Pool, found: Sequence[Found]) -> None:
     assert pool.blocks.free_count == cached + len(pool.blocks.empty), "free_count is not empty plus cached"
 
 
-def _check_queues(pool: Pool, found: Sequence[Found]) -> None:
-    """Checks that the candidates for eviction are just the cached entries with nothing below them."""
+def _check_queues(pool: Pool, found: Sequence[Recount]) -> None:
+    """Checks that the candidates for eviction are exactly the cached entries with nothing below them."""
     candidates = [entry for own in found for entry in own.candidates]
     wanted = {id(entry) for entry in candidates}
     for own in found:

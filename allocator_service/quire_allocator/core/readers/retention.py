@@ -1,4 +1,4 @@
-"""Blocks that stops keep, as metrics count them, and the invariants of retention, recounted from all stops."""
+"""Counts the blocks that stops keep, for metrics, and checks the invariants of retention against all stops."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _check_stop(key: StopKey, stop: Stop) -> None:
 
 
 def _check_path(stop: Stop, count_max: int) -> None:
-    """Checks that earlier stops are above this one, and that few of them are on the path only because of edits."""
+    """Checks that earlier stops are above this one, and that only a few continued ones are left on the path."""
     count, below = 0, stop.token_count + 1
     before: Stop | None = stop
     while before is not None:

@@ -79,7 +79,7 @@ def groups(pool: Pool) -> list[GroupUse]:
 
 
 def namespaces(pool: Pool, shown: Shown) -> list[NamespaceUse]:
-    """Returns the largest namespaces that may be named, by blocks held and cached; at most `LISTED_MAX`."""
+    """Returns the largest namespaces that the caller may see, by blocks held and cached; at most `LISTED_MAX`."""
     uses = (
         NamespaceUse(space.name, space.held_count, space.cached_count, space.sequence_count)
         for space in pool.blocks.namespaces.values()
@@ -119,7 +119,7 @@ def most_shared_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
 
 
 def table_entry_count(pool: Pool) -> int:
-    """Counts the blocks in all tables. A shared block counts once per table, as separate caches would hold it."""
+    """Counts the blocks in all tables. A shared block counts once per table, as if sequences did not share."""
     return sum(
         manager.footprint(part, sequence.token_count)
         for sequence in list(pool.sequences.values())  # a copy, because another thread reads the metrics
@@ -142,7 +142,7 @@ def free_stretch_count(states: BlockStates) -> int:
 
 
 def _runs(pool: Pool, shown: Shown = lambda _name: True) -> Iterator[Run]:
-    """Yields every run of the namespaces that may be named, parents before children."""
+    """Yields every run of the namespaces that the caller may see, parents before children."""
     for number, manager in enumerate(pool.managers):
         if isinstance(manager, FullAttentionManager):
             for space in pool.blocks.namespaces.values():

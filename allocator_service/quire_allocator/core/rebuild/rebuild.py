@@ -12,13 +12,14 @@ The rebuild writes only to a new pool. The caller puts it in force when complete
 
 Some state is not in the report, and starts empty. Prompts that are being computed are not announced, so a second prompt
 with the same prefix is computed as well. Policies know only that runs with several continuations were shared. Only full
-attention knows where earlier prompts part. No checkpoint counts as made by its sequence. Counters begin at 0.
+attention knows where earlier prompts diverge. No checkpoint counts as made by its sequence. Counters begin at 0.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 from quire_allocator.core.groups.manager import AnyManager
@@ -163,7 +164,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
 
 
 def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
-    """Returns the tables as the owner has them, with its kept blocks."""
+    """Returns the tables as the owner has them, with its own blocks in place of twins."""
     if not reported.kept:
         return reported.tables
     return [
@@ -174,7 +175,9 @@ def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
 
 def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     """Queues the entries without holders, and sets each sequence's `limit` and `quiet_until`."""
-    for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
+    cached.sort(key=itemgetter(1), reverse=True)
+    cached.sort(key=itemgetter(0))
+    for _, _, entry in cached:
         count = entry.block_count
         pool.blocks.now_held(entry, count)  # it is released again below
         if isinstance(entry, Unit):

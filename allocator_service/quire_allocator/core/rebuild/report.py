@@ -1,7 +1,7 @@
 """An owner's report of a pool that this allocator lost, as values; `rebuild.py` makes a pool from it.
 
-The owner is always right, because it has the pages. Only the report can be wrong. A wrong report is refused whole, with
-a sentence that names the sequence, the block or the digest.
+The owner is always right, because it has the pages. Only the report can be wrong. A wrong report is refused as a whole,
+with a sentence that names the sequence, the block or the digest.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BlockUse:
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
-        self._places = array("i", [_UNUSED]) * spec.block_id_end  # place of each published block
+        self._places = array("i", [_UNUSED]) * spec.block_id_end  # position of each published block
         self._place_count = 0
         self.block_count = 0  # number of blocks with a use, including blocks that the pool does not take over
 
@@ -121,7 +121,7 @@ class BlockUse:
         return place if place >= 0 else None
 
     def drop(self, blocks: array[int]) -> None:
-        """Marks published blocks that the pool does not take over."""
+        """Marks published blocks that the rebuilt pool leaves out."""
         for block in blocks:
             if block != NULL_BLOCK:
                 self._places[block] = _DROPPED

@@ -1,7 +1,7 @@
 """Rebuilds full attention: published blocks into a tree, the tree into runs, sequences onto their ends.
 
-The stretches of `tree.py` are cut into runs where a sequence ends, where prefixes part, where held meets cached, and
-where the order of release jumps, so that blocks are evicted in the same order as in the lost pool.
+The stretches of `tree.py` are cut into runs where a sequence ends, where prefixes diverge, between held and cached
+blocks, and where the order of release is interrupted. Blocks are then evicted in the same order as in the lost pool.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RunBuilder:
         if borrowed is not None and _before(borrowed) == end:
             if self._forest.blocks_at(borrowed) != half_filled:
                 refuse(f"sequence {sequence.sequence_id} shares a half-filled position in some groups only")
-            borrowed.stretch.cuts.add(borrowed.offset)
+            borrowed.stretch.cuts.append(borrowed.offset)
             borrowed.stretch.end_at(borrowed.offset)
             owned = tail[manager.width :]
         elif shares and tail[0] in self._sharers:
@@ -108,14 +108,17 @@ class RunBuilder:
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files every stretch with a path to the root as runs."""
         self._link()
-        for stretch in reversed(self._forest.order):
+        order = self._forest.take_order()
+        order.reverse()
+        for stretch in order:
             parent = stretch.parent
             if parent is not None:
-                parent.cuts.add(stretch.parent_index + 1)
+                parent.cuts.append(stretch.parent_index + 1)
                 if stretch.held:
                     parent.held = max(parent.held, stretch.parent_index + 1)
         cached: list[tuple[int, int, Scoped]] = []
-        for stretch in self._forest.order:
+        while order:  # each stretch is freed once its runs are made, unless a sequence or another stretch needs it
+            stretch = order.pop()
             scope = spaces[stretch.namespace].scopes[self._number]
             assert isinstance(scope, RunScope)
             self._file(scope, stretch, ranks, cached)
@@ -152,13 +155,12 @@ class RunBuilder:
         """Makes the runs of a stretch, cached until sequences hold them."""
         width, reach, held = self._manager.width, stretch.reach, min(stretch.held, stretch.reach)
         own_ranks = _ranks(stretch.blocks[held * width : reach * width], width, ranks)
-        stretch.cuts.add(held)
-        stretch.cuts.update([held + jump for jump in _jumps(own_ranks, width)])
-        stretch.starts = starts = [0, *sorted([cut for cut in stretch.cuts if 0 < cut < reach])]
+        cuts = {*stretch.cuts, held, *[held + jump for jump in _jumps(own_ranks, width)]}
+        stretch.starts = starts = [0, *sorted([cut for cut in cuts if 0 < cut < reach])]
         above = stretch.parent
         parent = above.run_at(stretch.parent_index) if above is not None else scope.root
         for start, end in zip(starts, [*starts[1:], reach], strict=True):
-            if start == end:  # not even its first position is complete
+            if start == end:  # even its first position lacks a block
                 break
             digests, blocks = stretch.digests[start * DIGEST_BYTES : end * DIGEST_BYTES], stretch.blocks
             own = blocks[start * width : end * width]

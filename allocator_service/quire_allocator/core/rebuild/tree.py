@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from quire_allocator.core.rebuild.report import BlockUse, ReportedStretch, refuse
@@ -48,7 +49,7 @@ class JoinedStretch:
         self.parent_index = 0
         self.is_rooted = False
         self.held = 0
-        self.cuts: set[int] = set()
+        self.cuts: list[int] = []
         self.starts: list[int] = []
         self.runs: list[Run] = []
 
@@ -58,7 +59,7 @@ class JoinedStretch:
 
     def end_at(self, index: int) -> None:
         """Notes that a sequence ends in this position, and holds all before it."""
-        self.cuts.add(index + 1)
+        self.cuts.append(index + 1)
         self.held = max(self.held, index + 1)
 
     def run_at(self, index: int) -> Run:
@@ -164,7 +165,7 @@ class Forest:
         return spot.stretch.blocks[first : first + self._width]
 
     def link(self) -> None:
-        """Joins the reported pieces once, and finds out which of them lead to the root."""
+        """Joins the reported pieces once, and finds those with a path to the root."""
         for tree in self._trees.values():
             stretches = [self._join(chain) for chain in _chains(tree.pieces)]
             for column, prefix in tree.others:
@@ -178,14 +179,22 @@ class Forest:
                 kept = stretch.reach if stretch.is_rooted else 0
                 self._use.drop(stretch.blocks[kept * self._width :])
 
+    def take_order(self) -> list[JoinedStretch]:
+        """Returns `order`, and forgets the prefixes: runs of as many blocks are made next."""
+        self._trees, self._pieces, self._first_places = {}, [], []
+        return self.order
+
     def _join(self, chain: list[Piece]) -> JoinedStretch:
         """Makes one stretch of consecutive prefixes."""
-        first, blocks = chain[0].prefix, array("I")
-        digests = b"".join([piece.prefix.digests for piece in chain]) if len(chain) > 1 else first.digests
+        first, offset = chain[0].prefix, 0
+        digests, blocks = first.digests, first.blocks
+        if len(chain) > 1:
+            digests = b"".join([piece.prefix.digests for piece in chain])
+            blocks = array("I", b"".join([piece.prefix.blocks for piece in chain]))
         stretch = JoinedStretch(first, digests, blocks)
         for piece in chain:
-            piece.stretch, piece.offset = stretch, len(blocks)
-            blocks.extend(piece.prefix.blocks)
+            piece.stretch, piece.offset = stretch, offset
+            offset += len(piece.prefix.blocks)
         if self._width > 1:
             stretch.blocks = array("I", [NULL_BLOCK]) * (self._width * len(blocks))
             stretch.blocks[:: self._width] = blocks
@@ -244,7 +253,7 @@ class Forest:
         return Spot(piece.stretch, piece.offset + place - piece.first_place)
 
 
-def _chains(pieces: list[Piece]) -> list[list[Piece]]:
+def _chains(pieces: list[Piece]) -> Iterator[list[Piece]]:
     """Joins pieces that follow one another without a branch."""
     ends: dict[bytes, Piece] = {piece.prefix.digests[-DIGEST_BYTES:]: piece for piece in pieces}
     counts = Counter([piece.prefix.parent_digest for piece in pieces])
@@ -257,15 +266,13 @@ def _chains(pieces: list[Piece]) -> list[list[Piece]]:
             after[above.first_place] = piece
         else:
             heads.append(piece)
-    chains: list[list[Piece]] = []
     for head in heads:
         chain = [head]
         following = after.get(head.first_place)
         while following is not None:
             chain.append(following)
             following = after.get(following.first_place)
-        chains.append(chain)
-    return chains
+        yield chain
 
 
 def _refuse_repeated(pieces: list[Piece]) -> None:

@@ -1,14 +1,14 @@
-"""Statistics of where new prompts part from earlier ones: at their end, as a chat that continues, or before it.
+"""Counts where new prompts diverge from earlier ones: at their end, as a chat that continues, or before it.
 
-A pool of windows keeps little for prompts that part early: a hit needs the blocks of a window before its end. One end
-for each turn is enough if all prompts continue from there. If prompts are edited, cut off or rewritten from the middle,
-more ends are worth their blocks. A pool learns this from the prefixes of its prompts in full attention. Without full
-attention it learns nothing, and assumes that all prompts part late:
+A pool of windows keeps little for prompts that diverge early: a hit needs the blocks of a window before its end. One
+stop for each turn is enough if all prompts continue from there. If prompts are edited, cut off or rewritten from the
+middle, more stops are worth their blocks. A pool learns this from the prefixes of its prompts in full attention.
+Without full attention it learns nothing, and assumes that all prompts diverge late:
 
-    late     no text follows where the prompt parts
+    late     no known text follows where the prompt diverges
     again    one text follows, at least an edge long, and all of the prompt is known: its answer is requested again
     inside   one text follows, and the prompt diverges from it
-    (none)   several texts follow, or did: the place is known to part prompts (`Stop.is_parting`), and is not counted
+    (none)   several texts follow, or did: prompts are known to diverge there (`Stop.is_parting`), which is not counted
 
 Sources: a prompt whose last message was edited hits nothing in vLLM with sparse retention (issue 57610); Marconi (MLSys
 2025) tunes its retention by replaying the last requests; this module counts them.
@@ -40,7 +40,7 @@ class Behind(NamedTuple):
 
 
 class Partings:
-    """Counts the partings of one pool.
+    """Counts where the prompts of one pool diverge.
 
     Attributes:
         edge_tokens: hits end at multiples of this.
@@ -61,21 +61,21 @@ class Partings:
 
     @property
     def are_early(self) -> bool:
-        """Tells whether enough prompts part before an end to make continued stops worth their blocks."""
+        """Tells whether enough prompts diverge before a stop to make continued stops worth their blocks."""
         return self.again + self.inside >= self._share * (self.late + self.again + self.inside)
 
     @property
     def are_inside(self) -> bool:
-        """Tells whether enough prompts part inside others, where no stop is, to make steps worth their blocks."""
+        """Tells whether enough prompts diverge inside others, where no stop is, to make steps worthwhile."""
         return self.inside >= self._share * (self.late + self.again + self.inside)
 
     @property
     def go_on(self) -> bool:
-        """Tells whether prompts continue from the end at least as often as before it: then answers are worth states."""
+        """Tells whether prompts continue from the end at least as often as before it: answers are then worth states."""
         return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
     def note(self, behind: Behind, *, is_parting: bool, is_whole: bool) -> None:
-        """Counts a new prompt that parts at an edge.
+        """Counts a new prompt that diverges at an edge.
 
         Args:
             behind: the known continuations there.
@@ -100,7 +100,7 @@ class Partings:
     def steps_before(self, end: int) -> list[int]:
         """Returns token counts two edges, four and so on before the end of a prompt, the deepest first.
 
-        A prompt that parts between two of them recomputes at most as many tokens as the old prompt has after that
+        A prompt that diverges between two of them recomputes at most as many tokens as the old prompt has after that
         point. With states, the counts are rounded down to checkpoints.
         """
         distances = [self.edge_tokens << (step + 1) for step in range(STEP_COUNT)]

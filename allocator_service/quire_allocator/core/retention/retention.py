@@ -1,9 +1,9 @@
-"""Makes and ends the stops of a pool, and tells the queue the resulting worth of blocks (`worth.py`).
+"""Makes and ends the stops of a pool, and reports the resulting worth of blocks (`worth.py`) to the queue.
 
 A stop is made if every group can serve it from blocks that the sequence has or remembers:
 
     a hit ends there                  a request has asked for exactly this prefix
-    a commit has reached a stop       `stops.py` computes these; a junction replaces an early stop, and each stop
+    a commit has reached a stop       `stop_rules.py` computes these; a junction replaces an early stop, and each stop
                                       of an answer replaces the one before
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that continue do so here
@@ -11,9 +11,9 @@ A stop is made if every group can serve it from blocks that the sequence has or 
 No block is kept for an impossible hit: when a block that its hit would take is evicted, the stop is gone. Blocks
 that it alone needed are then spare in all groups, and are evicted before the next victim is chosen.
 
-A path keeps all stops where paths part, and the last three of the others. In a chat these are the ends of the previous
-turn, of the last prompt, and of its answer. While many prompts part from cached ones before their end, prompts
-get further stops before their ends, and as many more stay (`partings.py`).
+A path keeps all stops where paths diverge, and the last three of the others. In a chat these are the ends of the
+previous turn, of the last prompt, and of its answer. While many prompts diverge from cached ones before their end,
+prompts get further stops before their ends, and as many more stay (`partings.py`).
 
 Managers report here which blocks they no longer publish, and which runs they cut. The coordinator asks them for the
 units and runs of a stop.
@@ -33,7 +33,7 @@ from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.eviction.queue import RANKED, SPARE
 from quire_allocator.core.retention.partings import STEP_COUNT, Behind, Partings
 from quire_allocator.core.retention.stop import Run, Stop, StopKey, Unit, living
-from quire_allocator.core.retention.stops import StopRules, Turn
+from quire_allocator.core.retention.stop_rules import StopRules, Turn
 from quire_allocator.core.retention.worth import Worth
 from quire_allocator.core.spec import GroupKind, PoolSpec
 from quire_allocator.core.stretches import Stretch
@@ -112,7 +112,7 @@ class Retention:
         self.end(early)
 
     def _replace(self, before: Stop, stop: Stop) -> None:
-        """Replaces the end of a prompt, or a stop of its answer, by the answer's next stop, unless paths part at
+        """Replaces the end of a prompt, or a stop of its answer, by the answer's next stop, unless paths diverge at
         `before`."""
         if not before.is_continued:
             return
@@ -136,6 +136,8 @@ class Retention:
                 self._revalue(unit)
         for run in runs:
             counts = [other.token_count for other in run.stops]
+            if not run.stops:
+                run.stops = []
             run.stops.insert(bisect_right(counts, stop.token_count), stop)
         if parent is not None:
             self._goes_on(parent, 1)
@@ -156,7 +158,7 @@ class Retention:
             self._revalue(unit)
 
     def end_old(self, stop: Stop | None) -> None:
-        """Ends the stops of a path where no other path branches off, except the last few."""
+        """Ends the stops of a path where no other path branches off, except for the last few."""
         count, count_max = 0, CONTINUED_MAX + (STEP_COUNT if self.partings.are_inside else 0)
         while stop is not None:
             before = stop.parent = living(stop.parent)

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 from quire_allocator.core.eviction.queue import RANKED
 from quire_allocator.core.scopes import Scope, Scoped
@@ -118,8 +119,8 @@ class Run(Stretch):
     ) -> None:
         super().__init__(scope, first_position, digests, blocks)
         self.parent = parent
-        self.children: dict[bytes, Run] = {}
-        self.stops: list[Stop] = []
+        self.children = _NO_CHILDREN
+        self.stops = _NO_STOPS
 
     def token_count(self) -> int:
         """Counts the tokens up to its end."""
@@ -175,7 +176,7 @@ class Stop:
 
     @property
     def is_continued(self) -> bool:
-        """Tells whether only edited prompts still end here."""
+        """Tells whether only edited prompts would still end here."""
         return self.way_count > 0 and not self.is_parting
 
     def stops_after(self) -> list[Stop]:
@@ -186,6 +187,11 @@ class Stop:
             found += [other for other in run.stops if other.token_count > self.token_count]
             pending += run.children.values()
         return found
+
+
+# Most runs have neither, so they share these. The first child or stop replaces them.
+_NO_CHILDREN: Final[dict[bytes, Run]] = {}
+_NO_STOPS: Final[list[Stop]] = []
 
 
 def living(stop: Stop | None) -> Stop | None:

@@ -33,7 +33,7 @@ class OverLimitError(Exception):
     """A job was not done within its limits."""
 
 
-class BenchLimits(NamedTuple):
+class JobLimits(NamedTuple):
     """Limits of one job, and the number of children.
 
     Attributes:
@@ -62,11 +62,11 @@ class _Turn:
     job_count: int = 0
 
 
-class Bench:
-    """Runs jobs of one kind in child processes. Use a bench only on the event loop."""
+class JobProcesses:
+    """Runs jobs of one kind in child processes. Use it only on the event loop."""
 
-    def __init__(self, kind: str, configuration: Callable[[], Any], limits: BenchLimits) -> None:
-        """Creates the bench; the first job or `warm` starts its process.
+    def __init__(self, kind: str, configuration: Callable[[], Any], limits: JobLimits) -> None:
+        """Starts nothing yet; the first job or `warm` starts the process.
 
         Args:
             kind: a kind of `jobs`.

@@ -54,7 +54,7 @@ class Fleet(NamedTuple):
 
     def ready(self, pool: str) -> list[float]:
         """Returns for each gateway whether a worker answers it."""
-        return self.samples("quire_gateway_worker_ready", self.label(pool).replace("}", ',model="demo"}'))
+        return self.samples("quire_gateway_worker_ready", self.label(pool).replace("{", '{model="demo",'))
 
     def label(self, pool: str) -> str:
         """Returns the label of a worker."""

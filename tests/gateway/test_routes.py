@@ -175,7 +175,7 @@ def test_workers_are_found_by_the_allocator_and_leave_with_it(tmp_path: Path) ->
             fleet.ask()
             assert fleet.metric(by("alone")) == 1
             known.append(summary("q", q.address))
-            ready = 'quire_gateway_worker_ready{{worker="{}",model="scripted"}}'.format
+            ready = 'quire_gateway_worker_ready{{model="scripted",worker="{}"}}'.format
             eventually(lambda: fleet.metric(ready(q.address)) == 1, "the second worker is found", within_s=60)
             fleet.ask()
             assert (fleet.q.attempts["Generate"], fleet.metric(by("allocator"))) == (1, 1)

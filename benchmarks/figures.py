@@ -173,6 +173,23 @@ def _better(own: Row) -> float:
     return max(float(own["vllm dense"] or 0), float(own["vllm sparse"] or 0))
 
 
+def fleet() -> list[Figure]:
+    """Returns first tokens and hits of a simulated fleet."""
+    found = []
+    for workload, name in (("40/s", "40 requests/s"), ("60/s", "60 requests/s"), ("agents", "agents")):
+        rows = {each["rule"]: each for each in rows_of("fleet") if each["workload"] == workload}
+        what = f"p99 of the first token, 8 simulated workers, {name}"
+        value = f"{number(rows['quire']['first_token_p99_s'])} s"
+        for rule, beside in (
+            ("quire, no reservation", "without reservations"),
+            ("llm-d, events, one gateway", "llm-d's rule, one gateway"),
+        ):
+            found.append(Figure(what, value, f"{number(rows[rule]['first_token_p99_s'])} s: {beside}", "fleet"))
+    burst = {each["rule"]: each["hit_rate"] for each in rows_of("fleet") if each["workload"] == "burst of 43"}
+    what = "share of prompt tokens reused, 43 children of a prompt of 41,000 tokens"
+    return [*found, Figure(what, burst["quire"], f"{burst['llm-d, events']}: llm-d's rule, 8 gateways", "fleet")]
+
+
 def memory() -> list[Figure]:
     """Returns the wasted memory, and how many sequences fit."""
     found = []
@@ -262,7 +279,7 @@ def on_gpu() -> list[Figure]:
 
 
 PARTS: Final[tuple[Callable[[], list[Figure]], ...]] = (
-    serving, load, trees, gateway, under_vllm, caches, memory, allocator, failures, computing, on_gpu,
+    serving, load, trees, gateway, under_vllm, caches, fleet, memory, allocator, failures, computing, on_gpu,
 )  # fmt: skip
 
 

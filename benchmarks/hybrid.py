@@ -4,7 +4,8 @@ It prints the share of prompt tokens that were cached, for five sides: Quire's c
 and with sparse retention, a pool of the same bytes where every layer keeps every token, and an upper bound over all
 groups that knows the future (`hybrid_sides/optimum.py`). `--sides` adds bounds of policies that know only how long ago
 a text was used, or also its turn and length (`hybrid_sides/ages.py`). For the trace it adds the hits with times learned
-from the other samples of its sessions.
+from the other samples of its sessions. In the shape `states alone`, which has no attention, the side `quire without
+history` forgets prompts, and so cannot see where later ones part from them.
 
 Every side has the same bytes, with its own layout. The *load* gives their number: load = working set / pool. The
 working set is the bytes at the fullest moment of a cache that keeps exactly the blocks that a later prompt can hit.
@@ -35,7 +36,7 @@ from typing import Any
 from hybrid_sides import ages, optimum
 from hybrid_sides.quire_side import RETENTIONS, QuireSide
 from hybrid_sides.scenarios import draw
-from hybrid_sides.shapes import Shape, all_shapes
+from hybrid_sides.shapes import Shape, all_shapes, states_alone
 from hybrid_sides.vllm_side import RETENTION_INTERVALS, VERSION, VllmSide
 from hybrid_sides.workloads import FULL_SCALE, QUICK_SCALE, TRACE, WORKLOADS, Request, trace
 from report import Goal, add_output_arguments, publish
@@ -45,6 +46,7 @@ LOAD_OF_OPTIMUM_GOAL = 1.5
 CHUNK_TOKENS = 2_048
 ROOM_TO_RUN = 1.25  # factor on the longest request's blocks, because pages have padding and blocks are not full
 QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
+FORGETFUL = "quire without history"
 VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
 AGES, AGES_BY_CLASS = "ages known", "ages and classes known"
 LEARNED = {
@@ -70,7 +72,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--random", type=int, default=0, metavar="COUNT", help="also run the random scenarios 0 to COUNT - 1"
     )
-    parser.add_argument("--shapes", nargs="+", default=shapes, choices=shapes, metavar="SHAPE", help=", ".join(shapes))
+    named = [*shapes, states_alone().name]
+    parser.add_argument("--shapes", nargs="+", default=shapes, choices=named, metavar="SHAPE", help=", ".join(named))
     parser.add_argument(
         "--workloads", nargs="+", default=workloads, choices=workloads, metavar="WORKLOAD", help=", ".join(workloads)
     )
@@ -79,9 +82,9 @@ def arguments() -> argparse.Namespace:
         "--sides",
         nargs="+",
         default=sides,
-        choices=[*sides, AGES, AGES_BY_CLASS, *LEARNED, *FORCED],
+        choices=[*sides, AGES, AGES_BY_CLASS, *LEARNED, *FORCED, FORGETFUL],
         metavar="SIDE",
-        help=", ".join([*sides, AGES, AGES_BY_CLASS, *LEARNED, *FORCED]),
+        help=", ".join([*sides, AGES, AGES_BY_CLASS, *LEARNED, *FORCED, FORGETFUL]),
     )
     parser.add_argument("--chunk", type=int, default=CHUNK_TOKENS, help="tokens of one pass (default: %(default)s)")
     add_output_arguments(parser)
@@ -107,6 +110,8 @@ def make_side(name: str, shape: Shape, pool_bytes: int, chunk_tokens: int) -> Qu
         return VllmSide(shape, pool_bytes, chunk_tokens, name.split()[1])
     if name == FULL:
         return QuireSide.full_attention(shape, pool_bytes, chunk_tokens)
+    if name == FORGETFUL:
+        return QuireSide.forgetful(shape, pool_bytes, chunk_tokens)
     return QuireSide.planned(shape, pool_bytes, chunk_tokens, "" if name == QUIRE else name.split()[1])
 
 
@@ -162,7 +167,7 @@ def measure(
 def chosen(options: argparse.Namespace, sides: Sequence[str]) -> list[Row]:
     """Returns the rows of all shapes, workloads and loads that the command line names."""
     scale = QUICK_SCALE if options.quick else FULL_SCALE
-    shapes = all_shapes()
+    shapes = {**all_shapes(), states_alone().name: states_alone()}
     rows = []
     for workload in options.workloads:
         if workload == TRACE and options.trace is None:

@@ -26,6 +26,7 @@ SHORT: Final = "--prompt-tokens 16 --output-tokens 4"
 SIZES: Final = {
     "allocator": "--repeat 1 --without vllm scale",
     "eviction": "--trace TRACE --sizes 50",
+    "fleet": "--seeds 1 --seconds 1 --calls 8 --repeat 1",
     "gateway": f"--model demo --streams 1 --requests 1 --repeat 1 --without-vllm {SHORT}",
     "gateway_agents": "--output-tokens 4 --repeat 1 --turns 1",
     "hybrid": "--quick --shapes gpt-oss-20b --workloads chats --loads 1",

@@ -146,7 +146,9 @@ def _script() -> list[StepBuilder]:
         StepBuilder().free(1).free(2, keep_ms=1_000).free(1).fork(5, 6).fork(99, 7),
         # A prompt of the whole pool evicts all that is cached.
         StepBuilder().free(5).free(6).allocate(8, 44, b"", priority=7),
-        StepBuilder().grow(8, 49).allocate(9, 12, second[:2], "tenant", priority=2, prompt_token_count=13),
+        StepBuilder()
+        .grow(8, 49)
+        .allocate(9, 12, second[:2], "tenant", priority=2, prompt_token_count=13, breakpoints=(4, 8)),
     ]
 
 

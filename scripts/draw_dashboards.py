@@ -29,7 +29,7 @@ from tests.e2e.observed import Scene, observed  # noqa: E402
 SOURCES = ROOT / "scripts" / "drawing"
 BUILT = ROOT / "build" / "drawing"
 WIDTH = 1400
-HEIGHTS = {"now": 1030, "tenants": 1490, "cache": 875, "requests": 3300, "recovery": 1830}
+HEIGHTS = {"now": 1030, "tenants": 1490, "cache": 875, "requests": 3850, "recovery": 1830, "fleet": 1840}
 PAGE = """<!doctype html><link rel="stylesheet" href="main.css"><div id="root"></div>
 <script type="module" src="main.js"></script>"""
 ESBUILD = (

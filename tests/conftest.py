@@ -9,7 +9,7 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """Restores SIGINT. A shell ignores it in background processes, and so would every child that tests interrupt."""
+    """Restores SIGINT, which a shell makes background processes and their children ignore. Tests interrupt children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

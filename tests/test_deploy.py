@@ -187,7 +187,7 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
 
 
 def test_images_of_others_are_pinned_and_ours_are_built_never_pulled(compose: dict[str, Any]) -> None:
-    """By a digest, which nobody can move to another image, but for two that docs/security.md names."""
+    """Images are named by digest, so they cannot change. docs/security.md lists the two exceptions."""
     services = compose["services"]
     built = {service["image"] for service in services.values() if "build" in service}
     assert built == {"quire-allocator", "quire-gateway", "quire-vllm", "quire-worker"}

@@ -53,11 +53,6 @@ EXCLUDED_POOLS_MAX: Final = 256
 RESERVATION_MS_MAX: Final = 60_000
 RESERVED_BYTES_MAX: Final = 32 << 20  # of one caller's reservations, mostly digests; twice as many for all callers
 PREFILL_TOKENS_PER_S: Final = 8_000  # assumed while no worker of a model has measured its rate
-ROUTE_DELAY_S: Final = 1.0  # how long a prompt may wait at the worker with the longest prefix
-SEQUENCE_S: Final = (
-    0.05  # of a prefill, which a prefix must save for each sequence that its worker has more than others
-)
-SEQUENCES_ALIKE: Final = 2  # sequences that a worker may have more than others for free
 WATCHERS_MAX: Final = 64  # per caller; twice as many for all callers
 EVENTS_PER_TURN_MAX: Final = 256  # events sent to one watcher before another one has a turn
 NAME_CHARACTERS_MAX: Final = 128  # characters of a pool's name

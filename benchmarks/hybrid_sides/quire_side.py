@@ -8,6 +8,7 @@ from itertools import count
 from typing import Final
 
 from quire.planning import blocks_for
+from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, GroupSpec, PoolSpec, Result
 
@@ -41,6 +42,14 @@ class QuireSide:
         specs = [group.spec for group in shape.layout.groups]
         groups = tuple(GroupSpec(GroupKind[spec.kind.name], spec.block_size, spec.window) for spec in specs)
         return cls(groups, blocks_for(shape.layout, pool_bytes), chunk_tokens, retention)
+
+    @classmethod
+    def forgetful(cls, shape: Shape, pool_bytes: int, chunk_tokens: int) -> QuireSide:
+        """Returns the planned pool of a model without full attention that remembers no prompts."""
+        side = cls.planned(shape, pool_bytes, chunk_tokens)
+        assert side.pool.coordinator.history is not None, f"{shape.name} has full attention, which shows prompts"
+        side.pool.coordinator.history = PromptHistory(0)
+        return side
 
     @classmethod
     def full_attention(cls, shape: Shape, pool_bytes: int, chunk_tokens: int) -> QuireSide:

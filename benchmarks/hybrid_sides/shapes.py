@@ -89,8 +89,14 @@ def _full_and_windows() -> Shape:
     return Shape("full+5x1024", tuple(layers))
 
 
+def states_alone() -> Shape:
+    """Returns the states of bamba without its attention, as a model has them that keeps nothing else."""
+    layers = _of_config("bamba", "bamba-9b.json").layers
+    return Shape("states alone", tuple([layer for layer in layers if layer.kind is GroupKind.STATE]))
+
+
 def all_shapes() -> dict[str, Shape]:
-    """Returns every shape by its name."""
+    """Returns every shape with full attention by its name."""
     shapes = [
         _full_and_windows(),
         _of_config("gpt-oss-20b", "gpt-oss-20b.json"),

@@ -60,14 +60,17 @@ class ServerFailedError(InternalError):
 
 
 def _opened(log: Path) -> BinaryIO:
-    """Opens a log for appending. A link is not followed: others can guess the name of the file.
+    """Opens a log for appending. A link is not followed: others can guess the name of the file. A named pipe is opened
+    only if it has a reader already.
 
     Raises:
         UsageError: it cannot be written.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.fdopen(os.open(log, flags, 0o644), "ab")
+        file = os.fdopen(os.open(log, flags, 0o644), "ab")
+        os.set_blocking(file.fileno(), True)
+        return file
     except OSError as error:
         raise UsageError(f"cannot write the log {log}: {error.strerror}") from None
 
@@ -100,7 +103,10 @@ class ServerProcess:
         self._grace_s = grace_s(drain_timeout_s)
         self._log = log
         self._ready_file = folder / f"{module}.json"
-        self._ready_file.unlink(missing_ok=True)  # An earlier server may have left its ready file.
+        try:
+            self._ready_file.unlink(missing_ok=True)  # An earlier server may have left its ready file.
+        except OSError as error:
+            raise UsageError(f"cannot replace the ready file {self._ready_file}: {error.strerror}") from None
         self._ready: dict[str, Any] = {}
         # Without -P, `-m` puts the current folder first on the path. A select.py there would replace Python's own.
         command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]

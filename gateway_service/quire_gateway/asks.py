@@ -21,7 +21,7 @@ from quire_gateway.structures import structure_of
 MAX_TOKENS_DEFAULT: Final = 16
 TOP_P_MIN: Final = 1e-9
 TEMPERATURE: Final = 1.0  # OpenAI's default
-_TOKEN: Final = re.compile("[0-9]{1,10}", re.ASCII)
+_TOKEN: Final = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
 TEMPERATURE_MIN: Final = 1e-3  # workers take 0 or at least this; below it, the likeliest token has all the probability
 
 # Parameters that workers have under the same name, each with its neutral values. If this version of the client lacks

@@ -49,6 +49,7 @@ from quire_gateway.bounded_http import BoundedHttp
 from quire_gateway.connections import Connections
 from quire_gateway.fleet import Fleet
 from quire_gateway.gate import Gate, let_in
+from quire_gateway.handshakes import TlsListener
 from quire_gateway.hosts import Hosts
 from quire_gateway.keys import ApiKeys, KeyFile, read_keys
 from quire_gateway.metrics import GatewayCollector, Telemetry
@@ -58,7 +59,6 @@ from quire_gateway.responses.store import Store
 log = structlog.get_logger()
 
 BACKLOG: Final = 2_048
-HANDSHAKE_S: Final = 10.0  # for TLS
 KEEP_ALIVE_S: Final = 75  # seconds that an idle connection stays open; longer than at clients and proxies
 WAITING_MAX: Final = 4_096  # idle connections
 FILES_BESIDE: Final = 128  # open files other than callers' connections
@@ -72,23 +72,24 @@ LAST_S: Final = 2  # seconds for cancelled answers to end
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that leaves signals to `serve`, and gives TLS handshakes a deadline.
+    """A server that leaves signals to `serve`, and limits TLS handshakes.
 
     Uvicorn would stop listening at the first signal, while probes must still see that the gateway is draining.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens on the sockets, as uvicorn does, but with a deadline for handshakes."""
+        """Listens on the sockets, as uvicorn does, but with a limit and a deadline for handshakes."""
         loop, config = asyncio.get_running_loop(), self.config
         protocol: Any = config.http_protocol_class
         make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
-        deadline_s = None if config.ssl is None else HANDSHAKE_S
-        self.servers = [
-            await loop.create_server(
-                make, sock=each, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=deadline_s
-            )
-            for each in sockets or ()
-        ]
+        servers: list[Any] = []
+        for each in sockets or ():
+            if config.ssl is None:
+                servers.append(await loop.create_server(make, sock=each, backlog=config.backlog))
+            else:
+                each.listen(config.backlog)
+                servers.append(TlsListener(each, make, config.ssl))
+        self.servers = servers
         self.started = True
 
     @contextlib.contextmanager

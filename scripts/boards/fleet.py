@@ -69,7 +69,7 @@ ROUTES: Final = Row(
         ),
         Plot(
             "Decisions of routes",
-            "Routed prompts by what decided: the longest prefix, the load, or spread because a worker was saturated.",
+            "Routed prompts: to the longest prefix, by load alone, or spread because the worker with that prefix is busy.",
             "ops",
             [(f"sum by (instance, basis) (rate(quire_allocator_routes_total{RATE}))", "{{instance}} {{basis}}")],
         ),
@@ -92,7 +92,7 @@ ROUTES: Final = Row(
             [
                 (
                     f"sum by (instance, worker) (rate(quire_gateway_worker_requests_total{RATE}))",
-                    "{{instance}} to {{worker}}",
+                    "{{instance}} {{worker}}",
                 )
             ],
         ),

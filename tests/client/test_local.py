@@ -67,13 +67,20 @@ def test_whatever_starts_a_python_leaves_the_current_folder_out() -> None:
     assert [each for each in started if not each.startswith(', "-P", "-m"')] == []
 
 
-@pytest.mark.parametrize("kind", ["link", "folder"])
-def test_a_log_is_written_to_no_link_and_no_folder(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["link", "folder", "named pipe"])
+def test_a_log_is_written_to_no_link_no_folder_and_no_pipe_that_nobody_reads(tmp_path: Path, kind: str) -> None:
     log, elsewhere = tmp_path / "log", tmp_path / "elsewhere"
-    log.symlink_to(elsewhere) if kind == "link" else log.mkdir()
+    {"link": lambda: log.symlink_to(elsewhere), "folder": log.mkdir, "named pipe": lambda: os.mkfifo(log)}[kind]()
     with pytest.raises(UsageError, match=f"^cannot write the log {log}: "):
         ServerProcess("quire_allocator", [], folder=tmp_path, log=log)
     assert not elsewhere.exists()
+
+
+def test_a_folder_in_the_place_of_a_ready_file_is_named(tmp_path: Path) -> None:
+    ready = tmp_path / "quire_allocator.json"
+    ready.mkdir()
+    with pytest.raises(UsageError, match=f"^cannot replace the ready file {ready}: "):
+        ServerProcess("quire_allocator", [], folder=tmp_path)
 
 
 def test_a_ready_file_of_a_server_that_was_there_before_is_not_believed(tmp_path: Path) -> None:

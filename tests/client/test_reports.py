@@ -99,15 +99,18 @@ def check_whole(chunks: list[pb.ReportChunk], ledger: Ledger) -> None:
             for table, part in zip(found, parts, strict=True):
                 table.extend(part)
         for prefix in chunk.prefixes:
+            parent = prefix.parent_digest
             for index, block in enumerate(unpack_uint32(prefix.blocks)):
                 digest = prefix.digests[32 * index : 32 * index + 32]
-                carried[block] = (digest, prefix.group, prefix.first_position + index, names[prefix.namespace])
+                place = prefix.group, prefix.first_position + index, names[prefix.namespace]
+                carried[block] = (digest, parent, *place)
+                parent = digest
         stamps = (chunk.freed_steps, chunk.freed_operations, chunk.freed_positions)
         freed += zip(*stamps, unpack_uint32(chunk.freed_blocks), strict=True)
     assert tables == {number: sequence.tables for number, sequence in ledger.sequences.items()}
     assert list(tables) == list(ledger.sequences), "by rising id"
     pages = ledger.pages
-    assert carried == {b: (p.digest, p.group, p.position, p.namespace) for b, p in pages.carried().items()}
+    assert carried == pages.carried()
     released = {block for each in pages.releases() for block in each.blocks}
     assert {row[-1] for row in freed} == released - ledger.held_blocks()
     assert all(earlier < later for earlier, later in pairwise(freed))

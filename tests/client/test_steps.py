@@ -92,8 +92,9 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     step.commit(2, 5)
     step.grow(1, 12)
     step.allocate(5, 6, prompt_token_count=60, priority=-2, defer_token_count=16, is_return=True)
-    step.allocate(6, 7)
+    step.allocate(6, 7, breakpoints=(16, 32))
     message = sent(step)
+    assert (message.grows.breakpoints.counts, message.grows.breakpoints.token_counts) == ([0, 0, 2], [16, 32])
     assert message.commits.keep_token_counts == [9, 0]
     assert message.grows.prompt_token_counts == [0, 60, 0]
     assert message.grows.priorities == [0, -2, 0]

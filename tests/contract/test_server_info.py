@@ -26,7 +26,7 @@ async def test_an_allocator_says_what_it_is() -> None:
     assert (info.version, info.protocol_version) == (quire.__version__, PROTOCOL_VERSION)
     assert info.features == (*FEATURES, ROUTE)
     assert info.core == ("compiled" if IS_COMPILED else "python")
-    assert (info.limits.heartbeat_ms, info.limits.silence_ms, info.limits.stops_max) == (1000, 3000, 32)
+    assert (info.limits.heartbeat_ms, info.limits.silence_ms, info.limits.stops_max) == (1000, 3000, 36)
     assert ready.limits == translate.LIMITS
 
 

@@ -141,6 +141,7 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
 FORKING = """
 import os, sys
 from quire import Allocator, PoolSpec
+from quire.errors import UsageError
 from quire.protocol.outcomes import Result
 from quire.protocol.steps import StepBuilder
 address, forks = sys.argv[1], int(sys.argv[2])
@@ -150,6 +151,17 @@ def fork():
     child = os.fork()
     if not child:
         sys.exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, status
+
+def fork_that_makes_a_client():
+    child = os.fork()
+    if not child:
+        try:
+            Allocator(address)
+        except UsageError as error:
+            os._exit("'spawn' or 'forkserver'" not in str(error))
+        os._exit(2)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0, status
 
@@ -164,6 +176,7 @@ with Allocator(address) as client, client.session("p", SPEC, transport="calls") 
     for number in range(1, forks + 1):
         assert session.step(StepBuilder().allocate(number, 5)).grows[0].result
         fork()
+        fork_that_makes_a_client()
         assert session.step(StepBuilder().grow(number, 10), timeout_s=10).grows[0].result
         session.step(StepBuilder().free(number))
 """,
@@ -173,6 +186,7 @@ with Allocator(address) as client, client.session("p", SPEC, transport="stream",
     for number in range(1, forks + 1):
         allocated = step("allocate", number, 5)  # its answer may come before the fork, beside it or behind it
         fork()
+        fork_that_makes_a_client()
         assert allocated.result(10).grows[0].result is Result.OK
         assert step("grow", number, 10).result(10).grows[0].result is Result.OK
         step("free", number).result(10)
@@ -184,7 +198,7 @@ with Allocator(address) as client, client.session("p", SPEC, transport="stream",
 
 
 @pytest.mark.parametrize("transport", BESIDE)
-def test_children_that_are_forked_beside_a_session_leave_it_alone(transport: str, tmp_path: Path) -> None:
+def test_children_that_are_forked_leave_a_session_alone_and_get_no_client(transport: str, tmp_path: Path) -> None:
     with full_disk() as there, server("allocator", tmp_path, there) as (_, allocator):
         command = [sys.executable, "-c", FORKING + BESIDE[transport], allocator["address"], str(5 * RUNS)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

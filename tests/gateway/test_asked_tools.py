@@ -24,6 +24,11 @@ def tool(**fields: Any) -> dict[str, Any]:
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function.name", MISSING),
         ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type", "unsupported_parameter"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", None),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [TOOL]}},  # as in Responses
+            "tool_choice.tools",
+            "unsupported_parameter",
+        ),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name", None),
         ({"tools": [{"type": "custom"}]}, "tools[0].type", "unsupported_parameter"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", MISSING),

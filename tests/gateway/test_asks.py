@@ -112,6 +112,7 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ),
         ({"guided_json": {"maximum": float("inf")}}, "guided_json", None),
         ({"logit_bias": {"1_0": 1}}, "logit_bias", None),
+        ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias", None),
         ({"logit_bias": {" 1": 1}}, "logit_bias", None),
         ({"logit_bias": {"\u0665": 1}}, "logit_bias", None),
         ({"logit_bias": {"-1": 1}}, "logit_bias", None),

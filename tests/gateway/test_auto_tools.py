@@ -1,5 +1,5 @@
 """Tests calls that a model makes unasked, and its reasoning. Tiny checkpoints use the notation of two families, and the
-worker holds calls to schemas. A logit bias makes the model begin a call, which it would never do by itself."""
+worker constrains calls to schemas. A logit bias makes the model begin a call, which it would never do by itself."""
 
 from __future__ import annotations
 

@@ -237,8 +237,11 @@ def test_another_worker_is_asked_where_one_is_full_or_away(worker: ScriptedServe
                 answer = client(served).completions.create(**ASK)  # type: ignore[call-overload]
                 assert [choice.text for choice in answer.choices] == ["ab", "xy"]
             assert full.attempts["Generate"] == 3
+            assert 'quire_gateway_retries_total{model="scripted"} 3.0' in curl(served, "/metrics").body.decode()
             full.server.stop(None).wait()
             eventually(lambda: "worker does not answer" in (tmp_path / "log").read_text(), "it is noticed")
+            state = f'quire_gateway_worker_ready{{model="scripted",worker="{full.address}"}} 0.0'
+            assert state in curl(served, "/metrics").body.decode()
             client(served).completions.create(**ASK)  # type: ignore[call-overload]
 
 

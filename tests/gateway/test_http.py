@@ -277,7 +277,9 @@ def test_callers_cannot_fill_the_log(worker: ScriptedServer, tmp_path: Path) -> 
                 connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
                 assert connection.recv(12) == b"HTTP/1.1 400"
             assert curl(served, "/v1/models").status == 401
-    assert len((tmp_path / "log").read_text().removeprefix(before).splitlines()) <= 4
+    lines = (tmp_path / "log").read_text().removeprefix(before).splitlines()
+    # On a busy machine the worker may seem silent for a moment, and a second minute may begin.
+    assert len([line for line in lines if '"event": "worker ' not in line]) <= 6
 
 
 def test_an_id_that_cannot_be_one_is_replaced_and_the_answer_says_by_which(served: ServerProcess) -> None:

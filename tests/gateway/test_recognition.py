@@ -12,6 +12,7 @@ from quire import AsyncClient
 from quire.errors import InternalError, QuireError, Reason, UnavailableError
 from quire_gateway.calls.formats import CALL_FORMATS, REASONING_FORMATS
 from quire_gateway.calls.recognition import Named, recognize
+from quire_gateway.options import named_notation, parse_arguments
 
 from tests.gateway.families import FAMILIES, write_family
 
@@ -105,3 +106,11 @@ async def test_a_template_that_refuses_says_nothing_and_a_worker_that_is_away_is
     (folder / "chat_template.jinja").write_text(FAMILIES["chatml"].template)
     with pytest.raises(UnavailableError):
         await recognize(cast("AsyncClient", Away(folder)), Named(), timeout_s=1)
+
+
+def test_a_format_named_for_a_model_counts_before_that_for_all_models() -> None:
+    names = ["--tool-call-format", "hermes", "--reasoning-format", "think"]
+    options = parse_arguments([*names, "--tool-call-format", "a=none", "--reasoning-format", "a=none"])
+    named = [named_notation(options, model) for model in ("a", "b")]
+    assert named == [Named("none", "none"), Named("hermes", "think")]
+    assert named_notation(parse_arguments([]), "a") == Named("auto", "auto")

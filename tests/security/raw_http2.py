@@ -26,7 +26,7 @@ def framed(message: bytes, size: int | None = None) -> bytes:
 
 
 class RawCaller:
-    """One connection. Its windows for answers are never widened.
+    """One connection. It never gives the server more room for answers than at the start.
 
     Attributes:
         ended: streams that the server has ended.

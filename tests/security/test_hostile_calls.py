@@ -64,7 +64,7 @@ class Scene:
         self.session_id = self.branch_id = b""
 
     async def fill(self) -> None:
-        """Opens a large pool of the attacker, unless its lease lasts, and once a branch."""
+        """Opens a large pool of the attacker, and makes a branch if there is none."""
         async with channel(self.deployment, ATTACKER, "allocator") as connection:
             large = pb.OpenSessionRequest(
                 version=3, request_id="large", pool="attacker-large", spec=spec(LARGE_POOL_BLOCKS)
@@ -221,8 +221,8 @@ async def test_messages_that_are_cut_anywhere_keep_nobody_from_an_answer(scene: 
 
 
 def alike() -> Iterator[tuple[str, list[str]]]:
-    """Yields the calls with servers that read messages in the same way: unary calls together, each stream of its
-    own.
+    """Yields servers and calls: all unary calls of a server together, because it reads their messages in the same way,
+    and each stream alone.
     """
     for server, methods in METHODS.items():
         yield server, [method for method in methods if method not in CONVERSATIONS]

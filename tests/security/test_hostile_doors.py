@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import AsyncAllocator, AsyncClient, PoolSpec, ResourceExhaustedError
 from quire._serving.calls import MESSAGE_S
 from quire._serving.process import allow_open_files
-from quire._serving.server import CONNECTIONS_MAX, HANDSHAKE_S
+from quire._serving.server import CONNECTIONS_MAX
 from quire.protocol import limits as protocol_limits
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -231,23 +231,6 @@ async def assert_answered(connection: aio.Channel, name: str, path: tuple[Any, .
     code = await asyncio.wait_for(call.code(), 60)
     where = f"{name} {'.'.join(field.name for field in path)}"
     assert code not in {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}, where
-
-
-@pytest.mark.parametrize("server", METHODS)
-async def test_connections_that_never_finish_a_handshake_end_and_keep_nobody_out(
-    deployment: Deployment, server: str
-) -> None:
-    host, _, port = getattr(deployment, server).address.rpartition(":")
-    async with memory_bounded(deployment):
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
-        for _, writer in silent[::2]:
-            writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # the first bytes of a ClientHello
-        await assert_others_are_served(deployment)
-        async with asyncio.timeout(3 * HANDSHAKE_S):
-            for reader, writer in silent:
-                with contextlib.suppress(ConnectionError):
-                    await reader.read()
-                writer.close()
 
 
 async def test_a_call_whose_message_does_not_come_ends(deployment: Deployment) -> None:

@@ -288,8 +288,8 @@ WITHIN: list[tuple[str, str, Callable[[list[Any]], Any]]] = [
 
 
 def wrong_lists(described: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Every list at its limit and one beyond, and the lists within objects as long as a body has room for, of one wrong
-    item after another."""
+    """Yields a path, a field and a list that repeats one wrong item: up to the limit, once more, or within objects as
+    often as a body has room for."""
     for path, name, schema in fields(described):
         for part in (each for each in lists(schema) if each["type"] == "array"):
             for item in ITEMS:

@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 @dataclass
 class Reader:
-    """The blocks that a reader knows by their hashes. It refuses what a router cannot place."""
+    """The blocks that a reader knows by their hashes. Fails for events that a router could not use."""
 
     blocks: dict[int, Block] = field(default_factory=dict)
     cleared_count: int = 0
@@ -72,12 +72,12 @@ class Message(NamedTuple):
 
 
 class Subscriber:
-    """A subscriber that asks for what it missed, as routers do. It reads in the test's thread, within `with`.
+    """A subscriber that asks for missed messages, as routers do. It reads in the test's thread, within `with`.
 
     Attributes:
         reader: the blocks that it knows.
         messages: all messages that it applied, in order.
-        is_live: whether any came without being asked for.
+        is_live: whether any message came unasked.
     """
 
     def __init__(self, address: str, replay_address: str) -> None:

@@ -28,6 +28,7 @@ from quire_worker.scheduling.output import FinishReason
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.scheduling.slots import NO_WISH, CacheWish
 from quire_worker.scheduling.swap import pages_to_restore
 
 STOP = 7
@@ -142,13 +143,14 @@ class PretendedWorker:
         priority: int = 0,
         arrived_s: float = 0.0,
         deadline_s: float = math.inf,
+        wish: CacheWish = NO_WISH,
         **sampling: int,
     ) -> Request:
         self._request_count += 1
         root = hashlib.sha256(namespace.encode()).digest()
         params = SamplingParams(**sampling)
         request = Request(self._request_count, "", prompt, params, namespace, root, arrived_s)
-        request.priority, request.deadline_s = priority, deadline_s
+        request.priority, request.deadline_s, request.wish = priority, deadline_s, wish
         request.samples = [Sample(request, i, list(prompt), None, None) for i in range(params.n)]
         self.scheduler.roster.add(request.samples[0])
         return request

@@ -1,4 +1,4 @@
-"""KV events: the index against a naive twin, and a real worker's blocks as a subscriber sees them."""
+"""KV events: the index compared with a naive one, and a real worker's blocks as a subscriber sees them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from quire_worker.sampling.params import (
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen
 
-VOCABULARY = 2048  # of the tested model
+VOCABULARY = 2048  # tokens that the tested model knows
 POOL_TOKENS = 64 * 16  # tokens that fit into the tested worker's pool
 GENERATE = "/quire.v1.WorkerService/Generate"
 

@@ -7,6 +7,7 @@ import random
 import pytest
 from quire.types import GroupKind, GroupSpec
 from quire_worker.scheduling.output import FinishReason
+from quire_worker.scheduling.slots import CacheWish
 
 from tests.worker.pretended_worker import PretendedWorker, numbers
 
@@ -39,6 +40,22 @@ def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_thir
         worker.check_text(request)
         cached.append((request.usage.cached_token_count, [end for _, end in passes]))
     assert cached == [(0, [80, 96]), (0, [64, 80, 96]), (64, [80, 96])]
+
+
+def test_a_breakpoint_cuts_the_first_prompt_and_the_second_hits_there() -> None:
+    states = (STATE,) * 24
+    worker = PretendedWorker(block_count=200, block_size=16, batch_tokens=256, groups=(full(16), *states))
+    cached = []
+    for user in range(2):
+        request = worker.submit(prompt(user), max_tokens=3, wish=CacheWish(60_000, (40, 70)))
+        passes = []
+        while not request.samples[0].output_token_count and not request.is_done:
+            worker.turn()
+            passes.append(request.samples[0].computed)
+        worker.run()
+        worker.check_text(request)
+        cached.append((request.usage.cached_token_count, passes))
+    assert cached == [(0, [32, 64, 80, 96]), (64, [80, 96])]
 
 
 def test_who_goes_on_from_an_answer_hits_soon_before_its_end() -> None:

@@ -12,8 +12,9 @@ from quire.types import GroupKind, GroupSpec
 from quire_allocator.core.pool import Pool
 from quire_worker.scheduling.admission import Applicants
 from quire_worker.scheduling.request import Request
+from quire_worker.scheduling.room_ahead import going_on
 
-from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
+from tests.worker.pretended_worker import NOTHING_ASKED, PretendedWorker, expected_output, lasting_prompts, numbers
 
 
 def test_a_prompt_is_computed_in_chunks_of_the_token_budget() -> None:
@@ -179,6 +180,17 @@ def test_a_sample_that_passed_the_head_gets_blocks_that_another_one_holds_ahead(
         worker.turn()
     assert not head.admitted
     assert passing.usage.preemption_count == 0
+
+
+def test_a_sample_that_has_ended_is_not_among_those_that_go_on() -> None:
+    worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=64, ahead_tokens=8)
+    request = worker.submit(lasting_prompts(1, output_tokens=20)[0], max_tokens=20)
+    worker.turn()
+    worker.take_in()
+    work = worker.scheduler.schedule(worker.scheduler.plan_without_asking(), NOTHING_ASKED).work
+    assert [each.sequence for each in going_on(work, 256)] == request.samples
+    worker.scheduler.roster.cancel(request)
+    assert going_on(work, 256) == []
 
 
 def test_a_request_with_many_samples_takes_a_place_for_each() -> None:

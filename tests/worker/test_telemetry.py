@@ -144,15 +144,16 @@ async def test_hits_save_the_time_of_their_tokens_at_the_measured_rate_and_misse
         numbers, pace = harness.engine.telemetry, harness.engine.scheduler.roster.pace
         await harness.generate(prompt(200), max_tokens=4)
         assert numbers.saved_prefill_s == 0
-        assert pace.prefill_seconds_for(200) > 0
+        token_s = pace.prefill_seconds_for(1)
         output = await harness.generate(prompt(200), max_tokens=4)
     cached = output.request.usage.cached_token_count
     assert cached > 100
-    assert numbers.saved_prefill_s == pytest.approx(pace.prefill_seconds_for(cached), rel=0.5)
+    assert numbers.saved_prefill_s == pytest.approx(cached * token_s)
+    assert token_s > 0
 
 
 async def test_choosing_tokens_is_a_part_of_the_time_of_passes() -> None:
     async with running(DEMO) as harness:
         numbers = harness.engine.telemetry
         await harness.generate(prompt(20), max_tokens=8, temperature=1.0, ignore_eos=True)
-    assert 0 < numbers.sampling_s < numbers.forward_s < numbers.step_seconds.sum
+    assert 0 < numbers.sampling_s < numbers.forward_s

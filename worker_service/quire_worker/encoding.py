@@ -63,5 +63,6 @@ def step_of(plan: Plan) -> StepBuilder:
                 sample.request.namespace,
                 prompt_token_count=entering.prompt_token_count,
                 is_return=entering.is_return,
+                breakpoints=sample.request.wish.breakpoints,
             )
     return step

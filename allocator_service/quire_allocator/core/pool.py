@@ -24,6 +24,7 @@ one pool are applied by one caller at a time. The managers contain the differenc
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 from quire_allocator.core.admission import Admission, Applicant
@@ -87,6 +88,7 @@ class Pool:
         priority: int = 0,  # sequences of a higher priority are never named to be preempted for this one
         defer_token_count: int = 0,  # refuses with PENDING if others compute at least this many tokens of its prefix
         is_return: bool = False,  # a preempted request returns: its tokens count as returned, not as queried
+        breakpoints: Sequence[int] = (),  # rising token counts where its owner expects later prompts to diverge
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
@@ -121,6 +123,7 @@ class Pool:
                     prompt_token_count=prompt,
                     priority=priority,
                     is_return=is_return,
+                    breakpoints=breakpoints,
                 )
             if refused is not None:
                 return (
@@ -130,7 +133,7 @@ class Pool:
         self.admission.note_change()
         # Hits are held before any block is taken, because taking evicts.
         self.blocks.namespaces[namespace] = space
-        sequence = self.coordinator.open(space, found, digests, prompt, priority)
+        sequence = self.coordinator.open(space, found, digests, prompt, priority, breakpoints=breakpoints)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed

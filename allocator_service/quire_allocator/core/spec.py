@@ -214,7 +214,7 @@ class Grants:
         self.blocks.append(blocks)
 
 
-class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
+class GrowResult:  # noqa: PLW1641 - answers are never keys of a dict
     """The answer to allocate and grow. It is no named tuple, because making one costs as much as an append.
 
     Attributes:

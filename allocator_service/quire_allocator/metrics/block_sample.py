@@ -179,7 +179,7 @@ class BlockSample:
             named = [digests[offset : offset + DIGEST_BYTES] for offset in offsets]
             found = [self._followed.get(digest) for digest in named]
             if not is_return:
-                for offset, followed in zip(offsets, found):  # noqa: B905 - the compiler makes a loop of it
+                for offset, followed in zip(offsets, found):  # noqa: B905 - mypyc compiles zip without strict=
                     self._count(followed, _HIT if offset < hit_end else _GROUP if offset < group_end else _NEW, now)
             for offset, digest, followed in zip(offsets, named, found):  # noqa: B905
                 filed = self._file(digest, followed, now)

@@ -77,7 +77,7 @@ class PoolCounters:
         refused = dict(self._refused)
         counts = dict(refused)
         totals = (self._commit_count, self._free_count, self._fork_count, self._grow_count)
-        for phase, total in zip(_PHASES, totals):  # noqa: B905 - the compiler makes a loop of it
+        for phase, total in zip(_PHASES, totals):  # noqa: B905 - mypyc compiles zip without strict=
             done = total - sum([count for (name, _), count in refused.items() if name == phase])
             if done:
                 counts[phase, int(Result.OK)] = done
@@ -133,7 +133,7 @@ class PoolCounters:
             if short:
                 self.short_blocks[result] = self.short_blocks.get(result, 0) + short
         results = (reply.commit_results, reply.free_results, reply.fork_results, reply.grow_results)
-        for phase, of_phase in zip(_PHASES, results):  # noqa: B905 - the compiler makes a loop of it
+        for phase, of_phase in zip(_PHASES, results):  # noqa: B905 - mypyc compiles zip without strict=
             for result in of_phase:
                 if int(result) != Result.OK:
                     self._refused[phase, result] = self._refused.get((phase, result), 0) + 1

@@ -14,8 +14,8 @@ def route_metrics(counts: RouteCounts) -> Iterator[Metric]:
     """Yields counts of routed prompts and of their reservations' ends."""
     routes = CounterMetricFamily(
         "quire_allocator_routes",
-        "Routed prompts, by what decided: the longest prefix, the load where no worker had any of the prompt, or the"
-        " load because the worker with the longest prefix was saturated (spread).",
+        "Routed prompts, by how the worker compares: it has the longest prefix, no worker has any of the prompt (load),"
+        " or one with a longer prefix has too much to do (spread).",
         labels=["basis"],
     )
     for basis in Basis:

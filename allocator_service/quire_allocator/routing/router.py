@@ -25,7 +25,7 @@ from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, Result
 from quire_allocator.routing.reservations import Reservations, RouteReservation
-from quire_allocator.routing.rule import Basis, Candidate, choose
+from quire_allocator.routing.rule import UNCACHED_WEIGHT, Basis, Candidate, choose
 
 # How reservations end: admitted, impossible to admit, expired, dropped with the pool, or refused because of the
 # caller's other reservations.
@@ -100,14 +100,10 @@ class RouteCounts:
 
 
 class Router:
-    """Chooses workers, and keeps the reservations of all pools.
+    """Chooses workers, and keeps the reservations of all pools."""
 
-    Args:
-        tolerated_s: see `rule.choose`.
-    """
-
-    def __init__(self, tolerated_s: float = limits.ROUTE_DELAY_S) -> None:
-        self.tolerated_s = tolerated_s
+    def __init__(self, uncached_weight: float = UNCACHED_WEIGHT) -> None:
+        self._uncached_weight = uncached_weight
         self.counts = RouteCounts()
         self._workers: dict[str, Worker] = {}
         self._reservations: dict[str, Reservations] = {}
@@ -161,7 +157,7 @@ class Router:
         self.expire(now)
         rate = self._usual_rate(served)
         candidates = [self._candidate(owner, prompt, rate) for owner in served]
-        place, basis = choose(candidates, self.tolerated_s)
+        place, basis = choose(candidates, self._uncached_weight)
         self.counts.routes[basis] += 1
         name, candidate = served[place].name, candidates[place]
         is_reserved = prompt.reservation_s > 0 and self._reserve(served[place], prompt, candidate, now)
@@ -228,19 +224,20 @@ class Router:
         promised *= size
         uncached = prompt.token_count - hit - promised
         rate = self._workers[owner.name].prefill_tokens_per_s or usual_rate
-        sequence_count = len(pool.sequences) + (0 if book is None else len(book))
-        return Candidate(hit, promised, uncached, backlog, rate, sequence_count)
+        return Candidate(hit, promised, uncached, backlog, rate)
 
     def _reserve(self, owner: Ownership, prompt: Prompt, candidate: Candidate, now: float) -> bool:
-        made = RouteReservation(prompt.namespace, prompt.digests, caller=prompt.caller, length_s=prompt.reservation_s)
+        size = owner.pool.digest_tokens
+        limit = min((prompt.token_count - 1) // size, len(prompt.digests) // DIGEST_BYTES)
+        # Workers send no digest for the block of the last token, so the digests end where theirs do.
+        digests = prompt.digests[: limit * DIGEST_BYTES]
+        made = RouteReservation(prompt.namespace, digests, caller=prompt.caller, length_s=prompt.reservation_s)
         made.shared_token_count = candidate.shared_token_count
         made.uncached_token_count = candidate.uncached_token_count
         if not self._bytes.take(made.caller, made.byte_count):
             self.counts.ends["unmade"] += 1
             return False
         book = self._reservations.setdefault(owner.name, Reservations())
-        size = owner.pool.digest_tokens
-        limit = min((prompt.token_count - 1) // size, len(prompt.digests) // DIGEST_BYTES)
         book.add(made, candidate.hit_token_count // size, limit, now)
         return True
 

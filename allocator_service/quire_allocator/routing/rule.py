@@ -1,28 +1,26 @@
-"""The rule that chooses a worker: the longest prefix, until that worker is saturated; then the shortest time.
+"""The rule that chooses a worker: the least to compute, where the prompt's own tokens count half as much again.
 
-Example, at 10,000 tokens/s and a tolerated delay of 1 s: the worker with the longest cached prefix gets the prompt
-while it has at most 10,000 other tokens to compute. Beyond that, the prompt goes to the worker that computes backlog
-and prompt soonest, even if it recomputes the prefix.
-
-Sequences that decode slow each other. So each sequence that the worker has more than the least busy one, beyond
-`SEQUENCES_ALIKE`, counts as `SEQUENCE_S` of a prefill: a prefix of 5,000 tokens, which take 0.5 s, is worth 10 of them.
+A worker that lacks a prefix would compute it once more. That also takes time from later prompts and room from other
+prefixes. Hence the weight of the prompt's own tokens. Example: a worker has published a prefix of 6,000 tokens. A
+prompt of 7,200 goes there until its backlog is 9,000 tokens longer than that of an idle worker.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from quire_allocator.limits import SEQUENCE_S, SEQUENCES_ALIKE
+# Less makes copies for which a busy fleet has no time, more makes queues: benchmarks/fleet.py.
+UNCACHED_WEIGHT: Final = 1.5
 
 
 class Basis(enum.StrEnum):
-    """Why a worker was chosen."""
+    """How the chosen worker compares with the others."""
 
     PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
-    LOAD = "load"  # no worker has a prefix of it cached, so the shortest time decides
-    SPREAD = "spread"  # the worker with the longest cached prefix is saturated, so the shortest time decides
+    LOAD = "load"  # no worker has a prefix of it cached
+    SPREAD = "spread"  # a worker with a longer cached prefix has too much to do
 
 
 class Candidate(NamedTuple):
@@ -34,7 +32,6 @@ class Candidate(NamedTuple):
         uncached_token_count: the rest of the prompt.
         backlog_token_count: tokens that the worker must still compute for others, including promised ones.
         prefill_tokens_per_s: its measured rate, above 0.
-        sequence_count: its live sequences, and those of prompts that were routed there.
     """
 
     hit_token_count: int
@@ -42,53 +39,29 @@ class Candidate(NamedTuple):
     uncached_token_count: int
     backlog_token_count: int
     prefill_tokens_per_s: float
-    sequence_count: int = 0
 
     @property
     def shared_token_count(self) -> int:
         """Returns the tokens that the worker need not compute for this prompt."""
         return self.hit_token_count + self.promised_token_count
 
-    @property
-    def wait_s(self) -> float:
-        """Returns the seconds that the prompt waits for tokens of other prompts."""
-        return max(0, self.backlog_token_count - self.promised_token_count) / self.prefill_tokens_per_s
-
-    @property
-    def prefill_s(self) -> float:
-        """Returns the seconds until the whole prompt is computed."""
-        return (self.backlog_token_count + self.uncached_token_count) / self.prefill_tokens_per_s
-
-    @property
-    def cost_s(self) -> float:
-        """Returns `prefill_s`, with an allowance for each sequence that decodes beside the prompt."""
-        return self.prefill_s + SEQUENCE_S * self.sequence_count
-
 
 class WorkerChoice(NamedTuple):
-    """The index of the chosen candidate, and the reason."""
+    """The index of the chosen candidate, and how it compares with the others."""
 
     place: int
     basis: Basis
 
 
-def choose(candidates: Sequence[Candidate], tolerated_s: float) -> WorkerChoice:
-    """Returns the best worker for a prompt; among equals, the first.
+def choose(candidates: Sequence[Candidate], uncached_weight: float = UNCACHED_WEIGHT) -> WorkerChoice:
+    """Returns the best of at least one worker for a prompt; the first one of equals."""
 
-    Args:
-        candidates: at least one.
-        tolerated_s: longest wait of a prompt, in seconds, at the worker with its longest prefix.
-    """
+    def cost(place: int) -> tuple[float, int]:
+        worker = candidates[place]
+        token_count = worker.backlog_token_count + uncached_weight * worker.uncached_token_count
+        return token_count / worker.prefill_tokens_per_s, -worker.shared_token_count
+
+    best = min(range(len(candidates)), key=cost)
     most = max(candidate.shared_token_count for candidate in candidates)
-    indices = range(len(candidates))
-    if most:
-        sharing = [index for index in indices if candidates[index].shared_token_count == most]
-        best = min(sharing, key=lambda index: candidates[index].cost_s)
-        chosen, least = candidates[best], min(candidate.sequence_count for candidate in candidates)
-        extra_s = SEQUENCE_S * (chosen.sequence_count - least - SEQUENCES_ALIKE)
-        is_worth = extra_s <= most / chosen.prefill_tokens_per_s
-        if chosen.wait_s <= tolerated_s and is_worth:
-            return WorkerChoice(best, Basis.PREFIX)
-    fastest = min(indices, key=lambda index: (candidates[index].cost_s, -candidates[index].shared_token_count))
-    is_spread = candidates[fastest].shared_token_count < most
-    return WorkerChoice(fastest, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)
+    is_spread = candidates[best].shared_token_count < most
+    return WorkerChoice(best, Basis.SPREAD if is_spread else Basis.PREFIX if most else Basis.LOAD)

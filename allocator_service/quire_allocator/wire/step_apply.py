@@ -148,6 +148,7 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
                 priority=columns.priorities[number] if columns.priorities else 0,
                 defer_token_count=columns.defer_token_counts[number] if columns.defer_token_counts else 0,
                 is_return=bool(columns.returns and columns.returns[number]),
+                breakpoints=columns.breakpoints[number] if columns.breakpoints else (),
             )
         if grown.blocks:
             grants.add(number, grown.blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise, repeat
 
-from quire.protocol.limits import KEEP_MS_MAX
+from quire.protocol.limits import BREAKPOINTS_MAX, KEEP_MS_MAX
 from quire.v1 import _packed_pb2 as packed
 
 from quire_allocator import limits
@@ -107,9 +107,33 @@ def _check_grows(columns: StepColumns) -> None:
     _check_optional(columns.returns, count, "grows", "returns")
     if columns.returns and max(columns.returns) > 1:
         raise Refusal("MALFORMED", f"grows: returns must be 0 or 1, not {max(columns.returns)}")
+    if columns.breakpoint_counts or columns.breakpoint_data:
+        columns.breakpoints = _breakpoints(columns, count)
     columns.tokens = tokens + sum(columns.prompt_token_counts) if columns.prompt_token_counts else tokens
     columns.grow_digests = _deal(columns.grow_digest_counts, count, columns.grow_digest_data, "grows")
     columns.grow_namespaces = _namespaces(columns, count)
+
+
+def _breakpoints(columns: StepColumns, count: int) -> Sequence[Sequence[int]]:
+    """Returns the breakpoints of each grow.
+
+    Raises:
+        Refusal: MALFORMED, they are not rising, or not as many as they should be.
+    """
+    told, rows, first = columns.breakpoint_data, list[Sequence[int]](), 0
+    _check_optional(columns.breakpoint_counts, count, "grows", "breakpoints.counts")
+    total = sum(columns.breakpoint_counts)
+    if total != len(told):
+        text = f"grows: breakpoints.counts add up to {total:,}, but there are {len(told):,} breakpoints"
+        raise Refusal("MALFORMED", text, field="grows.breakpoints.counts")
+    for number in columns.breakpoint_counts:
+        places = told[first : first + number]
+        if number > BREAKPOINTS_MAX or any(later <= earlier for earlier, later in pairwise([0, *places])):
+            text = f"grows: breakpoints must be at most {BREAKPOINTS_MAX} rising token counts, not {list(places[:6])}"
+            raise Refusal("MALFORMED", text, field="grows.breakpoints")
+        rows.append(places)
+        first += number
+    return rows
 
 
 def _check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:

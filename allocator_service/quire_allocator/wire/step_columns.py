@@ -42,6 +42,9 @@ class StepColumns:
     """
 
     __slots__ = (
+        "breakpoint_counts",
+        "breakpoint_data",
+        "breakpoints",
         "children",
         "commit_digest_counts",
         "commit_digest_data",
@@ -88,6 +91,8 @@ class StepColumns:
         self.frees = self.parents = self.children = self.free_keep_ms = self.free_keep_token_counts = _NONE
         self.grow_sequences = self.grow_digest_counts = self.namespace_indices = _NONE
         self.prompt_token_counts = self.priorities = self.defer_token_counts = self.returns = _NONE
+        self.breakpoint_counts = self.breakpoint_data = _NONE
+        self.breakpoints: Sequence[Sequence[int]] = ()
         self.grow_token_counts: list[int] = []
         self.namespaces: Sequence[str] = ()
         self.commit_digest_data = self.grow_digest_data = b""
@@ -140,6 +145,10 @@ class StepColumns:
             self.priorities = as_int32(self._column(grows.priorities, _NUMBER_BYTES, "grows: priorities"))
         self.defer_token_counts = self._column(grows.defer_token_counts, _NUMBER_BYTES, "grows: defer_token_counts")
         self.returns = self._column(grows.returns, _NUMBER_BYTES, "grows: returns")
+        if grows.HasField("breakpoints"):
+            told = grows.breakpoints
+            self.breakpoint_counts = self._column(told.counts, _NUMBER_BYTES, "grows: breakpoints.counts")
+            self.breakpoint_data = self._column(told.token_counts, _NUMBER_BYTES, "grows: breakpoints.token_counts")
         self.size_max += len(self.grow_digest_data)
         namespaces = grows.namespaces
         if namespaces:

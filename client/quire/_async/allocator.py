@@ -97,7 +97,7 @@ class AsyncAllocator(AsyncConnected):
         adapter: str = "", excluded_pools: Iterable[str] = (), reservation_s: float = RESERVATION_S,
         timeout_s: float | None = None,
     ) -> views.Route:  # fmt: skip
-        """Returns the worker for a prompt: the one that shares most of it, until that one is saturated.
+        """Returns the worker for a prompt: the one with the least to compute.
 
         Args:
             model: name of the model.

@@ -26,6 +26,7 @@ class _New(NamedTuple):
     priority: int
     defer_token_count: int
     is_return: bool
+    breakpoints: tuple[int, ...]
 
 
 class StepBuilder:
@@ -119,6 +120,7 @@ class StepBuilder:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
+        breakpoints: Sequence[int] = (),
     ) -> Self:
         """Creates a sequence with room for `token_count` tokens. The sequence shares the published blocks of `digests`.
 
@@ -134,11 +136,14 @@ class StepBuilder:
                 0 never defers.
             is_return: the sequence is a preempted request. The sequence's tokens are counted as returned, not as
                 queried.
+            breakpoints: rising token counts, at most 4, where later prompts are expected to diverge. Windows
+                and states should be able to serve a hit there. The outcome's stops include them.
         """
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
         row, count = len(self._grows), len(data) // DIGEST_BYTES
-        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count, is_return))
+        numbers = (prompt_token_count, priority, defer_token_count)
+        self._new.append(_New(row, count, index, *numbers, is_return, tuple(breakpoints)))
         self._new_digests.append(data)
         return self.grow(sequence_id, token_count)
 
@@ -235,6 +240,14 @@ class StepBuilder:
         grows.defer_token_counts = column("defer_token_count")
         grows.returns = column("is_return")
         grows.digests = b"".join(self._new_digests)
+        if any(new.breakpoints for new in self._new):
+            counts = [0] * len(self._grows)
+            for new in self._new:
+                counts[new.row] = len(new.breakpoints)
+            grows.breakpoints.counts = pack_uint32(counts)
+            grows.breakpoints.token_counts = pack_uint32(
+                [each for new in self._new for each in new.breakpoints], "breakpoints"
+            )
         if any(self._namespaces):  # An empty list puts all sequences in the unnamed namespace.
             grows.namespaces.extend(self._namespaces)
 

@@ -1794,6 +1794,7 @@ class GrowPhase(_message.Message):
     PRIORITIES_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
+    BREAKPOINTS_FIELD_NUMBER: _builtins.int
     digests: _builtins.bytes
     """The digests, 32 bytes each, operation after operation."""
     @_builtins.property
@@ -1844,6 +1845,13 @@ class GrowPhase(_message.Message):
         hit rates cover only first requests. 0 otherwise; empty when all are 0.
         """
 
+    @_builtins.property
+    def breakpoints(self) -> Global___Stops:
+        """Token counts at which the owner expects later prompts to diverge from a new sequence, at most 4 per operation. The
+        allocator rounds them down to an edge and makes them stops (`StepReply.stops`), except those within the matched
+        tokens or after the end of the prompt. Absent if no sequence has any.
+        """
+
     def __init__(
         self,
         *,
@@ -1857,10 +1865,11 @@ class GrowPhase(_message.Message):
         priorities: _abc.Iterable[_builtins.int] | None = ...,
         defer_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         returns: _abc.Iterable[_builtins.int] | None = ...,
+        breakpoints: Global___Stops | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "returns", b"returns", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints", "defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "returns", b"returns", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2081,8 +2090,8 @@ Global___Copies: _TypeAlias = Copies  # noqa: Y015
 @_typing.final
 class Stops(_message.Message):
     """Stops: token counts at which a later prompt's hit may end: the last edge (an end of a block in all groups) before the
-    end of a prompt, the junction (`Unmatched`), and in a pool with STATE groups some more before and after the end of
-    the prompt. A commit that ends there makes a checkpoint.
+    end of a prompt, the junction (`Unmatched`), breakpoints (`GrowPhase`), and in a pool with STATE groups some more
+    before and after the end of the prompt. A commit that ends there makes a checkpoint.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2091,7 +2100,7 @@ class Stops(_message.Message):
     TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow: its number of stops, at most 32; 0 for a live sequence, and in a pool with full attention only."""
+        """Per grow: its number of stops, at most 36; 0 for a live sequence, and in a pool with full attention only."""
 
     @_builtins.property
     def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

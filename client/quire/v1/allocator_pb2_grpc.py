@@ -157,7 +157,7 @@ class AllocatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It
+        """Route: chooses the worker of a prompt: the one with the least to compute (docs/fleet.md). It
         counts the prompt as that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN if none
         of the workers that the caller may observe serves the model. A repeated call routes again. An allocator with this
         call names "route" among its features in GetServerInfo.

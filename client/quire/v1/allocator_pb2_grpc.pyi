@@ -88,7 +88,7 @@ class AllocatorServiceStub:
     evicted before a sequence is created that shares them. Read-only.
     """
     Route: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.RouteRequest, _allocator_pb2.RouteResponse]
-    """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It
+    """Route: chooses the worker of a prompt: the one with the least to compute (docs/fleet.md). It
     counts the prompt as that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN if none
     of the workers that the caller may observe serves the model. A repeated call routes again. An allocator with this
     call names "route" among its features in GetServerInfo.
@@ -157,7 +157,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     evicted before a sequence is created that shares them. Read-only.
     """
     Route: _aio.UnaryUnaryMultiCallable[_allocator_pb2.RouteRequest, _allocator_pb2.RouteResponse]  # type: ignore[assignment]
-    """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It
+    """Route: chooses the worker of a prompt: the one with the least to compute (docs/fleet.md). It
     counts the prompt as that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN if none
     of the workers that the caller may observe serves the model. A repeated call routes again. An allocator with this
     call names "route" among its features in GetServerInfo.
@@ -265,7 +265,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.RouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.RouteResponse, _abc.Awaitable[_allocator_pb2.RouteResponse]]:
-        """Route: chooses the worker of a prompt: the one with the longest prefix, until it is saturated (docs/fleet.md). It
+        """Route: chooses the worker of a prompt: the one with the least to compute (docs/fleet.md). It
         counts the prompt as that worker's load until the worker admits it. It fails with NOT_FOUND / MODEL_UNKNOWN if none
         of the workers that the caller may observe serves the model. A repeated call routes again. An allocator with this
         call names "route" among its features in GetServerInfo.

@@ -528,8 +528,8 @@ class CachePolicy(_message.Message):
     """
     @_builtins.property
     def breakpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token counts of the prompt, rising, at most 4, at which later prompts may diverge from this one. Tokens after the
-        last one are not kept. Empty: the prompt and its answer are kept.
+        """Token counts of the prompt, rising, at most 4, at which later prompts may diverge from this one. Windows and states
+        can serve a hit there, too. Tokens after the last one are not kept. Empty: the prompt and its answer are kept.
         """
 
     def __init__(

@@ -58,7 +58,7 @@ def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_grow_with_i
     assert answer_stops(STATES_OF_16, 16, 100)[-2:] == (96 + 1536 * 16, 96 + 2048 * 16)
     assert answer_stops(STATES_OF_16, 16, 97)[:2] == (112, 128)
     assert answer_stops(STATES_OF_16, 16, 65)[:3] == (80, 96, 112)
-    assert len(answer_stops(STATES_OF_16, 16, 100)) == STOPS_MAX - 10
+    assert len(answer_stops(STATES_OF_16, 16, 100)) == STOPS_MAX - 14
     assert limits.STOPS_MAX == STOPS_MAX
 
 
@@ -111,7 +111,7 @@ def test_the_state_of_the_prompt_leaves_before_all_that_is_kept() -> None:
     answer(pool, 1, chat, 22, 37)
     pool.free(1)
     assert states(pool) == [20, 36]  # nine blocks of attention are cached too, and nine blocks are empty
-    asked(pool, 2, text(2, 20), 22)  # takes six blocks, a state, and another one
+    asked(pool, 2, text(2, 20), 22)  # the new sequence takes six blocks and two states
     assert (ends(pool), states(pool)) == ([20, 36], [20, 36])
     assert pool.match("", chat[: 9 * DIGEST_BYTES]) == 36
     assert pool.match("", chat[: 8 * DIGEST_BYTES]) == 0
@@ -173,7 +173,7 @@ def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
         retention = pool.coordinator.retention
         stop = max(stops_of(pool).values(), key=lambda each: each.token_count)
         burdens.append((stop.token_count, retention.worth.burden(stop.runs[0])))
-    assert burdens == [(24, 1), (40, 1)]  # one own block, and two led blocks of states
+    assert burdens == [(24, 1), (40, 1)]  # the run has one own block and leads two blocks of states
 
 
 def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:

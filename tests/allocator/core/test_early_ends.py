@@ -22,8 +22,8 @@ STATES = (full(16), *(state(1024),) * 24)
         (4096, 0, 3568),  # the end is 4,080; 510 tokens before it is 3,570
         (4097, 0, 3584),
         (4096, 2048, 3824),  # 2,032 tokens are new; 254 before the end is 3,826
-        (4096, 4000, 0),  # five blocks of attention are new
-        (4096, 3984, 4064),  # six are new: a quarter of the blocks of a state
+        (4096, 4000, 0),  # five blocks of attention are new: too few
+        (4096, 3984, 4064),  # six blocks of attention are new: a quarter of a state's blocks
         (96, 0, 0),
         (97, 0, 80),  # the end is 96; twelve tokens before it is 84
         (1, 0, 0),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, LeastRecentlyUsed, ReuseValue
 from quire_allocator.core.eviction.queue import EvictionQueue
-from quire_allocator.core.eviction.reuse_model import AGES, Family, Ghost, Ghosts, ReuseModel, _values
+from quire_allocator.core.eviction.reuse_model import AGES, Family, Ghost, Ghosts, ReuseModel, _hazards, _values
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Result
@@ -104,7 +104,7 @@ def test_what_is_worth_least_is_noticed_at_once() -> None:
     policy.patience = 1_000_000
     queue = EvictionQueue(policy)
     entries = [Stretch(number, blocks=2) for number in range(5)]
-    for hits, entry in enumerate(entries, 1):  # four lanes, all worth more than left-behind ends
+    for hits, entry in enumerate(entries, 1):  # four lanes, all with more value than left-behind ends
         policy.stored(entry, ROOT)
         entry.live = 1
         for _ in range(hits):
@@ -262,7 +262,7 @@ def test_what_was_evicted_and_comes_back_counts_as_shared() -> None:
     policy.stored(again, ROOT)
     policy.released(again)
     assert again.hits == 1
-    assert len(policy._ghosts) == 0  # both parts were found: the first names the whole stretch
+    assert len(policy._ghosts) == 0  # storing the stretch again took the ghosts of both evictions
 
 
 def test_blocks_trimmed_one_by_one_are_remembered_as_one_stretch() -> None:
@@ -337,6 +337,11 @@ def test_a_family_of_which_nothing_was_seen_is_judged_like_the_wider_one() -> No
     model.learn(1_000_000, unlearned_time=500_000)
     model.learn(1_000_000, unlearned_time=500_000)
     assert model.values[1] == pytest.approx(model.values[0], rel=0.2)
+
+
+def test_nothing_is_left_at_an_age_that_more_blocks_ended_at_than_reached_it() -> None:
+    hazards = _hazards(10.0, [0.0, 0.2], [10.5, 0.0], [1.0, 1.0], expected=[0.1, 0.1], weight=1.0)
+    assert hazards == pytest.approx([0.1 / 11, 0.3])
 
 
 def test_what_was_learned_long_ago_counts_less() -> None:

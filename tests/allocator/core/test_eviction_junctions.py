@@ -40,7 +40,8 @@ def runs_on(pool: Pool, digests: bytes) -> list[Run]:
     """Returns the runs on the path of a prompt, from the root down."""
     scope = pool.blocks.namespaces[""].scopes[0]
     assert isinstance(scope, RunScope)
-    return pool.managers[0].find(scope, digests, 4 * len(digests) // 32).runs  # type: ignore[attr-defined, no-any-return]
+    # type: ignore[attr-defined, no-any-return]
+    return pool.managers[0].find(scope, digests, 4 * len(digests) // 32).runs
 
 
 def test_what_other_groups_do_not_serve_is_shared_by_who_computes_it_again() -> None:
@@ -50,7 +51,7 @@ def test_what_other_groups_do_not_serve_is_shared_by_who_computes_it_again() -> 
     pool.free(1)
     answer = pool.allocate(2, PROMPT_TOKENS, OTHER)
     assert (answer.matched_token_count, answer.attended_token_count) == (0, 40)
-    compute(pool, 2, OTHER, [6, 14], keeps=True)  # a pass ends before the two texts part
+    compute(pool, 2, OTHER, [6, 14], keeps=True)  # a pass ends before the two texts diverge
     assert [(run.hits, run.size // 32) for run in runs_on(pool, TEXT)] == [(1, 6), (1, 4), (0, 4)]
     assert policy_of(pool)._medians[1] == 0.2, "how much the prompt left behind is learned once, where both part"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from quire_allocator.core.eviction.policies import ReuseValue
-from quire_allocator.core.eviction.queue import EvictionQueue
+from quire_allocator.core.eviction.queue import LED, RANKED, EvictionQueue
 from quire_allocator.core.eviction.reuse_model import Family, ReuseModel
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
@@ -61,7 +61,8 @@ def runs_of(pool: Pool, request: Sequence[int]) -> list[Run]:
     """Returns the runs on the path of a prompt, from the root down."""
     scope = pool.blocks.namespaces[""].scopes[0]
     assert isinstance(scope, RunScope)
-    return pool.managers[0].find(scope, digests_of(request), len(request) * BLOCK_TOKENS).runs  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    return pool.managers[0].find(scope, digests_of(request), len(request) * BLOCK_TOKENS).runs
 
 
 def entry_of(policy: ReuseValue, parent: Stretch | None = ROOT, blocks: int = 4, name: int = 1) -> Stretch:
@@ -121,7 +122,7 @@ def test_no_more_than_its_spare_end_leaves_an_entry_while_others_have_one() -> N
         pool = make_pool(43 * width, block_size=BLOCK_TOKENS, group_count=width, eviction_policy="reuse")
         policy = pool.blocks.policy
         assert isinstance(policy, ReuseValue)
-        policy._left_behind = [4 * width] * 4  # as if the policy had learned it
+        policy._left_behind = [4 * width] * 4  # sets what the policy would learn
         for text in texts:
             serve(pool, text)
         evict(pool, 6)
@@ -272,7 +273,7 @@ def test_hits_of_what_was_evicted_are_remembered() -> None:
         hit_after(policy, entry, 10)
     policy.evicted(entry, 4)
     again = release(policy, entry_of(policy))
-    assert again.hits == 3  # the two hits, and one for its return
+    assert again.hits == 3  # the two hits, and one because it returned
 
 
 def test_what_is_forgotten_without_having_come_back_lowers_the_value_of_its_kind() -> None:
@@ -340,6 +341,15 @@ def test_what_leads_more_than_it_has_is_worth_less_for_each_block() -> None:
     entry.burden = 2
     assert policy.value(entry) == pytest.approx(value / 4)
     assert policy.lane(entry) != lane
+
+
+def test_only_hits_of_led_blocks_take_time_that_teaches_nothing() -> None:
+    policy = ReuseValue(POOL_BLOCKS)
+    for worth, unlearned_time in ((RANKED, 0), (LED, 4)):
+        entry = entry_of(policy)
+        entry.worth = worth
+        policy.hit(entry)
+        assert policy._unlearned_time == unlearned_time
 
 
 # -- the errors --------------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from hybrid_sides import ages, optimum
 from hybrid_sides.quire_side import QuireSide
 from hybrid_sides.scenarios import draw
-from hybrid_sides.shapes import Shape, all_shapes
+from hybrid_sides.shapes import Shape, all_shapes, states_alone
 from hybrid_sides.workloads import DIGEST_TOKENS, QUICK_SCALE, WORKLOADS, Request, Stretch, ask, trace
 
 SEEDS = range(12)
-Item = tuple[str, int]  # kind (a block of full attention, or the tail at its end), and the block
+Item = tuple[str, int]  # (kind, block); the kind is a block of full attention, or the tail at its end
 
 
 def attention(layer: int, window: int = 0) -> LayerSpec:
@@ -122,7 +122,7 @@ def test_no_time_for_which_blocks_are_kept_hits_more_than_the_bound_of_ages(seed
     prompt_tokens = sum(request.prompt_token_count for request in requests)
     held = sum(4 * request.computed_token_count + 128 for request in requests) / len(requests)
     for kept_for in range(len(requests)):
-        last: dict[int, tuple[int, float]] = {}  # block -> time, cost
+        last: dict[int, tuple[int, float]] = {}  # block -> (time, cost)
         hits, kept = 0, 0.0
         for now, request in enumerate(requests):
             path, is_hit = request.prompt.block_ids(), True
@@ -188,6 +188,14 @@ def test_with_room_for_all_quire_hits_nearly_all_that_can_be_hit(name: str) -> N
     assert 0.9 * reuses.ratio < hits / reuses.prompt_token_count <= reuses.ratio
     assert side.refused_count == 0
     assert not side.pool.sequences
+
+
+def test_without_attention_more_is_hit_if_prompts_are_remembered() -> None:
+    shape, requests = states_alone(), list(WORKLOADS["shared"](QUICK_SCALE))
+    pool_bytes = int(optimum.find_reuses(requests, shape).working_set_bytes() / 1.5)
+    sides = QuireSide.planned(shape, pool_bytes, 2_048), QuireSide.forgetful(shape, pool_bytes, 2_048)
+    remembered, forgotten = [sum(map(side.serve, requests)) for side in sides]
+    assert remembered > forgotten > 0
 
 
 def test_a_trace_keeps_whole_sessions(tmp_path: Path) -> None:

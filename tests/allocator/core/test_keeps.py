@@ -100,7 +100,7 @@ def test_what_is_kept_again_after_its_time_counts_once() -> None:
     pool.blocks.policy.now_ms = 2 * MINUTE_MS
     leave(pool, "ab", MINUTE_MS)
     pool.blocks.policy.now_ms += 2_000
-    leave(pool, "cde", MINUTE_MS)  # two and three blocks are five
+    leave(pool, "cde", MINUTE_MS)  # two blocks and three blocks are kept
     for letters in ("ghijk", "lmnop", "qrstu"):
         leave(pool, letters)
     assert (pool.match("", d("ab")), pool.match("", d("cde"))) == (8, 12)

@@ -32,12 +32,12 @@ def parted(number: int, block_count: int, kept: int) -> bytes:
 def test_a_chat_that_goes_on_parts_late_and_an_edited_one_early() -> None:
     pool = make_pool(200, full(4), sliding(4, 4))
     serve(pool, text(0, 8), 32)
-    assert seen(pool) == (0, 0)  # the first prompt parts from nothing
-    serve(pool, text(0, 10), 41)  # the prompt has all eight cached blocks, and nothing follows them
+    assert seen(pool) == (0, 0)  # the first prompt has no other prompt to diverge from
+    serve(pool, text(0, 10), 41)  # the prompt begins with all eight cached blocks, and no cached block follows
     assert seen(pool) == (1, 0)
-    serve(pool, parted(1, 10, 5), 41)  # parts inside the ten cached blocks
+    serve(pool, parted(1, 10, 5), 41)  # the prompt diverges inside the ten cached blocks
     assert seen(pool) == (1, 1)
-    serve(pool, parted(2, 10, 5), 41)  # parts where other prompts parted before, which does not count
+    serve(pool, parted(2, 10, 5), 41)  # the prompt diverges where others did before, which does not count
     assert seen(pool) == (1, 1)
 
 
@@ -79,7 +79,7 @@ def test_steps_double_their_distance_and_stand_at_edges() -> None:
 
 def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts() -> None:
     pool = make_pool(2_000, full(4), sliding(4, 8))
-    for number in range(1, 4):  # 3 edited prompts and 4 that are assumed late: 3 of 7 are more than 0.4
+    for number in range(1, 4):  # 3 edited prompts, and 4 that are assumed to diverge late: 3 of 7 is more than 0.4
         serve(pool, text(10 * number, 8), 32)
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     assert partings_of(pool).are_inside
@@ -105,8 +105,8 @@ def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
 
 
 def test_a_pool_that_has_learned_it_hits_what_edited_prompts_have_in_common() -> None:
-    # A chat has 40 blocks and, with its steps, at most 40 of the window. The first edit of each gets its junction,
-    # which is hit from then on.
+    # A chat has 40 blocks and, with its steps, at most 40 of the window. The first edit of each chat makes a junction,
+    # and later edits hit it.
     pool = Pool(PoolSpec(12 * 60, (full(4), sliding(4, 32))))
     assert edited_chats(pool, chat_count=8, round_count=6) > 0.8
 
@@ -160,6 +160,6 @@ def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     serve(pool, text(0, 64), 257)
     spare = pool.blocks.namespaces[""].scopes[1].spare
-    pool.blocks.take(pool.blocks.empty_count + spare)  # evicts everything that no stop needs
+    pool.blocks.take(pool.blocks.empty_count + spare)  # this evicts everything that no stop needs
     matched = [pool.match("", parted(5, 64, kept)) for kept in (63, 62, 60, 56, 50, 40, 20)]
     assert matched == [252, 248, 240, 224, 192, 128, 0]

@@ -40,9 +40,10 @@ def refusal(answer: GrowResult) -> tuple[Result, int]:
 def test_a_new_sequence_leaves_the_watermark_to_those_that_run() -> None:
     pool = make_pool(8, watermark_block_count=2)
     pool.allocate(1, 16)
-    assert refusal(pool.allocate(2, 9)) == (Result.NO_SPACE, 1)  # needs 3 of the 4 free blocks, and 2 must stay free
+    # the sequence needs 3 of the 4 free blocks, and 2 must stay free
+    assert refusal(pool.allocate(2, 9)) == (Result.NO_SPACE, 1)
     assert pool.allocate(2, 8).result is Result.OK
-    assert grow(pool, 1, 24).result is Result.OK  # a grow may take the watermark
+    assert grow(pool, 1, 24).result is Result.OK  # a grow may use the blocks of the watermark
     assert counts(pool) == (0, 0, 8)
 
 
@@ -59,7 +60,8 @@ def test_an_idle_pool_waives_the_watermark() -> None:
 def test_a_first_chunk_is_let_in_only_if_the_whole_prompt_fits() -> None:
     pool = make_pool(8)
     pool.allocate(1, 12)
-    assert refusal(pool.allocate(2, 4, prompt_token_count=24)) == (Result.NO_SPACE, 1)  # needs 6 blocks, and 5 are free
+    # the sequence needs 6 blocks, and 5 are free
+    assert refusal(pool.allocate(2, 4, prompt_token_count=24)) == (Result.NO_SPACE, 1)
     assert refusal(pool.allocate(2, 4, prompt_token_count=33)) == (Result.TOO_LONG, 0)
     assert pool.allocate(2, 4, prompt_token_count=20).result is Result.OK
 
@@ -80,7 +82,7 @@ def test_the_rest_of_a_prompt_is_kept_from_later_admissions_until_it_is_granted(
     pool = make_pool(10)
     pool.allocate(1, 4, prompt_token_count=24)
     assert pool.admission.promised_block_count == 5
-    assert refusal(pool.allocate(2, 20)) == (Result.NO_SPACE, 1)  # 9 free, 5 of them promised
+    assert refusal(pool.allocate(2, 20)) == (Result.NO_SPACE, 1)  # 9 blocks are free, and 5 of them are promised
     assert pool.allocate(2, 16).result is Result.OK
     for token_count, promised in [(5, 4), (8, 4), (16, 2), (24, 0), (28, 0)]:
         assert grow(pool, 1, token_count).result is (Result.OK if token_count <= 24 else Result.NO_SPACE)
@@ -129,7 +131,7 @@ def test_a_hit_is_no_part_of_a_pass() -> None:
     computed(pool, 1, LETTERS[:9])
     answer = pool.allocate(2, 4, d(LETTERS[:9]), prompt_token_count=40)
     assert answer.matched_token_count == 36
-    assert pool.sequences[2].promised == 1 + 1  # one block of each group is left to fill
+    assert pool.sequences[2].promised == 1 + 1  # one block of each group is not full yet
 
 
 @pytest.mark.parametrize("block_count", [38, 42, 44, 45])
@@ -192,7 +194,7 @@ def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed:
     )
     announced = rng.choice((0, 9))
     pool = make_pool(40, *groups, chunk_token_count_max=announced)
-    prompts: dict[int, tuple[int, int]] = {}  # sequence -> its tokens, tokens of a pass
+    prompts: dict[int, tuple[int, int]] = {}  # sequence -> (its tokens, tokens of a pass)
     for sequence_id in range(1, 400):
         length, chunk = rng.randint(1, 40), rng.randint(1, 9)
         own = bytes([sequence_id % 256, sequence_id // 256]) * 16
@@ -235,11 +237,13 @@ def test_a_namespace_holds_no_more_than_its_quota_and_others_do() -> None:
 def test_shared_blocks_count_once_and_cached_ones_when_they_are_taken_again() -> None:
     pool = quota_pool(held_blocks_max=4)
     computed(pool, 1, "abc", namespace="blue")
-    assert pool.allocate(2, 13, d("abc"), "blue").result is Result.OK  # three shared blocks, and one of its own
+    # the fork has three shared blocks and one of its own
+    assert pool.allocate(2, 13, d("abc"), "blue").result is Result.OK
     assert pool.allocate(3, 13, d("abc"), "blue").result is Result.QUOTA
     pool.free(1)
     pool.free(2)
-    assert pool.allocate(3, 17, d("abc"), "blue").result is Result.QUOTA  # three revived blocks and two new ones
+    # the sequence has three cached blocks that it hit, and two new ones
+    assert pool.allocate(3, 17, d("abc"), "blue").result is Result.QUOTA
     assert pool.allocate(3, 13, d("abc"), "blue").matched_token_count == 12
 
 
@@ -264,7 +268,7 @@ def test_every_namespace_that_is_not_named_has_the_quota_of_the_others_to_itself
 def test_of_what_it_leaves_behind_a_namespace_loses_its_own_first() -> None:
     pool = quota_pool(cached_blocks_max=2)
     computed(pool, 1, "xy")
-    pool.free(1)  # the oldest cached block of the pool, of another namespace
+    pool.free(1)  # the pool's oldest cached block belongs to another namespace
     computed(pool, 2, "abcd", namespace="blue")
     pool.free(2)
     assert (pool.match("", d("xy")), pool.match("blue", d("abcd"))) == (8, 8)
@@ -281,7 +285,7 @@ def test_a_namespace_still_knows_its_oldest_after_its_blocks_came_and_went_many_
     computed(pool, 2, "x", namespace="blue")
     pool.free(1)
     pool.free(2)
-    for sequence_id in range(3, 300):  # each leaves an outdated item in the queue
+    for sequence_id in range(3, 300):  # each round leaves an outdated item in the queue
         pool.allocate(sequence_id, 5, d("x"), "blue")
         pool.free(sequence_id)
     invariants.check(pool)
@@ -311,7 +315,7 @@ def test_what_falls_out_of_a_window_counts_as_left_behind() -> None:
 def test_a_block_that_growing_leaves_behind_counts_too() -> None:
     pool = quota_pool(8, state(4), cached_blocks_max=0)
     computed(pool, 1, "a", namespace="blue")
-    answer = grow(pool, 1, 5)  # continues in a copy; the checkpoint would be cached, which the quota forbids
+    answer = grow(pool, 1, 5)  # the sequence would continue in a copy and cache the checkpoint, which the quota forbids
     assert [tuple(copy) for copy in answer.copies] == [(0, 1)]
     assert counts(pool) == (7, 0, 1)
     invariants.check(pool)
@@ -337,7 +341,8 @@ def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> No
     computed(pool, 1, "a", namespace="blue")
     assert grow(pool, 1, 5).copies == [(0, 1)]
     pool.free(1)
-    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # a hit is no growth either
+    # a hit that needs no block is no growth, either
+    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4
     invariants.check(pool)
 
 
@@ -345,10 +350,10 @@ def test_who_asks_for_nothing_more_is_not_refused_although_a_swap_took_the_names
     pool = quota_pool(8, held_blocks_max=1)
     computed(pool, 1, "a", namespace="blue")
     pool.free(1)
-    pool.allocate(2, 4, namespace="blue")  # without digests: a block of its own
+    pool.allocate(2, 4, namespace="blue")  # without digests the sequence needs its own block
     commit(pool, 2, "a", 2)
     pool.fork(2, 3)
-    commit(pool, 2, "a", 4)  # swapped to the cached block; the half-filled one stays with the fork
+    commit(pool, 2, "a", 4)  # the commit swaps to the cached block; the fork keeps the half-filled one
     assert pool.blocks.namespaces["blue"].held_count == 2
     assert refusal(grow(pool, 3, 4)) == (Result.OK, 0)
     assert refusal(grow(pool, 3, 5)) == (Result.QUOTA, 2)

@@ -37,7 +37,7 @@ def test_a_block_that_nobody_holds_gives_its_place_up_at_once() -> None:
     pool = make_pool(append_only=True)
     computed(pool, 1, "ab")
     pool.free(1)
-    pool.allocate(2, 8)  # a prompt without digests, as if it must not read the cache
+    pool.allocate(2, 8)  # a prompt without digests, like one that must not read the cache
     own = blocks_of(pool, 2)
     assert commit(pool, 2, "ab", 8).swaps == ()
     assert blocks_of(pool, 2) == own

@@ -90,11 +90,11 @@ def test_a_copy_that_meets_the_first_block_is_no_event_and_its_end_neither() -> 
     commit(pool, 1, "ab", 8)
     commit(pool, 2, "ab", 8)
     pool.free(1)
-    pool.allocate(3, 8)  # takes the blocks that sequence 2 gave back
+    pool.allocate(3, 8)  # the new sequence takes the blocks that sequence 2 gave back
     assert all_told(pool) == [("STORED", "ab", 0, "", 0)]
     assert pool.match("", d("ab")) == 8
     pool.free(2)
-    pool.allocate(4, 8)  # now they are evicted
+    pool.allocate(4, 8)  # this evicts them
     assert all_told(pool)[1:] == [("REMOVED", "ab", 0, "", 0)]
     assert pool.match("", d("ab")) == 0
 
@@ -123,7 +123,8 @@ def test_falling_out_of_a_window_is_no_event_and_eviction_is() -> None:
     pool = make_pool(4, sliding(4, 4))
     computed(pool, 1, "abc")
     assert [event[:3] for event in all_told(pool)] == [("STORED", "abc", 0)]
-    pool.allocate(2, 8)  # takes the empty block, and one of the two that fell out; the deeper is the prompt's end
+    # the grow takes the empty block, and one of the two that fell out; the deeper one is the prompt's end
+    pool.allocate(2, 8)
     assert [event[:3] for event in all_told(pool)[1:]] == [("REMOVED", "a", 0)]
 
 
@@ -140,8 +141,8 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     pool.allocate(1, 6)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    grow(pool, 1, 13)  # continues in a copy
-    grow(pool, 2, 13)  # sequence 2 alone is left in the block
+    grow(pool, 1, 13)  # the sequence continues in a copy
+    grow(pool, 2, 13)  # only sequence 2 still holds the block
     pool.fork(2, 3)
     commit(pool, 1, "abc", 13)
     assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
@@ -149,10 +150,10 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     pool.allocate(1, 12)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    commit(pool, 1, "abc", 12)  # publishes the block that it shares with its fork, and the next one
+    commit(pool, 1, "abc", 12)  # the commit publishes the block that it shares with its fork, and the next one
     assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
     grow(pool, 2, 8)
-    commit(pool, 2, "abc", 8)  # commits its copy of a block that is already published
+    commit(pool, 2, "abc", 8)  # the fork commits its copy of a block that is already published
     pool.free(1)
     pool.free(2)
     assert pool.match("", d("abc")) == 12
@@ -185,7 +186,8 @@ def test_what_was_stored_by_others_parts_what_a_commit_of_a_window_tells() -> No
     pool.allocate(2, 24)
     pool.free(1)
     forget(pool, 0, [0, 1, 4])
-    commit(pool, 2, "abcdef", 24)  # has its own copies of the evicted blocks; the rest is still published
+    # the sequence has its own copies of the evicted blocks; the others are still published
+    commit(pool, 2, "abcdef", 24)
     assert [event for event in all_told(pool) if event[0] == "STORED"] == [
         ("STORED", "abcdef", 0, "", 0),
         ("STORED", "ab", 0, "", 0),
@@ -254,7 +256,7 @@ def test_the_log_keeps_no_more_than_twice_the_digests_that_it_counts() -> None:
     pool.free(1)
     for sequence_id in range(
         2, 802, 200
-    ):  # each takes a few blocks from the end of the long run, and the next hit cuts the run again
+    ):  # each new sequence takes a few blocks from the end of the long run, and the next hit cuts the run again
         pool.allocate(sequence_id, 4 * 4)
         pool.free(sequence_id)
         pool.allocate(sequence_id + 100, 4 * 20, d(letters))

@@ -132,7 +132,7 @@ def test_a_stretch_leaves_from_its_deep_end_in_one_event() -> None:
     pool.free(1)
     pool.log.publish(0)
     cursor = pool.log.last_cursor
-    assert pool.allocate(2, 4 * 600).result is Result.OK  # takes 500 of the cached blocks
+    assert pool.allocate(2, 4 * 600).result is Result.OK  # the new sequence takes 500 of the cached blocks
     pool.log.publish(0)
     ((_, event),) = pool.log.after(cursor, 99)
     assert len(event.digests) == 32 * 500

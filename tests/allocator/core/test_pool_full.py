@@ -110,7 +110,7 @@ def test_eviction_takes_all_groups_of_a_position_before_an_earlier_position() ->
     computed(pool, 1, "abc")  # positions: 0 and 1, 2 and 3, 4 and 5
     assert tables(pool, 1) == [[0, 2, 4], [1, 3, 5]]
     pool.free(1)
-    pool.allocate(2, 1)  # takes a block for each group
+    pool.allocate(2, 1)  # the grow takes a block for each group
     assert tables(pool, 2) == [[4], [5]]
     assert pool.match("", d("abc")) == 8
     pool.allocate(3, 1)
@@ -133,7 +133,7 @@ def test_a_hit_moves_a_cached_prefix_to_the_back_of_the_eviction_order() -> None
     computed(pool, 2, "x")
     pool.free(1)
     pool.free(2)
-    pool.allocate(3, 5, d("a"))  # shares block 0 and takes block 2
+    pool.allocate(3, 5, d("a"))  # the sequence shares block 0 and takes block 2
     pool.free(3)
     assert granted_next(pool) == [2, 3, 1, 0]
 
@@ -212,13 +212,13 @@ def test_a_digest_that_another_block_carries_swaps_the_committers_entry() -> Non
     assert pool.commit(2, 8, d("ab")) == CommitResult(Result.OK, [Swap(0, 0, 0), Swap(0, 1, 1)])
     assert blocks_of(pool, 2) == [0, 1]
     assert states(pool) == [3, 3, 0, 0, 0, 0, 0, 0]
-    assert granted_next(pool)[:2] == [2, 3]  # given back: first in line again
+    assert granted_next(pool)[:2] == [2, 3]  # the block was given back, so it is granted first again
 
 
 def test_a_swap_brings_a_cached_block_back_into_use() -> None:
     pool = make_pool()
     computed(pool, 1, "a")
-    pool.allocate(2, 4, d("a"))  # one token must be computed: block 1 is its own
+    pool.allocate(2, 4, d("a"))  # one token must be computed, so the sequence has its own block 1
     pool.free(1)
     assert pool.commit(2, 4, d("a")).swaps == [Swap(0, 0, 0)]
     assert states(pool) == [2, 0, 0, 0, 0, 0, 0, 0]
@@ -227,9 +227,9 @@ def test_a_swap_brings_a_cached_block_back_into_use() -> None:
 def test_a_commit_may_adopt_blocks_of_several_earlier_sequences_and_stop_in_the_middle_of_the_last() -> None:
     pool = make_pool(16)
     computed(pool, 1, "ab")  # blocks 0 1
-    computed(pool, 2, "abcd", tokens=1)  # shares them; has 2 3, and 4 for the token
-    computed(pool, 3, "abcdxy")  # shares 0 1 2 3; has 5 6: three runs by now
-    pool.allocate(4, 24)  # without digests nothing is hit: it has 7 8 9 10 11 12
+    computed(pool, 2, "abcd", tokens=1)  # the sequence shares blocks 0 and 1, and has 2, 3, and 4 for the last token
+    computed(pool, 3, "abcdxy")  # the sequence shares 0 to 3, and has 5 and 6: three runs by now
+    pool.allocate(4, 24)  # without digests nothing is hit: the sequence has 7 to 12
     answer = commit(pool, 4, "abcdxz", 24)
     assert answer.swaps == [Swap(0, 0, 0), Swap(0, 1, 1), Swap(0, 2, 2), Swap(0, 3, 3), Swap(0, 4, 5)]
     assert blocks_of(pool, 4) == [0, 1, 2, 3, 5, 12]
@@ -315,7 +315,7 @@ def test_growing_to_no_more_than_there_is_changes_nothing() -> None:
     before = everything(pool)
     assert grow(pool, 1, 3) == grow(pool, 1, 6) == GrowResult(Result.OK)
     assert everything(pool) == before
-    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # there is room in the second block
+    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # the second block has room
     assert pool.sequences[1].token_count == 8
 
 
@@ -345,15 +345,15 @@ def test_a_group_of_larger_blocks_is_hit_only_where_both_end() -> None:
 
 def test_a_block_that_only_the_larger_group_has_half_filled_is_copied_by_whoever_goes_on() -> None:
     pool = make_pool(16, full(4), full(8))
-    computed(pool, 1, "a")  # 4 tokens: a whole small block, half of a large one
+    computed(pool, 1, "a")  # 4 tokens are a whole small block, or half of a large one
     grow(pool, 1, 6)
     pool.fork(1, 2)
     assert tables(pool, 2) == [[0], [1]]
-    assert pool.sequences[1].limit == 6  # otherwise it would write into the block that the fork shares
+    assert pool.sequences[1].limit == 6  # otherwise the parent would write into the block that the fork shares
     grown = grow(pool, 1, 7)
     assert grown.copies == [(1, 3)]
     invariants.check(pool)
-    assert not grow(pool, 2, 5).copies  # the large block is its own now
+    assert not grow(pool, 2, 5).copies  # only the parent holds the large block now
     assert tables(pool, 2) == [[0, 4], [1]]
 
 
@@ -371,7 +371,7 @@ def test_a_namespace_is_forgotten_with_its_last_block_and_begins_anew() -> None:
     pool = make_pool(2)
     computed(pool, 1, "a", namespace="blue")
     pool.free(1)
-    assert set(pool.blocks.namespaces) == {"blue"}  # a cached block is left
+    assert set(pool.blocks.namespaces) == {"blue"}  # one cached block is left
     pool.allocate(2, 8)
     assert set(pool.blocks.namespaces) == {""}
     pool.free(2)
@@ -384,7 +384,7 @@ def test_a_sequence_that_evicts_the_last_blocks_of_its_own_namespace_keeps_the_n
     pool = make_pool(2)
     computed(pool, 1, "ab")
     pool.free(1)
-    pool.allocate(2, 8, d("xy"))  # no hit: everything that the namespace had left is evicted for room
+    pool.allocate(2, 8, d("xy"))  # no hit: this evicted everything that the namespace had cached
     pool.commit(2, 8, d("xy"))
     invariants.check(pool)
     assert pool.match("", d("xy")) == 8

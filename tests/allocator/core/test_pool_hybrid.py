@@ -119,7 +119,8 @@ def test_no_group_grows_if_one_of_them_cannot() -> None:
     pool = make_pool(5, full(4), sliding(4, 8))
     pool.allocate(1, 8)
     answer = grow(pool, 1, 9)
-    assert (answer.result, answer.shortfall) == (Result.TOO_LONG, 0)  # 3 + 3 blocks do not fit into 5
+    # the prompt needs 3 + 3 blocks, and the pool has 5
+    assert (answer.result, answer.shortfall) == (Result.TOO_LONG, 0)
     pool = make_pool(7, full(4), sliding(4, 8))
     pool.allocate(1, 8)
     pool.allocate(2, 1)

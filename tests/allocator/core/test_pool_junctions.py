@@ -103,7 +103,7 @@ def test_a_match_and_a_pending_answer_tell_the_junction_too() -> None:
 
 
 def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
-    pool = make_pool(32, full(4), state(64), state(64))  # so few blocks of attention that answers have no stops
+    pool = make_pool(32, full(4), state(64), state(64))  # the attention takes so few blocks that answers have no stops
     pool.log.step = 1
     computed(pool, 1, "ab")
     pool.log.step = 2
@@ -182,7 +182,7 @@ def test_the_history_of_prompts_is_what_the_latest_of_them_begin_with(seed: int)
     rng = random.Random(seed)
     digests_max = rng.randint(1, 40)
     history = PromptHistory(digests_max)
-    latest: list[tuple[str, list[int]]] = []  # prefixes, the one that is forgotten next at the front
+    latest: list[tuple[str, list[int]]] = []  # prefixes; the first one is forgotten next
 
     for _ in range(400):
         name, length = rng.choice(("", "blue")), rng.randint(0, 9)

@@ -11,13 +11,13 @@ from tests.allocator.core.pools import blocks_of, commit, counts, d, full, grow,
 @pytest.mark.parametrize(
     ("keep", "token_count", "blocks"),
     [
-        (0, 14, [0, 1, 2, 3]),  # nothing is given back
-        (1, 9, [0, 1, 2]),  # never below the committed length
+        (0, 14, [0, 1, 2, 3]),  # the sequence gives nothing back
+        (1, 9, [0, 1, 2]),  # a sequence keeps at least its committed length
         (9, 9, [0, 1, 2]),
         (12, 12, [0, 1, 2]),
         (13, 13, [0, 1, 2, 3]),
         (14, 14, [0, 1, 2, 3]),
-        (99, 14, [0, 1, 2, 3]),  # never above the granted length
+        (99, 14, [0, 1, 2, 3]),  # a sequence keeps at most its granted length
     ],
 )
 def test_a_commit_gives_back_what_is_not_to_be_kept(keep: int, token_count: int, blocks: list[int]) -> None:
@@ -53,7 +53,7 @@ def test_after_giving_back_a_half_filled_block_that_a_fork_shares_is_copied() ->
     pool.allocate(1, 8)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # granted before the fork
+    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # the parent was granted this room before the fork
     commit(pool, 1, "a", 6, keep=6)
     assert pool.sequences[1].limit == 6
     assert grow(pool, 1, 7).copies == [Copy(1, 2)]

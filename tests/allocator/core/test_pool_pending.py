@@ -60,7 +60,7 @@ def test_prompts_are_pending_as_far_as_they_agree() -> None:
     pool.allocate(1, 17, d("abcd"))
     assert asked(pool, "abxy", 17) == (0, 8)
     assert asked(pool, "xabc", 17) == (0, 0)
-    assert asked(pool, "abcd", 12) == (0, 8)  # of 12 tokens, one is computed in any case
+    assert asked(pool, "abcd", 12) == (0, 8)  # at least one of the 12 tokens is always computed
     commit(pool, 1, "abcd", 8)
     assert asked(pool, "abxy", 17) == (8, 0)
     assert asked(pool, "abcx", 17) == (8, 4)

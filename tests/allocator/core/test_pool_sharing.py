@@ -97,7 +97,7 @@ def test_freeing_one_side_of_a_fork_leaves_the_other_whole() -> None:
     pool.free(1)
     assert blocks_of(pool, 2) == [0, 1]
     assert states(pool)[:3] == [2, 2, 0]
-    assert grown(pool, 2, 7) == ([], [])  # the only holder left: no copy
+    assert grown(pool, 2, 7) == ([], [])  # the sequence is the only holder left, so it needs no copy
 
 
 def half_borrowed() -> Pool:
@@ -123,7 +123,7 @@ def test_a_published_block_that_a_fork_still_reads_is_not_evicted() -> None:
     pool = half_borrowed()
     pool.free(1)
     assert counts(pool) == (6, 0, 2)
-    pool.allocate(3, 24)  # takes all free blocks
+    pool.allocate(3, 24)  # this sequence takes all free blocks
     assert pool.allocate(4, 1).result is Result.NO_SPACE
     assert pool.match("", d("ab")) == 8
     assert blocks_of(pool, 2) == [0, 1]
@@ -151,7 +151,7 @@ def test_a_fork_of_a_borrower_borrows_too_and_the_last_of_them_leaves_the_block_
 def test_a_block_that_somebody_borrows_can_be_hit_and_extended_by_others() -> None:
     pool = half_borrowed()
     pool.free(1)
-    computed(pool, 3, "abc")  # hits a and b
+    computed(pool, 3, "abc")  # this prompt hits a and b
     assert blocks_of(pool, 3) == [0, 1, 2]
     assert grown(pool, 2, 7) == ([3], [Copy(1, 3)])
     commit(pool, 2, "ax", 7)
@@ -176,7 +176,7 @@ def test_a_shared_half_filled_block_whose_text_is_published_already_stays_with_t
     pool.fork(2, 3)
     assert commit(pool, 2, "ab", 8).swaps == [Swap(0, 1, 1)]
     assert (blocks_of(pool, 2), blocks_of(pool, 3)) == ([0, 1], [0, 3])
-    assert grown(pool, 3, 7) == ([], [])  # the block is its own now
+    assert grown(pool, 3, 7) == ([], [])  # the sequence alone holds the block now
 
 
 def test_of_two_forks_that_grow_alike_the_second_takes_over_what_the_first_published() -> None:
@@ -198,7 +198,7 @@ def test_the_source_of_a_copy_is_never_granted_by_the_same_operation() -> None:
     pool.commit(1, 2)
     pool.fork(1, 2)
     pool.commit(1, 4, d("a"))
-    pool.free(1)  # block 0: published, held by the child alone
+    pool.free(1)  # block 0 is published, and only the child holds it
     before = everything(pool)
     # Two blocks are enough in the end, but the copy needs a third for a moment: NO_SPACE, not TOO_LONG.
     assert grow(pool, 2, 8) == GrowResult(Result.NO_SPACE, shortfall=1)

@@ -116,11 +116,11 @@ def test_a_hit_is_the_deepest_checkpoint_copied_into_a_block_of_its_own() -> Non
     in_passes(pool, 1, "abc", [4, 8, 12, 14])
     pool.free(1)
     assert checkpoints(pool, "abc") == [1, 2, 3]
-    grown_by = pool.allocate(2, 11, d("abc"))  # a hit of 12 tokens would leave none to compute
+    grown_by = pool.allocate(2, 11, d("abc"))  # a hit of 12 tokens would leave no token to compute
     assert grown_by.matched_token_count == 8
     ((copy,), (table,)) = grown_by.copies, grown_by.blocks
     assert list(table) == [copy.destination]
-    assert states(pool)[copy.source] == 1  # it stays for others
+    assert states(pool)[copy.source] == 1  # the checkpoint stays for other prompts
     assert states(pool)[copy.destination] == 2
     assert pool.match("", d("abc")) == 12
 
@@ -152,7 +152,7 @@ def test_checkpoints_that_nobody_uses_stay_until_their_blocks_are_needed() -> No
 def test_a_checkpoint_that_was_hit_leaves_after_those_that_were_not() -> None:
     pool = make_pool(5, state(4))
     in_passes(pool, 1, "abcdef", [4])
-    pool.allocate(2, 6, d("a"))  # copies the state after 4
+    pool.allocate(2, 6, d("a"))  # the sequence continues in a copy of the state after 4 tokens
     for end in (8, 12, 16, 20):
         grow(pool, 1, end)
         commit(pool, 1, "abcdef", end)
@@ -227,7 +227,7 @@ def test_a_checkpoint_is_not_given_up_where_that_would_not_be_enough() -> None:
     computed(pool, 1, "a")
     pool.allocate(2, 1)
     before = everything(pool)
-    answer = grow(pool, 1, 12)  # needs two blocks and a copy, and one block is free
+    answer = grow(pool, 1, 12)  # the sequence needs two blocks and a copy, and one block is free
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 2)
     assert everything(pool) == before
 

@@ -19,7 +19,7 @@ def test_no_space_names_the_sequence_that_has_least_to_compute_again() -> None:
     computed(pool, 3, "pq")
     assert pool.allocate(4, 8).victim == Victim(2, 6)
     assert pool.allocate(4, 8).shortfall == 1
-    assert grow(pool, 2, 13).victim == Victim(3, 8)  # never the asking sequence itself
+    assert grow(pool, 2, 13).victim == Victim(3, 8)  # the asking sequence is never its own victim
 
 
 def test_tokens_that_others_hold_too_need_not_be_computed_again() -> None:
@@ -64,18 +64,19 @@ def test_what_a_sequence_alone_borrows_does_not_count_as_held_by_others() -> Non
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
     commit(pool, 1, "ab", 8)
-    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)  # sequence 1 holds "a" as well
-    assert pool.allocate(3, 28).victim == Victim(1, 0)  # sequence 2 holds both blocks as well
+    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)  # sequence 1 also holds "a"
+    assert pool.allocate(3, 28).victim == Victim(1, 0)  # sequence 2 also holds both blocks
     pool.free(1)
     assert pool.allocate(3, 28).victim == Victim(2, 6)
 
 
 def test_where_windows_or_states_are_not_shared_as_well_everything_is_computed_again() -> None:
     pool = make_pool(8, full(4), sliding(4, 4))
-    computed(pool, 1, "ab")  # blocks 0, 1; the window keeps 3
+    computed(pool, 1, "ab")  # full attention has blocks 0 and 1; the window keeps 3
     pool.allocate(2, 9, d("ab"))
-    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # sequence 2 holds all of its blocks as well
-    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 8)  # one block of its window is its own
+    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # sequence 2 also holds all of its blocks
+    # only this sequence holds one block of its window
+    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 8)
 
 
 def test_a_state_that_a_fork_shares_need_not_be_computed_again() -> None:
@@ -84,7 +85,7 @@ def test_a_state_that_a_fork_shares_need_not_be_computed_again() -> None:
     assert pool.admission.cheapest_victim(0) == Victim(1, 8)
     pool.fork(1, 2)
     assert pool.admission.cheapest_victim(0) == Victim(2, 0)
-    grow(pool, 2, 9)  # it has a copy of the state now
+    grow(pool, 2, 9)  # the sequence has a copy of the state now
     assert pool.admission.cheapest_victim(0) == Victim(2, 8)
 
 

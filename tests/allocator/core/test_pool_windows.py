@@ -51,7 +51,8 @@ def test_112_tokens_of_10_full_and_20_sliding_layers_take_11_blocks() -> None:
 def test_the_same_prompt_in_chunks_of_16_is_let_in_where_15_blocks_are(block_count: int, result: Result) -> None:
     # A pass of 16 tokens reads 31 before it: 47 tokens touch at most 4 blocks of 16. 7 + 4 + 4 = 15.
     pool = make_pool(block_count, full(16), sliding(16, 32), sliding(16, 32))
-    at_once = pool.allocate(1, 112, d("abcdefg"))  # needs 7 + 7 + 7 blocks; in passes of 1 token 7 + 3 + 3
+    # the prompt needs 7 + 7 + 7 blocks, or 7 + 3 + 3 in passes of 1 token
+    at_once = pool.allocate(1, 112, d("abcdefg"))
     assert (at_once.result, at_once.shortfall) == (Result.PASS_TOO_LONG, 21 - block_count)
     assert pool.allocate(1, 16, d("abcdefg"), prompt_token_count=112).result is result
     for token_count in range(16, 113, 16) if result is Result.OK else ():
@@ -65,7 +66,7 @@ def test_the_same_prompt_in_chunks_of_16_is_let_in_where_15_blocks_are(block_cou
         (sliding(4, 8), 10, 11),  # the token at 11 reads 4 to 11
         (sliding(4, 5), 7, 8),
         (sliding(4, 4), 6, 7),
-        (sliding(4, 2), 4, 5),  # smaller than a block: the token at 4 still reads 3
+        (sliding(4, 2), 4, 5),  # the window is smaller than a block: the token at 4 still reads 3
         (sliding(4, 1), 3, 4),
         (sliding(1, 3), 2, 3),
         (chunked(4, 8), 7, 8),
@@ -84,7 +85,7 @@ def test_the_first_block_is_given_back_when_no_later_token_reads_it(
         assert blocks_of(pool, 1)[0] == 0
     commit(pool, 1, LETTERS, gone_at)
     assert blocks_of(pool, 1)[0] == NULL
-    assert states(pool)[0] == 1  # cached: it may still be hit
+    assert states(pool)[0] == 1  # the block is cached, and can still be hit
 
 
 def test_a_chunk_is_given_back_whole_at_its_edge_and_what_reaches_beyond_it_is_kept() -> None:
@@ -119,7 +120,8 @@ def test_what_fell_out_earlier_is_evicted_before_what_fell_out_later() -> None:
 
 
 def test_blocks_that_fell_out_make_room_for_the_ones_that_come() -> None:
-    pool = make_pool(3, sliding(4, 5))  # the next token and 4 before it: at most 2 blocks, and one being entered
+    # the next token reads 4 earlier ones: at most 2 blocks, and a new block at an edge
+    pool = make_pool(3, sliding(4, 5))
     pool.allocate(1, 4, prompt_token_count=40)
     for count in range(1, 11):
         assert grow(pool, 1, 4 * count).result is Result.OK
@@ -217,7 +219,7 @@ def test_a_block_that_another_sequence_published_first_is_swapped_in() -> None:
 @pytest.mark.parametrize("make", [sliding, chunked])
 def test_no_sequence_ever_holds_more_than_admission_counted(make: object, window: int, block_size: int) -> None:
     for chunk in (1, 2, 3, 5, 8):
-        for first in range(1, chunk + 1):  # shifts the passes against the blocks
+        for first in range(1, chunk + 1):  # this shifts the passes relative to the blocks
             pool = make_pool(40, make(block_size, window))  # type: ignore[operator]
             peak = pool.managers[0].peak(30, chunk)
             pool.allocate(1, first, prompt_token_count=30)
@@ -232,14 +234,14 @@ def test_no_sequence_ever_holds_more_than_admission_counted(make: object, window
 @pytest.mark.parametrize(
     ("block_size", "window", "chunk", "peak"),
     [
-        (16, 32, 16, 4),  # 31 + 16 = 47 tokens: 1 + 16 + 16 + 14
-        (16, 32, 2, 3),  # 33 tokens: 1 + 16 + 16
-        (16, 17, 1, 2),  # 17 tokens: 1 + 16
-        (16, 18, 1, 3),  # 18 tokens: 1 + 16 + 1
+        (16, 32, 16, 4),  # 31 + 16 = 47 tokens span 1 + 16 + 16 + 14 of four blocks
+        (16, 32, 2, 3),  # 33 tokens span 1 + 16 + 16 of three blocks
+        (16, 17, 1, 2),  # 17 tokens span 1 + 16 of two blocks
+        (16, 18, 1, 3),  # 18 tokens span 1 + 16 + 1 of three blocks
         (1, 4, 1, 4),
         (4, 1, 1, 1),
         (4, 1, 4, 2),
-        (16, 4096, 16, 7),  # no more than the prompt takes
+        (16, 4096, 16, 7),  # a pass takes no more blocks than the prompt
     ],
 )
 def test_a_window_and_a_pass_touch_this_many_blocks_at_most(

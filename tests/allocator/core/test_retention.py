@@ -66,7 +66,7 @@ def test_beyond_what_a_cache_holds_the_hit_ratio_falls_without_a_cliff(chat_coun
 def test_different_block_sizes_keep_what_a_prefix_of_both_needs() -> None:
     pool = pool_of(99, (full(32), sliding(8, 8)))
     prompts = [text(number, 8) for number in range(23)]
-    for prompt in prompts:  # of each prompt, 2 full blocks and one of the window stay, and one more aside
+    for prompt in prompts:  # each prompt keeps 2 full blocks, one block of the window, and one more aside
         serve(pool, prompt, 65)
     assert [pool.match("", prompt) for prompt in prompts] == [64] * 23
 
@@ -88,7 +88,8 @@ def test_spare_blocks_can_be_hit_until_they_leave() -> None:
     computed(pool, 1, "abcd")
     pool.free(1)
     assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 4, 8, 12, 16]
-    pool.allocate(2, 12)  # takes 4 empty blocks, the spare one, and the one that only a prompt of 8 tokens hits
+    # the new sequence takes 4 empty blocks, the spare one, and the one that only a prompt of 8 tokens hits
+    pool.allocate(2, 12)
     pool.free(2)
     assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 0, 0, 12, 16]
 
@@ -105,7 +106,7 @@ def test_a_prompt_that_is_edited_inside_its_last_block_hits_the_blocks_before_wh
     pool = make_pool(16, full(4), sliding(4, 4))
     serve(pool, text(1, 4), 17)
     assert pool.match("", text(1, 4, tail=9)) == 12
-    pool.allocate(2, 20)  # takes 8 empty blocks, and 2 of the 3 spare ones
+    pool.allocate(2, 20)  # the new sequence takes 8 empty blocks, and 2 of the 3 spare ones
     pool.free(2)
     assert pool.match("", text(1, 4)) == 16
     pool.allocate(3, 24)

@@ -80,9 +80,11 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
     pool = without_early_ends(make_pool(40, *THREE_STATES))
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
-    pool.blocks.take(pool.blocks.empty_count + 1)  # evicts the last block before the older prompt's stop, which ends
+    # this evicts the last block before the older prompt's stop, and so ends the stop
+    pool.blocks.take(pool.blocks.empty_count + 1)
     assert worths(pool, text(1, 4)) == {16: SPARE}
-    pool.blocks.take(pool.blocks.empty_count + 5)  # evicts the rest of that prompt: three blocks, and three of states
+    # this evicts the rest of that prompt: three blocks, and three of states
+    pool.blocks.take(pool.blocks.empty_count + 5)
     assert worths(pool, text(1, 4)) == {}
     assert pool.match("", text(2, 4)) == 16
 

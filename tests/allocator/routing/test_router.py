@@ -39,8 +39,7 @@ class Scene:
 
     def route(self, letters: str, now: float = 0.0, **fields: object) -> RoutedTo:
         """Routes a prompt with one block for each letter, and a token after them."""
-        count = 4 * len(letters) + 1
-        prompt = Prompt("", d(letters), count, "m", reservation_s=5.0, caller="caller")
+        prompt = Prompt("", d(letters), 4 * len(letters) + 1, "m", reservation_s=5.0, caller="caller")
         return self.router.route(self.directory.open_pools(), replace(prompt, **fields), now)  # type: ignore[arg-type]
 
     def admit(self, name: str, letters: str, now: float = 0.0) -> int:
@@ -63,20 +62,20 @@ class Scene:
 
 def test_a_second_prompt_follows_the_first_before_its_worker_has_heard_of_it() -> None:
     scene = Scene()
-    first, second = scene.route("xyz"), scene.route("xyw")
+    first, second = scene.route("vxyz"), scene.route("vxyw")
     assert first.pool == second.pool
-    assert (first.candidate.promised_token_count, second.candidate.promised_token_count) == (0, 8)
+    assert (first.candidate.promised_token_count, second.candidate.promised_token_count) == (0, 12)
     assert second.candidate.uncached_token_count == 5
     assert scene.router.counts.routes == {Basis.LOAD: 1, Basis.PREFIX: 1}
 
 
 def test_without_reservations_it_goes_elsewhere_until_the_first_is_admitted() -> None:
     scene = Scene()
-    assert not scene.route("xyz", reservation_s=0.0).is_reserved
-    assert scene.route("xyw", reservation_s=0.0).candidate.promised_token_count == 0
-    scene.admit("b", "xyz")
-    found = scene.route("xyw", reservation_s=0.0)
-    assert (found.pool, found.candidate.promised_token_count) == ("b", 8)
+    assert not scene.route("vxyz", reservation_s=0.0).is_reserved
+    assert scene.route("vxyw", reservation_s=0.0).candidate.promised_token_count == 0
+    scene.admit("b", "vxyz")
+    found = scene.route("vxyw", reservation_s=0.0)
+    assert (found.pool, found.candidate.promised_token_count) == ("b", 12)
 
 
 def test_an_admission_takes_the_reservation_and_measures_the_promise() -> None:
@@ -92,12 +91,19 @@ def test_an_admission_takes_the_reservation_and_measures_the_promise() -> None:
     assert not scene.router.expects(name)
 
 
+def test_a_reservation_is_taken_although_route_had_the_digest_that_no_hit_may_cover() -> None:
+    scene = Scene("a")
+    scene.route("xyz", token_count=12)
+    scene.admit("a", "xy")  # the worker sends no digest for the block with the prompt's last token
+    assert scene.router.counts.ends == {"taken": 1}
+
+
 def test_a_promise_that_is_not_kept_is_counted_as_missed() -> None:
     scene = Scene()
-    name = scene.route("xyz").pool
-    scene.route("xyw")
-    scene.admit(name, "xyw")  # before the prompt that would have computed its prefix
-    assert scene.router.counts.missed_token_count == 8
+    name = scene.route("vxyz").pool
+    scene.route("vxyw")
+    scene.admit(name, "vxyw")  # this prompt is admitted before the one that would have computed its prefix
+    assert scene.router.counts.missed_token_count == 12
 
 
 def test_a_reservation_ends_after_its_time_unless_the_worker_asks_for_its_blocks() -> None:
@@ -123,33 +129,13 @@ def test_a_reservation_ends_with_a_refusal_for_good_and_with_its_pool() -> None:
     scene.router.check_invariants()
 
 
-def test_a_prompt_waits_at_the_longest_prefix_as_long_as_is_tolerated() -> None:
+def test_prompts_go_to_their_prefix_until_computing_it_once_more_is_better() -> None:
     scene = Scene()
-    prefix = "0123456789ABCDEFGHIJKLMNOPQRST"  # takes longer than the sequences below count
-    scene.compute("a", prefix, scene.admit("a", prefix))
-    assert scene.router.tolerated_s == limits.ROUTE_DELAY_S == 1.0
-    pools = [
-        scene.route(prefix + letter).pool for letter in "abcdefghijklmnopqrstuvw"
-    ]  # 5 tokens each, of 100 a second
-    assert pools == ["a"] * 21 + ["b"] * 2
-    assert scene.router.counts.routes == {Basis.PREFIX: 22, Basis.SPREAD: 1}
-
-
-def test_a_short_prefix_is_not_worth_many_sequences_beside_the_prompt() -> None:
-    """Decodes have no backlog. At 100 tokens/s, 3 blocks of 4 tokens save 0.12 s, which is worth 2 sequences."""
-    assert (limits.SEQUENCE_S, limits.SEQUENCES_ALIKE) == (0.05, 2)
-    for count, pool, basis in ((4, "a", Basis.PREFIX), (5, "b", Basis.SPREAD)):
-        scene = Scene()
-        for letter in "0123456"[:count]:
-            scene.compute("a", f"xyz{letter}", scene.admit("a", f"xyz{letter}"))
-        assert scene.route("xyz").pool == pool
-        assert scene.router.counts.routes == {basis: 1}
-
-
-def test_where_nothing_is_to_be_computed_fewer_sequences_decide() -> None:
-    scene = Scene()
-    scene.compute("a", "x", scene.admit("a", "x"))
-    assert scene.route("w").pool == "b"
+    sequence = scene.admit("a", "xyz")
+    scene.compute("a", "xyz", sequence)
+    pools = [scene.route(f"xyz{letter}").pool for letter in "abcdef"]  # 5 tokens beside 12 shared ones
+    assert pools == ["a"] * 4 + ["b"] * 2  # 5 * 4 + 1.5 * 5 against 1.5 * 17; then b has the prefix, too
+    assert scene.router.counts.routes == {Basis.PREFIX: 5, Basis.SPREAD: 1}
 
 
 def test_a_worker_that_has_not_measured_its_rate_counts_as_the_mean_of_the_others() -> None:
@@ -158,7 +144,10 @@ def test_a_worker_that_has_not_measured_its_rate_counts_as_the_mean_of_the_other
     scene.open("b", replace(WORKER, prefill_tokens_per_s=200))
     scene.open("c", replace(WORKER, prefill_tokens_per_s=400))
     assert scene.route("x", excluded_pools=frozenset("bc")).candidate.prefill_tokens_per_s == 8_000
-    assert scene.route("x", excluded_pools=frozenset()).candidate.prefill_tokens_per_s == 300
+    sequence = scene.admit("a", "wxyz")
+    scene.compute("a", "wxyz", sequence)
+    at_prefix = scene.route("wxyz").candidate
+    assert (at_prefix.hit_token_count, at_prefix.prefill_tokens_per_s) == (16, 300)
 
 
 def test_a_caller_with_too_many_bytes_is_routed_without_a_reservation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,15 @@ async def keep_ms_of_a_free(allocator: RunningAllocator, number: int) -> None:
     await owner.step(frees=pb.FreePhase(sequences=[1], keep_ms=[number]))
 
 
+async def breakpoints_of_a_grow(allocator: RunningAllocator, number: int) -> None:
+    owner = await StreamOwner.ready(allocator)
+    grows = pb.GrowPhase(sequences=[1], token_counts=[4])
+    grows.breakpoints.counts.append(number)
+    grows.breakpoints.token_counts.extend(range(1, number + 1))
+    last()
+    await owner.step(grows=grows)
+
+
 async def drops_of_others(allocator: RunningAllocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     for each in range(number):

@@ -225,7 +225,7 @@ async def reports_at_a_time(allocator: RunningAllocator, number: int) -> None:
             with contextlib.suppress(Exception):
                 await owner.send(pb.SessionRequest(report_chunk=chunk))
             while len(allocator.service.sessions.staging) <= place < limits.REPORTS_MAX:
-                await allocator.stub.ListPools(pb.ListPoolsRequest())  # until the chunk has been taken in
+                await allocator.stub.ListPools(pb.ListPoolsRequest())  # waits until the server has read the chunk
         for owner in reversed(owners):
             await open_with(owner, end)
 
@@ -342,7 +342,7 @@ async def message_of_bytes(allocator: RunningAllocator, number: int) -> None:
     request.digests = bytes((number - 512) // 32 * 32)
     request.namespace = "x" * 128
     rest = number - request.ByteSize()
-    length = rest - 4  # without two bytes for the tag and two for the length
+    length = rest - 4  # the array's bytes, without two for its tag and two for its length
     unknown = b"\x9a\x06" + bytes([0x80 | length & 0x7F, length >> 7]) + bytes(length)
     request.MergeFromString(unknown)  # a field of a newer client, which the server ignores
     assert request.ByteSize() == number

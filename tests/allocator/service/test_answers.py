@@ -102,7 +102,7 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
             "grows": grows((21, 23, b""), (22, 30, b"")),
         },
         {"forks": pb.ForkPhase(parents=[5] * 60, children=range(30, 90))},
-        {"grows": grows(*((sequence, 22, b"") for sequence in range(30, 90)))},  # a copy in each group
+        {"grows": grows(*((sequence, 22, b"") for sequence in range(30, 90)))},  # each group makes a copy
     ]
     for number, phase in enumerate(phases, 1):
         step = packed.Step.FromString(pb.Step(number=number, **phase).SerializeToString())

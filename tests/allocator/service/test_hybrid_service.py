@@ -183,6 +183,30 @@ async def test_a_column_of_another_length_makes_the_step_malformed(
         await owner.step(commits=committed, forks=forks, grows=grown)
 
 
+@pytest.mark.parametrize(
+    ("counts", "token_counts"), [([1], [4]), ([1, 2], [4]), ([2, 0], [8, 4]), ([1, 0], [0]), ([0, 0], [4]), ([], [4])]
+)
+async def test_breakpoints_that_do_not_add_up_or_do_not_rise_make_the_step_malformed(
+    allocator: RunningAllocator, counts: list[int], token_counts: list[int]
+) -> None:
+    owner = await StreamOwner.ready(allocator)
+    both = grows((1, 5, b""), (2, 6, b""))
+    both.breakpoints.counts.extend(counts)
+    both.breakpoints.token_counts.extend(token_counts)
+    with refused(Reason.MALFORMED, "breakpoints"):
+        await owner.step(grows=both)
+
+
+async def test_breakpoints_are_stops_in_the_answer(allocator: RunningAllocator) -> None:
+    owner = await opened(allocator, FULL, SLIDING)
+    both = grows((1, 80, b""), (2, 80, b""))
+    both.breakpoints.counts.extend([0, 2])
+    both.breakpoints.token_counts.extend([17, 48])
+    step = pb.Step(number=1, session_id=owner.session_id, grows=both)
+    told = (await allocator.stub.Apply(step)).stops
+    assert (list(told.counts), list(told.token_counts)) == ([1, 3], [64, 16, 48, 64])
+
+
 async def test_what_returns_in_a_step_is_counted_apart_from_what_is_new(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     both = grows((1, 5, b""), (2, 6, b""))

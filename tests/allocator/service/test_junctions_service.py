@@ -88,7 +88,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
         return await session.step(step_of(*operations))
 
     (first,) = (await done(("allocate", (1, 96, d("abcdwx")), {}))).grows
-    assert first.stops[:3] == (64, 80, 112)  # the last one is of the answer
+    assert first.stops[:3] == (64, 80, 112)  # the last stop belongs to the answer
     await done(("commit", (1, 96, d("abcdwx")), {}))
     (told,) = (await done(("allocate", (2, 96, d("abcdyz")), {}))).grows
     assert (told.matched_token_count, told.attended_token_count) == (0, 64)
@@ -127,7 +127,8 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
         assert (await session.allocate(1, 512)).result is Result.PASS_TOO_LONG
         assert (await session.allocate(1, 16, prompt_token_count=512)).ok
         await session.commit(1, 16, digests[:32])
-        refused_pass = await session.grow(1, 512)  # needs 32 + 32 of 40 blocks; the window has given back none
+        # the prompt needs 32 + 32 of 40 blocks; the window has given none back
+        refused_pass = await session.grow(1, 512)
         assert (refused_pass.result, refused_pass.shortfall) == (Result.PASS_TOO_LONG, 24)
         done = 16
         while done < 512:

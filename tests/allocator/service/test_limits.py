@@ -76,6 +76,7 @@ EDGES: list[Edge] = [
     Edge("FEATURES_MAX", cases.features),
     Edge("FIRST_BLOCK_MAX", drop_cases.first_block),
     Edge("DROPS_PER_STEP_MAX", drop_cases.drops_of_a_step, "TOO_LARGE"),
+    Edge("BREAKPOINTS_MAX", drop_cases.breakpoints_of_a_grow),
     Edge("KEEP_MS_MAX", drop_cases.keep_ms_of_a_free),
     Edge("DROPS_UNTOLD_MAX", drop_cases.drops_of_others, "LIMIT"),
     Edge("DROPS_UNTOLD_DIGESTS_MAX", drop_cases.digests_of_drops_of_others, "LIMIT"),
@@ -110,9 +111,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "KEPT_BYTES_MAX": ("allocator/session/test_kept_bytes.py", "test_a_caller_that_keeps_too_many_bytes_loses_replies"),
     "RESERVED_BYTES_MAX": ("allocator/routing/test_router.py", "test_a_caller_with_too_many_bytes_is_routed_without"),
     "PREFILL_TOKENS_PER_S": ("allocator/routing/test_router.py", "test_a_worker_that_has_not_measured_its_rate"),
-    "SEQUENCE_S": ("allocator/routing/test_router.py", "test_a_short_prefix_is_not_worth_many_sequences_beside_the"),
-    "SEQUENCES_ALIKE": ("allocator/routing/test_router.py", "test_a_short_prefix_is_not_worth_many_sequences_beside"),
-    "ROUTE_DELAY_S": ("allocator/routing/test_router.py", "test_a_prompt_waits_at_the_longest_prefix_as_long_as"),
     "SEQUENCES_OF_CALLER_MAX": (
         "allocator/session/test_kept_bytes.py",
         "test_pools_of_one_caller_have_a_limit_of_live",

@@ -90,7 +90,7 @@ async def test_an_owner_of_a_stream_registers_changes_and_leaves(
 ) -> None:
     owner = StreamOwner(allocator)
     assert (await owner.attach(worker=worker("s:1"))).HasField("report_required")
-    with refused(Reason.MODEL_UNKNOWN):  # not before it has reported
+    with refused(Reason.MODEL_UNKNOWN):  # the pool cannot be chosen before its owner has reported
         await allocator.stub.Route(pb.RouteRequest(model="m", prompt_token_count=1))
     await owner.report()
     assert (await client.route("m", b"", 1)).address == "s:1"

@@ -326,7 +326,7 @@ async def test_a_watcher_knows_what_can_be_hit_after_any_history(allocator: Runn
             new = d(letters)[grown.matched_token_count * 8 :]
             await owner.commit(sequence_id=sequence_id, token_count=length, digests=new)
             await owner.free(sequence_id=sequence_id)
-        if chance.random() < 0.1:  # continue from the cursor, with another call
+        if chance.random() < 0.1:  # another call continues from the cursor
             while watch.log[-1:] != ["snapshot_end"] and "snapshot_end" not in watch.log:
                 await watch.next()
             watch.call.cancel()

@@ -39,7 +39,7 @@ class Scene:
         apply_step(self.pool, columns, reply)
         self.counters.observe_step(self.pool, columns, reply, 0.001)
         self.counters.observe_blocks(self.pool, columns, reply, self.now)
-        self.pool.log.publish(1)  # as for the owner of a unary session
+        self.pool.log.publish(1)  # like the owner of a unary session
         return reply
 
     def ask(self, digests: bytes, **options: int | bool) -> int:
@@ -73,7 +73,7 @@ def test_a_block_is_new_then_hit_then_evicted() -> None:
     assert scene.outcomes() == {"new": 3}
     scene.run(d("abx"))
     assert scene.outcomes() == {"new": 4, "hit": 2}
-    scene.run(d("pqrst"))  # takes all six blocks
+    scene.run(d("pqrst"))  # the new sequence takes all six blocks
     scene.run(d("abc"))
     assert scene.outcomes() == {"new": 9, "hit": 2, "evicted": 3}
 
@@ -167,7 +167,7 @@ def test_a_pool_without_full_attention_is_not_followed() -> None:
 def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
     print("seed", seed)
     rng, scene = random.Random(seed), Scene(8)
-    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # latest: last slice of each digest
+    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # digest -> the last slice that had it
     slice_now, in_slice = 0, set[bytes]()
     for _ in range(300):
         letters = "".join(rng.choice("abc") for _ in range(rng.randint(1, 5)))

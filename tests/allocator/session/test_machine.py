@@ -81,7 +81,7 @@ def test_every_64th_answer_carries_a_digest_and_one_that_differs_leads_to_a_repo
         side.submit(allocate(number, 1) if number < 4 else StepBuilder())
         run(machine, side)
     pool = sessions.directory.pool("pool").pool
-    pool.sequences[2].committed_token_count = 1  # a defect might do this
+    pool.sequences[2].committed_token_count = 1  # only a defect would cause this
     side.submit(StepBuilder())
     (answer,) = run(machine, side)
     assert answer.number == STATE_DIGEST_STEPS
@@ -105,7 +105,7 @@ def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_
         side.submit(StepBuilder())
         run(machine, side)
     assert (side.phase, side.disagreement_count) == (Phase.OPEN, 0)
-    sessions.directory.pool("pool").pool.sequences[5].committed_token_count = 1  # a defect might do this
+    sessions.directory.pool("pool").pool.sequences[5].committed_token_count = 1  # only a defect would cause this
     while side.phase is Phase.OPEN and side.last_step < 40 * STATE_DIGEST_STEPS:
         side.submit(StepBuilder())
         run(machine, side)

@@ -39,9 +39,9 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
     assert (list(first.blocks), list(first.block_counts)) == ([0, 1, 2, 3], [2, 2])
     assert first.free_block_count == 0
     reply = await owner.step(
-        commits=commits((1, 6, d("a"))),  # published before the new sequence looks for it
-        frees=pb.FreePhase(sequences=[2]),  # makes the room that the grows need
-        forks=pb.ForkPhase(parents=[1], children=[3]),  # shares the published block
+        commits=commits((1, 6, d("a"))),  # the commit publishes this block before the new sequence looks it up
+        frees=pb.FreePhase(sequences=[2]),  # the free makes room for the grows
+        forks=pb.ForkPhase(parents=[1], children=[3]),  # the new sequence shares the published block
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
@@ -276,7 +276,8 @@ async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters
 
     def drop_and_write(stream: SessionStream, answer: bytes) -> Awaitable[None]:
         if pb.SessionReply.FromString(answer).HasField("step_reply"):
-            allocator.service.sessions.drop(allocator.service.directory.pool("a"))  # as if its lease had ended
+            # the pool is dropped, as after the end of its lease
+            allocator.service.sessions.drop(allocator.service.directory.pool("a"))
         return write(stream, answer)
 
     owner = await StreamOwner.ready(allocator)
@@ -291,7 +292,7 @@ async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
 ) -> None:
     await StreamOwner.ready(allocator)
     service = allocator.service
-    seen = service.directory.open_pools()  # as the thread of the metrics has read them
+    seen = service.directory.open_pools()  # the numbers that the metrics' thread has read
     service.sessions.drop(service.directory.pool("a"))
     monkeypatch.setattr(type(service.directory), "open_pools", lambda _directory: seen)
     metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.counters).collect()}

@@ -256,7 +256,7 @@ async def test_a_silent_stream_loses_its_pool_and_is_told(allocator: RunningAllo
 
 async def test_an_owner_past_its_lease_is_ended_before_anybody_takes_its_pool(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
-    allocator.clock.now += 11  # the lease is over, and no check has run yet
+    allocator.clock.now += 11  # the lease is over, but no check has run yet
     with refused(Reason.POOL_OWNED):
         await StreamOwner(allocator).attach(incarnation=b"2" * 16)
     allocator.service.expire_leases(allocator.clock.now)
@@ -305,14 +305,14 @@ async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allo
         await deaf.send(pb.SessionRequest(step=step))
     (machine,), written, since_s = allocator.service.sessions.streams, 1, 0.0
     async with asyncio.timeout(10 * SILENCE_S):
-        while written == 1 or time.monotonic() - since_s < 0.5:  # until gRPC buffers no more, and an answer waits
+        while written == 1 or time.monotonic() - since_s < 0.5:  # fills gRPC's buffers, so that an answer must wait
             assert machine.owner is not None
             if written != machine.owner.steps.next_step:
                 written, since_s = machine.owner.steps.next_step, time.monotonic()
             await asyncio.sleep(0)
     successor, begun_s = StreamOwner(allocator), time.monotonic()
     await successor.attach(epoch=2, spec=spec(**size))
-    is_soon = time.monotonic() - begun_s < SILENCE_S  # otherwise the old stream may have lost its place already
+    is_soon = time.monotonic() - begun_s < SILENCE_S  # without this, the old stream might have lost its place already
     assert len(allocator.service.sessions.streams) == 2 or not is_soon, "its answer is under way"
     async with asyncio.timeout(3 * SILENCE_S):
         while len(allocator.service.sessions.streams) > 1:

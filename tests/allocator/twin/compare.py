@@ -117,6 +117,7 @@ class Comparison:
             self.seen["pending"] += theirs[2] > 0
             self.seen["victim"] += theirs[6] is not None
             self.seen["junction"] += theirs[7] > 0
+            self.seen["breakpoint"] += any(stop in theirs[8] for stop in options.get("breakpoints", ()))
             self.seen["early end"] += event == "allocate" and theirs[0] == "OK" and self._newest().early_stop > 0
         if event == "drop":  # the order in which the blocks of a subtree become empty is the pool's choice
             self.seen["dropped"] += ours

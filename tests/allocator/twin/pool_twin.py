@@ -43,6 +43,7 @@ class TwinPool(TwinState):
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
+        breakpoints: Sequence[int] = (),
     ) -> Grown:
         """Creates a sequence."""
         if sequence_id <= self.highest_id:
@@ -59,15 +60,8 @@ class TwinPool(TwinState):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
         if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nothing will be freed: do without the hit
             prompt = prompt_token_count
-            return self.allocate(
-                sequence_id,
-                token_count,
-                [],
-                namespace,
-                prompt_token_count=prompt,
-                priority=priority,
-                is_return=is_return,
-            )
+            same = {"priority": priority, "is_return": is_return, "breakpoints": breakpoints}
+            return self.allocate(sequence_id, token_count, [], namespace, prompt_token_count=prompt, **same)
         if answer[0] != "OK":
             return (answer[0], 0, pending, [], [], answer[1], answer[2], 0, ())
         sequence = TwinSequence(namespace, matched, matched, tables, priority)
@@ -76,7 +70,9 @@ class TwinPool(TwinState):
             slot.hits += 1
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
-        stops = self.retention.set_stops(sequence, shareable, max(matched, junction), prompt, junction)
+        told = self.retention.set_stops(
+            sequence, shareable, max(matched, junction), prompt, junction, breakpoints=breakpoints
+        )
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
@@ -92,7 +88,7 @@ class TwinPool(TwinState):
         else:
             self.queried += prompt
             self.hit += matched
-        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction, stops)
+        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction, told)
 
     def grow(self, sequence_id: int, token_count: int) -> Grown:
         """Makes room for more tokens."""

@@ -72,10 +72,17 @@ class TwinRetention:
     # -- how stops come and go ------------------------------------------------------------------------------------
 
     def set_stops(
-        self, sequence: TwinSequence, digests: Sequence[bytes], length: int, prompt: int, junction: int
+        self,
+        sequence: TwinSequence,
+        digests: Sequence[bytes],
+        length: int,
+        prompt: int,
+        junction: int,
+        *,
+        breakpoints: Sequence[int],
     ) -> tuple[int, ...]:
         """Sets the stops of a new sequence. Its first `length` tokens are published, and the prompt diverges after
-        them.
+        them. Its owner has breakpoints.
         """
         end = sequence.prompt_end = self.edge_before(prompt - 1)
         if all(kind.keeps_prefixes for kind in self.pool.kinds):
@@ -88,6 +95,7 @@ class TwinRetention:
             sequence.early_stop,
             *self.partings.answer_ends(prompt),
             *self.partings.steps_before(end),
+            *[edge for edge in map(self.edge_before, breakpoints) if sequence.committed < edge < end],
         }
         sequence.stops = sorted(stops - {0})
         return tuple(sequence.stops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from tests.allocator.twin.compare import LRU, Comparison, Groups, Shape
 from tests.allocator.twin.memory import Writer
@@ -117,7 +118,7 @@ class Simulation(Comparison):
             text = text[: rng.randint(0, len(text))]
         namespace, priority = rng.choice(NAMESPACES), rng.choice((0, 0, 1, 2))
         is_edited = self.has_state and rng.random() < 0.3
-        if is_edited:  # the edited prompt parts shortly before its end
+        if is_edited:  # the edited prompt diverges shortly before its end
             namespace, plan = self.to_edit
             length = len(plan)
             text = plan[: rng.randint(7 * length // 8, length)]
@@ -131,7 +132,9 @@ class Simulation(Comparison):
         prompt = length if first < length or rng.random() < 0.1 else 0
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
         sequence_id, self.next_id = self.next_id, self.next_id + rng.randint(1, 3)
-        options = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer}
+        options: dict[str, Any] = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer}
+        if sequence_id % 3 == 0:  # has breakpoints, some of them in the matched part, or behind the prompt's end
+            options["breakpoints"] = sorted({1 + (length + sequence_id) * part // 4 for part in range(4)})
         options["is_return"] = not sequence_id % 5
         answer = self.do("allocate", sequence_id, first, digests, namespace, **options)
         if answer[0] != "OK":

@@ -31,7 +31,7 @@ EVERYWHERE = ("allocate OK", "allocate NO_SPACE", "hit", "grow OK", "commit OK",
 SOMEWHERE = (
     *("allocate PENDING", "allocate QUOTA", "allocate TOO_LONG", "allocate EXISTS", "pending", "victim"),
     *("allocate ID_TOO_LOW", "fork ID_TOO_LOW"),
-    *("allocate PASS_TOO_LONG", "junction", "early end", "prompts part early", "prompts part inside"),
+    *("allocate PASS_TOO_LONG", "junction", "breakpoint", "early end", "prompts part early", "prompts part inside"),
     *("grow NO_SPACE", "grow QUOTA", "grow TOO_LONG", "grow NOT_FOUND", "copy"),
     *("commit TOO_LONG", "commit NOT_FOUND", "swap", "fork UNCOMMITTED", "fork EXISTS", "fork NOT_FOUND"),
     *("free NOT_FOUND", "dropped"),

@@ -199,7 +199,7 @@ class JobProcesses:
             own.close()
             self._end()
             raise ChildProcessError(f"the process for {self._kind} did not start")
-        own.setblocking(True)  # messages have one byte, and the process reads them at once
+        own.setblocking(True)  # a send never blocks for long: a message is one byte, read immediately
         self._control = own
 
     def _popen(self, control: int) -> subprocess.Popen[bytes]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 from quire.errors import QuireError, Reason
-from quire.protocol.limits import KEEP_MS_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.limits import BREAKPOINTS_MAX, KEEP_MS_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 
@@ -34,7 +34,6 @@ ResultT = TypeVar("ResultT")
 INTERVAL_MS_MAX = 60_000
 SALT_BYTES_MAX = 128
 SECRET_BYTES = 16  # bytes of the random salt of a request that is not stored
-BREAKPOINTS_MAX = 4  # cache breakpoints of one request, as at OpenAI and Anthropic
 # logprob values in one message, at most 7 bytes each: a prompt's tokens and their likeliest alternatives
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
 HELD_LOGPROB_VALUES_MAX = 1 << 21  # logprob values of one request that are held until its end; 16 MiB
@@ -300,7 +299,7 @@ def wish_of(cache: pb.CachePolicy) -> CacheWish:
     if cache.no_store and cache.keep_ms:
         text = "no_store cannot be combined with keep_ms: leave one of them out"
         raise QuireError.of(Reason.BAD_PARAMETER, text, field="cache.no_store")
-    return CacheWish(cache.keep_ms, rising[-1], secrets.token_hex(SECRET_BYTES) if cache.no_store else "")
+    return CacheWish(cache.keep_ms, tuple(cache.breakpoints), secrets.token_hex(SECRET_BYTES) if cache.no_store else "")
 
 
 def require(condition: bool, message: str) -> None:

@@ -177,7 +177,7 @@ class Publisher:
         self._counts["published"] += len(events)
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Answers one reader. Frames that are no question get no answer."""
+        """Answers one reader, or ignores its message if that is malformed."""
         reader, *frames = replay.recv_multipart()
         if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
             return

@@ -245,7 +245,7 @@ class Applicants:
     def _backfill(self, sample: Sample, digests: list[bytes]) -> None:
         """Lets a sample pass the head if that does not delay the head.
 
-        Blocks that it might share are not counted on.
+        The estimate assumes that it shares no blocks.
         """
         assert self._reservation is not None
         needed = self._needed(sample, 0)

@@ -92,7 +92,7 @@ class Resting:
         return [each for each in settling if -(-each.granted // unit) > -(-each.computed // unit)]
 
     def remove(self, sample: Sample) -> None:
-        """Removes a sample that runs or leaves. Does nothing if it is not here."""
+        """Removes a sample that runs or leaves, if it is held here."""
         self._held.pop(sample, None)
         if sample in self.settling:
             self.settling.remove(sample)

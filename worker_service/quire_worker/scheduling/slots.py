@@ -20,14 +20,20 @@ class CacheWish(NamedTuple):
 
     Attributes:
         keep_ms: how long the allocator is asked to keep them.
-        keep_token_count: leading tokens that are meant; 0 for all.
+        breakpoints: rising token counts of the prompt where later prompts may diverge. What is behind the last one
+            is not kept; empty keeps all.
         secret: if not empty, a random text that goes into their digests, so that no other request hits them. At the
             end of the request they are emptied.
     """
 
     keep_ms: int = 0
-    keep_token_count: int = 0
+    breakpoints: tuple[int, ...] = ()
     secret: str = ""
+
+    @property
+    def keep_token_count(self) -> int:
+        """Returns the leading tokens that are kept; 0 for all."""
+        return self.breakpoints[-1] if self.breakpoints else 0
 
 
 NO_WISH: Final = CacheWish()

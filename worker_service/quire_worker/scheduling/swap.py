@@ -18,8 +18,8 @@ all pages are restored, and no pass reads it before.
 
     slots   free -> taken by a swap -> restored or ended -> free
 
-Swaps out run before any pass that could overwrite the same blocks, because both keep the order of batches. Swaps in run
-after all swaps out of their batch.
+Swaps and passes run in the order of batches, so a swap out copies its blocks before any pass overwrites them. In one
+batch all swaps out run before the swaps in.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ReuseValue(EvictionPolicy):
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
-        self._unlearned_time = 0  # the part of `_time` due to LED entries, which teach nothing by themselves
+        self._unlearned_time = 0  # the part of `_time` due to LED entries, which the model does not learn from
         self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)

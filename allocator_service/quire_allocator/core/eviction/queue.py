@@ -8,10 +8,9 @@ Lifecycle of an entry (a run of the prefix tree, or one position of a windowed o
     4. gone       its last block was evicted
 
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
-block from the deep end, so that descendants leave before their ancestors.
-
-The policy ranks only some candidates. Blocks that no hit can need (`SPARE`) are evicted first, then blocks that
-few hits need (`ASIDE`). Blocks that leave with another entry (`LED`) are last. Each class has the order of release.
+block from the deep end, so that descendants leave before their ancestors. The policy ranks only some candidates. Blocks
+that no hit can need (`SPARE`) are evicted first, then blocks that few hits need (`ASIDE`). Blocks that leave with
+another entry (`LED`) are last. Each class has the order of release.
 """
 
 from __future__ import annotations
@@ -300,8 +299,7 @@ class Candidates:
 
     def peek(self) -> Entry | None:
         """Returns the entry that leaves first, or None. An entry stays a candidate until it is discarded."""
-        early = self._lines[0].first() or self._lines[1].first()
-        if early is not None:
+        if (early := self._lines[0].first() or self._lines[1].first()) is not None:
             return early
         while self._kept:
             until, _, ticket, entry = self._kept[0]

@@ -144,20 +144,20 @@ class Coordinator:
             self.retention.note_parting(key, behind, is_whole=is_whole)
 
     def open(
-        self, space: Namespace, found: Found, digests: bytes, prompt_token_count: int, priority: int
+        self, space: Namespace, found: Found, digests: bytes, prompt: int, priority: int, *, breakpoints: Sequence[int]
     ) -> SequenceState:
         """Makes a sequence that holds only its hits, and notes where its prompt diverges from earlier prompts."""
         hits, token_count, junction = found.hits, found.matched_token_count, found.attended_token_count
         keeps = not self.retention.is_even
         parts_at = junction or hits[0].token_count
         if keeps and parts_at:
-            self._note_parting(space, hits, parts_at, digests, prompt_token_count)
+            self._note_parting(space, hits, parts_at, digests, prompt)
         if self.history is not None:
-            self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
+            self.history.note(space.name, digests[: prompt // self.digest_tokens * DIGEST_BYTES])
         if keeps and junction:
             for manager, hit in zip(self.managers, hits):
                 manager.goes_on(hit)
-        turn = self.retention.turn(prompt_token_count, token_count, junction)
+        turn = self.retention.rules.turn(prompt, token_count, junction, breakpoints)
         space.sequence_count += 1  # otherwise the namespace would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts, turn)

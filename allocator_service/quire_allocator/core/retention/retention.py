@@ -59,13 +59,9 @@ class Retention:
         self.stops: dict[StopKey, Stop] = {}
         checkpoints = [group.block_size for group in spec.groups if group.kind is GroupKind.STATE]
         self.partings = Partings(spec.edge_tokens, math.lcm(*checkpoints) if checkpoints else 0)
-        self.rules = StopRules(spec.groups, spec.edge_tokens, foresees=not self.is_even)
+        self.rules = StopRules(spec.groups, spec.edge_tokens, None if self.is_even else self.partings)
         if not self.is_even:
             blocks.policy.trims = all(group.kind is not GroupKind.FULL_ATTENTION for group in spec.groups)
-
-    def turn(self, prompt_token_count: int, matched: int, junction: int) -> Turn:
-        """Returns the stops of a new sequence."""
-        return self.rules.turn(prompt_token_count, matched, junction, None if self.is_even else self.partings)
 
     # -- when stops are made --------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
 _TOKENS_MAX: Final = 2**32 - 1  # largest token count
-STOPS_MAX: Final = 3 + STEP_COUNT + 22  # most stops of one sequence; `_DISTANCES` has 22
+STOPS_MAX: Final = 3 + 4 + STEP_COUNT + 22  # most stops of one sequence: 4 breakpoints, 22 `_DISTANCES`
 
 
 class Turn:
@@ -75,19 +75,21 @@ class StopRules:
         foresees: whether the pool has early stops and stops of answers.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec], edge_tokens: int, *, foresees: bool) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], edge_tokens: int, partings: Partings | None) -> None:
         kinds = {group.kind for group in groups}
         self._groups = groups
         self._edge_tokens = edge_tokens
         self._has_any = kinds != {GroupKind.FULL_ATTENTION}
-        self.foresees = foresees and kinds >= {GroupKind.FULL_ATTENTION, GroupKind.STATE}
+        self._partings = partings
+        self.foresees = partings is not None and kinds >= {GroupKind.FULL_ATTENTION, GroupKind.STATE}
 
-    def turn(self, prompt_token_count: int, matched: int, junction: int, partings: Partings | None) -> Turn:
-        """Returns the turn of a prompt that hits `matched` tokens; without `partings`, with its end and junction."""
-        end = prompt_end(prompt_token_count, self._edge_tokens)
+    def turn(self, prompt_token_count: int, matched: int, junction: int, breakpoints: Sequence[int]) -> Turn:
+        """Returns the turn of a prompt that hits `matched` tokens, with stops at breakpoints."""
+        partings, end = self._partings, prompt_end(prompt_token_count, self._edge_tokens)
         if not self._has_any:
             return Turn((), end, 0)
-        found, early = {end, junction}, 0
+        edge, early = self._edge_tokens, 0
+        found = {end, junction, *[stop // edge * edge for stop in breakpoints if matched + edge <= stop < end]}
         if self.foresees and partings is not None:
             early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
             found.add(early)
@@ -95,8 +97,7 @@ class StopRules:
                 found.update(answer_stops(self._groups, self._edge_tokens, prompt_token_count))
         if partings is not None and partings.are_inside:
             found.update(partings.steps_before(end))
-        found.discard(0)
-        return Turn(tuple(sorted(found)), end, early)
+        return Turn(tuple(sorted(found - {0})), end, early)
 
     def told(self, token_counts: Sequence[int], prompt_token_count: int) -> Turn:
         """Returns the turn with the stops that the owner of a rebuilt pool reported for it; a fork has no prompt."""

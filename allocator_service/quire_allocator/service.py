@@ -220,6 +220,9 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         held = usage.held_count(owner.pool, drop.namespace)
         return pb.DropCacheResponse(dropped_block_count=dropped, held_block_count=held)
 
+    def _summary(self, owner: Ownership) -> pb.PoolSummary:
+        return views.summary(owner, self.clock(), self.sessions.router.worker(owner.name))
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @unary
@@ -244,25 +247,25 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     @unary
     def ListPools(self, request: pb.ListPoolsRequest, permissions: Permissions) -> pb.ListPoolsResponse:
-        return views.pool_page(self._observable(permissions), request, self.clock())
+        return views.pool_page(self._observable(permissions), request, self._summary)
 
     @unary
     def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:
         owner = self._observed(request.pool, permissions)
         views.refuse_old_views(request)
-        return pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
+        return pb.GetPoolResponse(summary=self._summary(owner))
 
     @unary
     def GetPoolBlocks(self, request: pb.GetPoolBlocksRequest, permissions: Permissions) -> pb.GetPoolBlocksResponse:
         owner = self._observed(request.pool, permissions)
-        response = pb.GetPoolBlocksResponse(summary=views.summary(owner, self.clock()))
+        response = pb.GetPoolBlocksResponse(summary=self._summary(owner))
         views.add_blocks(owner.pool, request, response, permissions)
         return response
 
     @unary
     def GetPoolUsage(self, request: pb.GetPoolUsageRequest, permissions: Permissions) -> pb.GetPoolUsageResponse:
         owner = self._observed(request.pool, permissions)
-        response = pb.GetPoolUsageResponse(summary=views.summary(owner, self.clock()))
+        response = pb.GetPoolUsageResponse(summary=self._summary(owner))
         views.add_usage(owner.pool, response, permissions)
         return response
 

@@ -188,6 +188,17 @@ class AdapterInfo(ShortRepr):
 # Pools
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedWorker:
+    """A pool's worker, as far as routers may know it."""
+
+    address: str  # where gateways reach it
+    model: str
+    adapters: tuple[str, ...] = ()
+    prefill_tokens_per_s: int = 0  # prompt tokens that it computes in a second, as measured; 0 before that
+    draining: bool = False  # Route does not choose it any more.
+
+
 # Shared with the core: scripts/shared_values.py
 class GroupKind(OpenEnum):
     """How the layers of a group use their blocks, numbered as in `quire.v1.GroupKind`."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from quire._reprs import ShortRepr
 from quire.protocol.open_enum import OpenEnum
-from quire.types import BlockTable, PoolSpec
+from quire.types import BlockTable, PoolSpec, RoutedWorker
 
 
 class SessionKind(OpenEnum):
@@ -45,6 +45,7 @@ class PoolSummary(ShortRepr):
     unwritten_slot_count: int  # token slots without committed tokens in held blocks of the first group
     promised_block_count: int  # blocks reserved for prompts that are still growing
     evicted_block_count: int  # cached blocks that were granted again since the session began
+    worker: RoutedWorker | None = None  # what its owner says of its worker
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -1,166 +1,65 @@
-"""The workers behind the gateway: whether they are ready, their models, their load, and their cached prefixes.
+"""The workers behind the gateway: polls them, watches their pools, and chooses one for a request.
 
-    1. unknown   the worker has not answered yet
-    2. ready     the worker answered the last poll, at most a second ago
-    3. away      the worker did not answer: it gets no requests, and is polled again
-
-A pool is watched only if several workers serve its model: with a single worker, prefixes decide nothing.
+Workers are listed by hand, or come and go as the allocators know them. An allocator that knows the workers of a model
+routes the model's prompts (`registry.py`). While it is away, mirrors of the pools and the load decide. A mirror without
+news is used for `backend.MIRROR_S`. With a single worker nothing is watched or asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Final, NamedTuple
 
 import structlog
 from quire import AsyncAllocator, AsyncClient
-from quire.errors import DeadlineExceededError, QuireError
-from quire.hashing import prompt_digests, root_digest, salted_root
+from quire.errors import NotFoundError, QuireError
 from quire.mirror import PrefixMirror
-from quire.streams import AsyncChunkStream
 from quire.types import WorkerStatus
 
 from quire_gateway import routing
+from quire_gateway.backend import Backend, Model
 from quire_gateway.calls.plans import Notation
 from quire_gateway.calls.recognition import Named, recognize
 from quire_gateway.failures import MODEL_NOT_FOUND, ApiError, unavailable
+from quire_gateway.registry import Registry
 
 log = structlog.get_logger()
 
 POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
-SILENT_S: Final = 15.0  # seconds that a worker may be silent before its running answers are given up
 WATCH_AGAIN_S: Final = 1.0
-FINGERPRINT_SHOWN: Final = 10  # hexadecimal digits, as in OpenAI's fingerprints
+CONTINUED, DIVERGED = RESUMES = ("continued", "diverged")  # what another worker did with a broken answer
+BY_ALLOCATOR, BY_MIRROR, ALONE = BASES = ("allocator", "mirror", "alone")  # how a prompt's worker was chosen
 NAME_SHOWN: Final = 128  # characters of an unknown model's name that an error shows
 
 
-class Model(NamedTuple):
-    """A model that at least one worker serves: a checkpoint, or an adapter on one."""
+class Chosen(NamedTuple):
+    """The worker for a prompt, and whether its allocator has a reservation for the prompt."""
 
-    name: str  # the name in answers; requests may use aliases of it
-    created_s: int  # when the gateway first saw it
-    sequence_tokens_max: int  # the largest limit among its workers
-    base: str  # name of the checkpoint; equals `name` without an adapter
-    adapter: str  # name of the adapter, or empty
-    fingerprint: str = ""  # changes with the weights of the checkpoint and with the worker's version
-
-
-class Backend:
-    """One worker.
-
-    Attributes:
-        status: its latest status; None before the first poll.
-        is_ready: whether it answered the last poll.
-        fingerprint: identifies its version and weights for callers; empty before the first status.
-        adapters: digests of its loaded adapters, by name.
-        sampling_defaults: the checkpoint's proposed parameters, by name; None for each that it does not propose.
-        in_flight: number of this gateway's requests that it is answering.
-        chosen_count: number of requests ever sent to it.
-        mirror: a copy of its pool's prefix index; None while the pool is not watched.
-        answers: its running answers. An answer that was given up is removed.
-    """
-
-    def __init__(self, client: AsyncClient) -> None:
-        self.client = client
-        self.status: WorkerStatus | None = None
-        self.is_ready = False
-        self.fingerprint = ""
-        self.adapters: dict[str, bytes] = {}
-        self.sampling_defaults: Mapping[str, float | int | None] = {}
-        self.in_flight = 0
-        self.chosen_count = 0
-        self.mirror: PrefixMirror | None = None
-        self.answers: set[AsyncChunkStream] = set()
-        self._load_of_others = 0
-        self._silent_since_s: float | None = None
-        self._is_missed = False  # whether the log already says that it is away
-
-    @property
-    def is_connected(self) -> bool:
-        """Returns whether the worker has a session with its allocator, so that it starts requests at once."""
-        return self.is_ready and self.status is not None and self.status.allocator_connected
-
-    @property
-    def load(self) -> int:
-        """Returns how many requests the worker has: this gateway's as of now, others' as of its last status."""
-        return self.in_flight + self._load_of_others
-
-    def heard(self, status: WorkerStatus) -> None:
-        """Stores a new status of the worker."""
-        if not self.is_ready:
-            log.info("worker answers", address=self.client.address, model=status.model)
-            of_both = hashlib.sha256(status.version.encode() + b"\0" + status.model_fingerprint)
-            self.fingerprint = f"fp_{of_both.hexdigest()[:FINGERPRINT_SHOWN]}"
-        self.status, self.is_ready, self._is_missed, self._silent_since_s = status, True, False, None
-        self.sampling_defaults = asdict(status.sampling_defaults)
-        self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
-
-    def lost(self, error: QuireError) -> None:
-        """Notes that the worker did not answer."""
-        if not self._is_missed:
-            log.warning("worker does not answer", address=self.client.address, error=str(error))
-        self.is_ready, self._is_missed = False, True
-
-    async def miss(self, error: QuireError, asked_s: float) -> None:
-        """Notes that the worker did not answer a poll that began at `asked_s`.
-
-        Gives up the answers of a worker that has been silent for `SILENT_S`: a proxy may keep the connections of a dead
-        worker open, and answer their pings.
-        """
-        self.lost(error)
-        if not isinstance(error, DeadlineExceededError):
-            self._silent_since_s = None
-            return
-        self._silent_since_s = self._silent_since_s or asked_s
-        if time.monotonic() - self._silent_since_s >= SILENT_S:
-            answers, self.answers = self.answers, set()
-            for answer in answers:
-                await answer.aclose()
-
-    def serves(self, model: Model) -> bool:
-        """Tells whether the worker is ready, and has the checkpoint and the adapter."""
-        return (
-            self.is_ready
-            and self.status is not None
-            and self.status.model == model.base
-            and (not model.adapter or model.adapter in self.adapters)
-        )
-
-    def root(self, namespace: str, adapter: str, cache_salt: str = "") -> bytes:
-        """Returns the root of the digests of prompts; the worker has answered."""
-        assert self.status is not None, "its status has the fingerprint of its model"
-        fingerprint, layout = self.status.model_fingerprint, self.status.cache_layout
-        digest = self.adapters.get(adapter, b"")
-        root = root_digest(fingerprint=fingerprint, layout=layout, adapter=digest, namespace=namespace)
-        return salted_root(root, cache_salt)
-
-    def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str, cache_salt: str = "") -> int:
-        """Returns how many tokens of a prompt the worker's pool has cached; 0 while that is unknown."""
-        mirror, status = self.mirror, self.status
-        if mirror is None or status is None or not mirror.is_exact:
-            return 0
-        root = self.root(namespace, adapter, cache_salt)
-        return mirror.matched_token_count(prompt_digests(root, tokens, status.block_size), namespace)
+    backend: Backend
+    is_reserved: bool = False
 
 
 class Fleet:
     """All workers behind the gateway. Lifecycle: construct inside the event loop, `open`, `close`.
 
     Args:
-        workers: one client for each worker.
+        workers: one client for each worker that is listed by hand.
         allocators: clients of the allocators that have the workers' pools.
         written: returns the formats that options name for a model's calls and reasoning.
         applies_defaults: whether requests get the sampling parameters that checkpoints propose.
+        connect: returns a client for an address. With it, the workers that the allocators know are added.
 
     Attributes:
         allocators: clients of the allocators.
+        registry: the workers that the allocators know.
+        routes: number of prompts by how their worker was chosen, one of `BASES`.
+        resumes: number of broken answers by what another worker did with them, one of `RESUMES`.
+        lost_reservation_count: reservations whose worker refused the prompt, or ended before its first token.
         spelled: the bytes of each model's tokens, filled on demand; at most the whole vocabulary.
         settled: whether a model's tokens have the same bytes at every place in a text, for the models asked so far.
         turn: a lock. After a large chunk, one answer at a time holds it before it reads its next chunk.
@@ -173,13 +72,21 @@ class Fleet:
         written: Callable[[str], Named] = lambda _: Named(),
         *,
         applies_defaults: bool = True,
+        connect: Callable[[str], AsyncClient] | None = None,
     ) -> None:
         self.backends = [Backend(client) for client in workers]
         self.allocators, self._written = allocators, written
+        self.registry = Registry(allocators)
+        self.routes = Counter(dict.fromkeys(BASES, 0))
+        self.resumes = Counter(dict.fromkeys(RESUMES, 0))
+        self.lost_reservation_count = 0
+        self._connect = connect
+        self._found_at: dict[str, Backend] = {}  # workers that the allocators know, by registered address
         self._applies_defaults = applies_defaults
         self._told_defaults: set[str] = set()  # models with logged defaults
         self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
+        self._tasks_of: dict[Backend, list[asyncio.Task[None]]] = {}
         self._created_s: dict[str, int] = {}
         self._seen: list[tuple[bool, WorkerStatus | None, dict[str, bytes]]] = []  # by backend, for `_served`
         self._served: dict[str, Model] = {}
@@ -189,14 +96,18 @@ class Fleet:
 
     async def open(self) -> None:
         """Asks each worker for its status once, then keeps polling in the background."""
+        if self._connect is not None:
+            await self.registry.look()
+            self._add_found()
         await asyncio.gather(*map(self._ask, self.backends))
-        self._tasks = [asyncio.create_task(self._poll(backend)) for backend in self.backends]
-        if len(self.backends) > 1 and self.allocators:
-            self._tasks += [asyncio.create_task(self._watch(backend)) for backend in self.backends]
+        for backend in self.backends:
+            self._attend(backend)
+        if self._connect is not None or (len(self.backends) > 1 and self.allocators):
+            self._tasks = [asyncio.create_task(self._keep_looking())]
 
     async def close(self) -> None:
         """Ends every call and every connection."""
-        tasks = [*self._tasks, *self._notations.values()]
+        tasks = [*self._tasks, *self._notations.values(), *(each for one in self._tasks_of.values() for each in one)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -330,8 +241,7 @@ class Fleet:
             cache_salt: the salt of the request.
             cache_key: the caller's `prompt_cache_key`.
         """
-        candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
-        candidates = [backend for backend in candidates if backend.is_connected] or candidates
+        candidates = self._candidates(model, without)
         if len(candidates) < 2:
             return next(iter(candidates), None)
         standings = [
@@ -344,10 +254,89 @@ class Fleet:
         ]
         return candidates[routing.best(standings)]
 
+    async def choose(
+        self,
+        model: Model,
+        tokens: Sequence[int],
+        namespace: str,
+        without: Collection[Backend],
+        cache_salt: str,
+        *,
+        cache_key: str = "",
+        reads_cache: bool = True,
+    ) -> Chosen | None:
+        """Returns the worker that an allocator names for a prompt, or else what `backend` returns.
+
+        An allocator ignores the cache key. `reads_cache` tells whether the worker will look for the prompt in its
+        cache; see `backend` for the other arguments.
+        """
+        candidates = self._candidates(model, without)
+        if len(candidates) > 1:
+            read = tokens if reads_cache else ()
+            found = await self.registry.route(model, candidates, (tokens, read), namespace, cache_salt)
+            if found is not None:
+                self.routes[BY_ALLOCATOR] += 1
+                return Chosen(*found)
+        backend = self.backend(model, tokens, namespace, without, cache_salt, cache_key=cache_key)
+        if backend is None:
+            return None
+        self.routes[BY_MIRROR if len(candidates) > 1 else ALONE] += 1
+        return Chosen(backend)
+
+    def _candidates(self, model: Model, without: Collection[Backend]) -> list[Backend]:
+        candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
+        return [backend for backend in candidates if backend.is_connected] or candidates
+
     def block_size(self, model: Model) -> int:
         """Returns the largest number of tokens in a block among the workers of a model."""
         statuses = [backend.status for backend in self.backends if backend.serves(model)]
         return max((status.block_size for status in statuses if status is not None), default=0)
+
+    def _attend(self, backend: Backend) -> None:
+        """Starts the tasks that keep the facts about a worker up to date."""
+        tasks = [asyncio.create_task(self._poll(backend))]
+        if self.allocators and (self._connect is not None or len(self.backends) > 1):
+            tasks.append(asyncio.create_task(self._watch(backend)))
+        self._tasks_of[backend] = tasks
+
+    async def _keep_looking(self) -> None:
+        """Learns again and again which workers the allocators know."""
+        while True:
+            await self.registry.look()
+            if self._connect is not None:
+                for backend in self._add_found():
+                    await self._ask(backend)
+                    self._attend(backend)
+                await self._remove_gone()
+            await asyncio.sleep(POLL_S)
+
+    def _add_found(self) -> list[Backend]:
+        """Adds the workers that the allocators know, and returns the new ones."""
+        assert self._connect is not None
+        added = []
+        for address in sorted(self.registry.addresses() - self._found_at.keys()):
+            try:
+                client = self._connect(address)
+            except (QuireError, ValueError) as error:
+                log.warning("a registered worker's address cannot be used", address=address, error=str(error))
+                continue
+            self._found_at[address] = backend = Backend(client)
+            added.append(backend)
+        self.backends += added
+        return added
+
+    async def _remove_gone(self) -> None:
+        """Removes workers that no allocator knows any more and that do not answer."""
+        known = self.registry.addresses()
+        for address, backend in list(self._found_at.items()):
+            if address in known or backend.is_ready or backend.in_flight:
+                continue
+            log.info("worker is gone", address=address)
+            del self._found_at[address]
+            self.backends.remove(backend)
+            for task in self._tasks_of.pop(backend, ()):
+                task.cancel()
+            await backend.client.close()
 
     async def _poll(self, backend: Backend) -> None:
         while True:
@@ -372,12 +361,18 @@ class Fleet:
         self.served()  # records when each model was first seen
 
     async def _watch(self, backend: Backend) -> None:
-        """Mirrors the worker's pool until it is cancelled. While that fails, the worker's load alone decides."""
+        """Mirrors the worker's pool until it is cancelled. Without a mirror, the worker's load alone decides."""
         while True:
-            if backend.status is not None:
+            if backend.status is not None and len(self.backends) > 1:
+                pool, missing_count = backend.status.pool, 0
                 for allocator in self.allocators:
-                    with contextlib.suppress(QuireError):
-                        await self._follow(backend, allocator, backend.status.pool)
+                    try:
+                        await self._follow(backend, allocator, pool)
+                    except NotFoundError:
+                        missing_count += 1
+                    except QuireError:
+                        pass
+                if missing_count == len(self.allocators):
                     backend.mirror = None
             await asyncio.sleep(WATCH_AGAIN_S)
 
@@ -395,4 +390,5 @@ class Fleet:
                 if event.session_id != session:  # A new session may have other groups.
                     return
                 mirror.apply(event)
-                backend.mirror = mirror
+                if mirror.is_exact or backend.mirror is None:
+                    backend.mirror, backend.events = mirror, events

@@ -9,8 +9,9 @@ from typing import Any, Final
 from quire.errors import QuireError
 from quire.views import RequestInfo
 
+from quire_gateway.backend import Backend
 from quire_gateway.entries import Entry
-from quire_gateway.fleet import Backend, Fleet
+from quire_gateway.fleet import Fleet
 
 WORKER_S: Final = 2.0  # seconds that a worker has to list its requests
 

@@ -32,6 +32,11 @@ METRIC_NAMES: Final = frozenset(
         "quire_gateway_worker_load",
         "quire_gateway_worker_watched",
         "quire_gateway_key_requests_total",
+        "quire_gateway_mirror_age_seconds",
+        "quire_gateway_allocator_ready",
+        "quire_gateway_routes_total",
+        "quire_gateway_reservations_lost_total",
+        "quire_gateway_resumes_total",
         "quire_gateway_key_tokens_total",
         "quire_gateway_key_errors_total",
         "quire_gateway_retries_total",
@@ -157,9 +162,46 @@ class GatewayCollector(Collector):
             ready.add_metric((*address, model), float(backend.is_ready))
             chosen.add_metric(address, backend.chosen_count)
             load.add_metric(address, backend.load)
-            watched.add_metric(address, float(backend.mirror is not None and backend.mirror.is_exact))
+            watched.add_metric(address, float(backend.is_mirrored))
         yield from (ready, chosen, load, watched)
+        yield from self._of_routing()
         yield dropped_lines("quire_gateway")
+
+    def _of_routing(self) -> Iterator[Metric]:
+        age = GaugeMetricFamily(
+            "quire_gateway_mirror_age_seconds",
+            "Seconds since the allocator's last message on a worker's pool, one every 5 s; 0 if the pool is not known.",
+            labels=("worker",),
+        )
+        for backend in self._fleet.backends:
+            age.add_metric((backend.client.address,), backend.mirror_age_s)
+        answers = GaugeMetricFamily(
+            "quire_gateway_allocator_ready",
+            "Whether an allocator answered when it was last asked for its workers or for a route; 0 if never asked.",
+            labels=("allocator",),
+        )
+        for known in self._fleet.registry.known:
+            answers.add_metric((known.allocator.address,), float(known.is_ready))
+        routes = CounterMetricFamily(
+            "quire_gateway_routes",
+            "Prompts by what chose their worker: the allocator, the gateway's mirrors and load, or no other worker.",
+            labels=("by",),
+        )
+        for by, count in self._fleet.routes.items():
+            routes.add_metric((by,), count)
+        resumes = CounterMetricFamily(
+            "quire_gateway_resumes",
+            "Answers whose worker ended, by what the next worker did: continued the text, or diverged from it.",
+            labels=("result",),
+        )
+        for result, count in self._fleet.resumes.items():
+            resumes.add_metric((result,), count)
+        yield from (age, answers, routes, resumes)
+        yield CounterMetricFamily(
+            "quire_gateway_reservations_lost",
+            "Reservations whose worker refused the prompt or ended before its first token.",
+            self._fleet.lost_reservation_count,
+        )
 
     def _by_key(self) -> Iterator[Metric]:
         """Yields the use of keys: of the `KEYS_SHOWN` names with most requests, and of all others together."""

@@ -37,8 +37,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Reads the command line of the gateway."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    options.worker = options.worker or _listed("QUIRE_WORKER", "127.0.0.1:7071")
-    options.allocator = options.allocator or _listed("QUIRE_ALLOCATOR", "127.0.0.1:7070")
+    options.worker = options.worker or _listed("QUIRE_WORKER")
+    options.allocator = options.allocator or _listed("QUIRE_ALLOCATOR") or ["127.0.0.1:7070"]
     for name in ("max_body_bytes", "max_in_flight"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -65,14 +65,15 @@ def make_parser() -> Parser:
         "--worker",
         action="append",
         metavar="ADDRESS",
-        help="address of a worker; may be repeated (default: $QUIRE_WORKER, separated by commas, or 127.0.0.1:7071)",
+        help="address of a worker; may be repeated (default: $QUIRE_WORKER, separated by commas, or the workers that "
+        "the allocators know, as they come and go)",
     )
     parser.add_argument(
         "--allocator",
         action="append",
         metavar="ADDRESS",
-        help="address of an allocator of these workers; the gateway asks it where prefixes are cached, if several "
-        "workers serve a model; may be repeated (default: $QUIRE_ALLOCATOR, separated by commas, or 127.0.0.1:7070)",
+        help="address of an allocator of these workers, which routes the prompts of a model that several workers "
+        "serve; may be repeated (default: $QUIRE_ALLOCATOR, separated by commas, or 127.0.0.1:7070)",
     )
     parser.add_argument(
         "--api-keys",
@@ -232,6 +233,5 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _listed(variable: str, default: str) -> list[str]:
-    given = [address.strip() for address in os.environ.get(variable, "").split(",") if address.strip()]
-    return given or [default]
+def _listed(variable: str) -> list[str]:
+    return [address.strip() for address in os.environ.get(variable, "").split(",") if address.strip()]

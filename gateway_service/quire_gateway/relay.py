@@ -1,39 +1,33 @@
-"""Sends a request to workers: tokenizes its prompts, chooses a worker for each, and yields the pieces of their answers.
-
-If a worker refuses because it is full, stopping or unreachable, the next worker is asked, unless text was already sent.
-If all refuse, the caller gets the error of the last one.
-"""
+"""Sends a request to workers: tokenizes its prompts, and yields the pieces of the answers to all of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Final, NamedTuple, cast
 
 import structlog
 from quire import AsyncBranch
-from quire.errors import QuireError, Reason
+from quire.errors import QuireError
 from quire.sampling import CachePolicy, Chunk, SamplingOptions
-from quire.streams import AsyncChunkStream
 
 from quire_gateway.answer_sizes import VALUE_BYTES, bounded, bytes_of, told_bytes_of
+from quire_gateway.answering import answers_of, answers_of_branch, busy
 from quire_gateway.asks import Ask, with_defaults
+from quire_gateway.backend import Backend, Model
 from quire_gateway.calls.plans import TAIL_TOKENS, CallPlan, ends_behind_reasoning, ends_in_reasoning, plan_of
 from quire_gateway.continuing import Said, continued
 from quire_gateway.conversations import Chat
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, full_of_answers, of_quire, unavailable
-from quire_gateway.fleet import Backend, Fleet, Model
+from quire_gateway.fleet import Fleet
 from quire_gateway.shares import Charge
 from quire_gateway.spelling import Speller
 from quire_gateway.unary_calls import ELSEWHERE, tokens_of
 
 log = structlog.get_logger()
 
-REQUEST_ID_MAX: Final = 64
-# seconds between pieces of an answer that is sent as a whole: each piece costs the worker time
-WHOLE_INTERVAL_S: Final = 1.0
 LARGE_BYTES: Final = 1_000 * VALUE_BYTES  # bytes of a chunk that takes the event loop some milliseconds to read
 QUEUED_MAX: Final = 64  # unread pieces, for requests with several prompts
 
@@ -193,7 +187,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Str
         ApiError: a worker failed, no worker is left, or the answer takes too much memory.
     """
     if len(call.tokens) == 1:
-        answers = _answers(fleet, call, 0) if call.held is None else _of_branch(call, call.held)
+        answers = answers_of(fleet, call, 0) if call.held is None else answers_of_branch(call, call.held)
         async with aclosing(answers) as chunks:
             async for chunk in chunks:
                 await _charged(fleet, memory, call, chunk)
@@ -204,7 +198,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Str
     room = asyncio.Semaphore(QUEUED_MAX)
 
     async def read(number: int) -> None:
-        async with aclosing(_answers(fleet, call, number)) as chunks:
+        async with aclosing(answers_of(fleet, call, number)) as chunks:
             async for chunk in chunks:
                 await _charged(fleet, memory, call, chunk)
                 await room.acquire()
@@ -255,88 +249,6 @@ async def _charged(fleet: Fleet, memory: Charge, call: Call, chunk: Chunk) -> No
             await asyncio.sleep(0)
 
 
-async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chunk, None]:
-    """Yields the chunks of one prompt, from the first worker that accepts it.
-
-    Raises:
-        ApiError: a worker failed, or no worker is left.
-    """
-    ask, tokens = call.ask, call.tokens[number]
-    options = cast("SamplingOptions", dict(ask.options))
-    options.pop("echo", None)  # A worker would return the text of its tokens, but the gateway knows the caller's text.
-    room = call.model.sequence_tokens_max - len(tokens)
-    longest = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
-    options["max_tokens"] = 1 if ask.is_prompt_alone else longest
-    request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
-    asked: list[Backend] = []
-    refusal: ApiError | None = None
-    about = (call.model, tokens, call.namespace, asked, ask.cache_salt)
-    while (backend := fleet.backend(*about, cache_key=ask.cache_key)) is not None:
-        asked.append(backend)
-        call.entry.workers.append(backend.client.address)
-        call.entry.retry_count += len(asked) > 1
-        has_begun = False
-        try:
-            async with backend.client.stream(
-                tokens,
-                namespace=call.namespace,
-                cache_salt=ask.cache_salt,
-                cache=call.cache,
-                adapter=call.model.adapter,
-                request_id=request_id,
-                timeout_s=call.timeout_s,
-                priority=ask.priority,
-                interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
-                **options,
-            ) as chunks:
-                with _counted(backend, chunks):
-                    async for chunk in chunks:
-                        has_begun = True
-                        yield chunk
-                    if chunks in backend.answers:
-                        return
-            log.warning("worker stopped answering", address=backend.client.address, request_id=request_id)
-            refusal = unavailable("the worker stopped answering: try again")
-            if has_begun:
-                raise refusal
-        except QuireError as error:
-            refusal = of_quire(error, ask.names)
-            if error.reason is None:  # The caller's error leaves this text out, so it is logged.
-                log.warning("worker failed", address=backend.client.address, request_id=request_id, error=str(error))
-            # The adapter may have been unloaded since that worker last listed its adapters.
-            if has_begun or not (error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN):
-                raise refusal from None
-    raise refusal or unavailable("no worker answers")
-
-
-async def _of_branch(call: Call, held: Held) -> AsyncGenerator[Chunk, None]:
-    """Yields the chunks that continue a branch.
-
-    Raises:
-        ApiError: the worker failed, or no longer knows the branch.
-    """
-    ask, backend = call.ask, held.backend
-    options = cast("SamplingOptions", {**ask.options, "max_tokens": ask.max_tokens})
-    try:
-        async with held.branch.stream(
-            request_id=call.request_id,
-            timeout_s=call.timeout_s,
-            priority=ask.priority,
-            interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
-            **options,
-        ) as chunks:
-            with _counted(backend, chunks):
-                async for chunk in chunks:
-                    if chunk.usage is not None:
-                        usage = chunk.usage
-                        held.branch.token_count = usage.prompt_token_count + usage.output_token_count
-                    yield chunk
-                if chunks not in backend.answers:
-                    raise unavailable("the worker that holds the branch stopped answering")
-    except QuireError as error:
-        raise of_quire(error, ask.names) from None
-
-
 async def prefilled(
     fleet: Fleet,
     model: Model,
@@ -368,24 +280,3 @@ async def prefilled(
             if error.code not in ELSEWHERE:
                 raise refusal from None
     raise refusal
-
-
-@contextmanager
-def busy(backend: Backend) -> Iterator[None]:
-    """Counts a call of a worker while it runs."""
-    backend.in_flight += 1
-    backend.chosen_count += 1
-    try:
-        yield
-    finally:
-        backend.in_flight -= 1
-
-
-@contextmanager
-def _counted(backend: Backend, answer: AsyncChunkStream) -> Iterator[None]:
-    with busy(backend):
-        backend.answers.add(answer)
-        try:
-            yield
-        finally:
-            backend.answers.discard(answer)

@@ -157,12 +157,17 @@ async def serve(options: argparse.Namespace) -> None:
     key_file: KeyFile | None = None
     stop = stop_event(lambda: None if key_file is None else key_file.read())
     to_workers = tls_of(options.worker_ca, options.worker_cert, options.worker_key, "--worker-ca")
+
+    def connect(address: str) -> AsyncClient:
+        return AsyncClient(address, token=token, tls=to_workers)
+
     with bind(options.listen) as listener:
         fleet = Fleet(
-            [AsyncClient(address, token=token, tls=to_workers) for address in options.worker],
+            [connect(address) for address in options.worker],
             [AsyncAllocator(address, token=token, tls=to_workers) for address in options.allocator],
             lambda model: named_notation(options, model),
             applies_defaults=options.generation_config == "auto",
+            connect=None if options.worker else connect,
         )
         telemetry = Telemetry()
         app = make_app(
@@ -199,7 +204,7 @@ async def serve(options: argparse.Namespace) -> None:
         serving = asyncio.create_task(server.serve([listener]))
         host, port = options.listen.rpartition(":")[0], listener.getsockname()[1]
         write_ready_file(options.ready_file, address=f"{host}:{port}")
-        log.info("serving", address=f"{host}:{port}", workers=len(options.worker), keys=keys is not None)
+        log.info("serving", address=f"{host}:{port}", workers=len(fleet.backends), keys=keys is not None)
         stopping, looking = asyncio.create_task(stop.wait()), asyncio.create_task(_look_again(key_file))
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         log.info("draining", in_flight=telemetry.in_flight)

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final
 
 from quire_gateway import unary_calls
-from quire_gateway.fleet import Fleet, Model
+from quire_gateway.backend import Model
+from quire_gateway.fleet import Fleet
 from quire_gateway.probabilities import Columns, Told, in_slices
 
 CONTEXT_TOKENS: Final = 16  # preceding tokens sent along with a token, because a worker skips special ones among them

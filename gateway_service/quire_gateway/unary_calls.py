@@ -12,9 +12,10 @@ from quire.errors import QuireError
 from quire.types import TextTokens
 
 from quire_gateway.asks import Prompt
+from quire_gateway.backend import Backend, Model
 from quire_gateway.conversations import Chat
 from quire_gateway.failures import of_quire, unavailable
-from quire_gateway.fleet import Backend, Fleet, Model
+from quire_gateway.fleet import Fleet
 
 # After these errors, another worker may accept the call.
 ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}

@@ -264,11 +264,12 @@ GATEWAYS: Final = Row(
     [
         Plot(
             "Workers as gateways see them",
-            "1 while a worker answers its gateway, and 1 while the gateway knows what its pool holds.",
+            "1 while a worker or an allocator answers its gateway, and 1 while the gateway knows what a pool holds.",
             "short",
             [
                 ("quire_gateway_worker_ready", "{{worker}} {{model}} ready"),
                 ("quire_gateway_worker_watched", "{{worker}} watched"),
+                ("quire_gateway_allocator_ready", "{{allocator}} ready"),
             ],
             largest=1,
             runbook="QuireRoutingBlind",
@@ -296,6 +297,22 @@ GATEWAYS: Final = Row(
                     "{{instance}} {{model}} tries again, a second",
                 ),
             ],
+        ),
+        Plot(
+            "How prompts find their worker",
+            "By the allocator, by mirrors while it is away, or alone; what was lost and continued when workers ended.",
+            "reqps",
+            [
+                (f"sum by (by) (rate(quire_gateway_routes_total{RATE}))", "{{by}}"),
+                (f"sum(rate(quire_gateway_reservations_lost_total{RATE}))", "reservations lost"),
+                (f"sum by (result) (rate(quire_gateway_resumes_total{RATE}))", "broken answers {{result}}"),
+            ],
+        ),
+        Plot(
+            "Age of mirrors",
+            "Seconds since the allocator's last message on a pool: above 5 s mirrors are stale, above 60 s unused.",
+            "s",
+            [("max by (worker) (quire_gateway_mirror_age_seconds)", "{{worker}}")],
         ),
     ],
 )

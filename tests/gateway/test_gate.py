@@ -19,7 +19,7 @@ from quire.cli.app import app as cli
 from quire.errors import Reason, UnavailableError, UsageError
 from quire.local import ServerFailedError
 from quire.v1 import worker_pb2 as pb
-from quire_gateway.fleet import Backend
+from quire_gateway.backend import Backend
 from quire_gateway.keys import ApiKeys
 from typer.testing import CliRunner
 

@@ -13,7 +13,7 @@ from quire.hashing import prompt_digests, root_digest
 from quire.local import LocalStack, ServerProcess
 from quire.mirror import PrefixMirror
 from quire.v1 import worker_pb2 as pb
-from quire_gateway.fleet import Backend
+from quire_gateway.backend import Backend
 from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best, preference_of
 
 from tests.client.servers import scripted_server

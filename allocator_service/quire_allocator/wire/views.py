@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -21,6 +21,7 @@ from quire_allocator.core.readers import usage
 from quire_allocator.core.readers.usage import PrefixUse
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.sequence import SequenceState
+from quire_allocator.routing.router import Worker
 from quire_allocator.wire import translate
 
 _VIEW_FIELDS: Final = range(2, 6)  # reserved in GetPoolRequest
@@ -29,7 +30,9 @@ _NO_SEQUENCE: Final = 1 << 64  # higher than any id
 _PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 
 
-def pool_page(owners: Iterable[Ownership], request: pb.ListPoolsRequest, now: float) -> pb.ListPoolsResponse:
+def pool_page(
+    owners: Iterable[Ownership], request: pb.ListPoolsRequest, summary_of: Callable[[Ownership], pb.PoolSummary]
+) -> pb.ListPoolsResponse:
     """Returns a page of pools, in the order of their names, without their quotas.
 
     Raises:
@@ -44,7 +47,7 @@ def pool_page(owners: Iterable[Ownership], request: pb.ListPoolsRequest, now: fl
         if len(response.pools) == count_max or byte_count >= limits.POOLS_PAGE_BYTES_MAX:
             response.next_page_token = _page_token(response.pools[-1].pool)
             break
-        each = summary(owner, now)
+        each = summary_of(owner)
         each.spec.ClearField("quotas")
         response.pools.append(each)
         byte_count += each.ByteSize()
@@ -77,8 +80,8 @@ def _unknown_token() -> Refusal:
     return Refusal("MALFORMED", text, field="page_token")
 
 
-def summary(owner: Ownership, now: float) -> pb.PoolSummary:
-    """Returns the summary of a pool. `now`, in seconds, gives the remaining lease."""
+def summary(owner: Ownership, now: float, worker: Worker | None) -> pb.PoolSummary:
+    """Returns the summary of a pool with its worker. `now`, in seconds, gives the remaining lease."""
     blocks = owner.pool.blocks
     return pb.PoolSummary(
         pool=owner.name,
@@ -99,6 +102,18 @@ def summary(owner: Ownership, now: float) -> pb.PoolSummary:
         unwritten_slot_count=usage.unwritten_slot_count(owner.pool),
         promised_block_count=owner.pool.admission.promised_block_count,
         evicted_block_count=blocks.evicted_count,
+        worker=None if worker is None else _worker_message(worker),
+    )
+
+
+def _worker_message(worker: Worker) -> pb.RoutedWorker:
+    """Returns the message of what an owner says of its worker."""
+    return pb.RoutedWorker(
+        address=worker.address,
+        model=worker.model,
+        adapters=sorted(worker.adapters),
+        prefill_tokens_per_s=worker.prefill_tokens_per_s,
+        draining=worker.is_draining,
     )
 
 

@@ -223,6 +223,11 @@ class Server:
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()
 
+    @property
+    def address(self) -> str:
+        """Returns the address that the server listens on, once it is started."""
+        return self._address
+
     async def announce(self) -> None:
         """Reports that the server is ready, and writes the ready file."""
         assert self._metrics is not None, "announce() was called before start()"

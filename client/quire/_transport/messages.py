@@ -128,6 +128,14 @@ def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
     return types.PoolSpec(**values)
 
 
+def routed_worker_message(worker: types.RoutedWorker) -> pb.RoutedWorker:
+    """Converts what routers may know of a worker to a message."""
+    rate = worker.prefill_tokens_per_s
+    message = pb.RoutedWorker(adapters=worker.adapters, draining=worker.draining)
+    numbers = {"address": worker.address, "model": worker.model, "prefill_tokens_per_s": rate}
+    return fill(message, reason=Reason.MALFORMED, **numbers)
+
+
 def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
     """Converts a message to a pool's summary."""
     values = values_of(message)
@@ -135,7 +143,10 @@ def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
         spec=pool_spec(message.spec),
         session_kind=views.SessionKind(message.session_kind),
         groups=tuple(views.GroupUsage(**values_of(group)) for group in message.groups),
+        worker=None,
     )
+    if message.HasField("worker"):
+        values["worker"] = types.RoutedWorker(**{**values_of(message.worker), "adapters": (*message.worker.adapters,)})
     return views.PoolSummary(**values)
 
 

@@ -103,6 +103,7 @@ class PoolOwner:
         heartbeat_s, silence_s: interval of the owner's heartbeats, and the allocator's silence before the owner
             replaces its stream. The last allocator chose both values.
         lease_s: seconds of silence after which the allocator drops the pool; infinite until known.
+        worker: what routers may know of the pool's worker. Each attach carries it, and the heartbeat after a change.
         report_count, disagreement_count: number of requested reports; how often the owner's and the allocator's states
             differed.
     """
@@ -129,6 +130,8 @@ class PoolOwner:
         self._misread_count = 0  # consecutive reports after which the allocator's state still differed
         self._unanswered: deque[packed.SessionRequest] = deque()
         self._unheard_heartbeats = 0
+        self.worker: pb.RoutedWorker | None = None
+        self._told_worker: pb.RoutedWorker | None = None
 
     @property
     def has_room(self) -> bool:
@@ -169,9 +172,11 @@ class PoolOwner:
                     last_step=self.last_step,
                     spec=self.spec,
                     window=self.window,
+                    worker=self.worker,
                 )
             )
         )
+        self._told_worker = self.worker
 
     def lose_stream(self) -> None:
         """Notes that the stream is lost. Unanswered steps are sent again on the next one."""
@@ -270,7 +275,9 @@ class PoolOwner:
         if self.phase in (Phase.OPEN, Phase.REPORTING):
             # While the owner reports, the allocator answers the report before any heartbeat.
             self._unheard_heartbeats += self.phase is Phase.OPEN
-            self.outbox.append(packed.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
+            news = None if self.worker == self._told_worker else self.worker
+            self._told_worker = self.worker
+            self.outbox.append(packed.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step, worker=news)))
 
     def detach(self) -> None:
         """Gives the pool back. The allocator then ends the stream."""

@@ -33,19 +33,20 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Self
 
 from quire._transport.backoff import Backoff
+from quire._transport.messages import routed_worker_message
 from quire.errors import FailedPreconditionError, InternalError, QuireError, Reason, UnavailableError
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session.answers import Answers
 from quire.session.call import EndedError, SessionCall, SessionStub
-from quire.session.ledger import Ledger
 from quire.session.liveness import Silence
 from quire.session.lookahead import AHEAD_TOKENS, RoomAhead
 from quire.session.owner import LedgerLostError, Phase, PoolOwner, Verdict
+from quire.session.owner_view import OwnerView
 from quire.session.waits import Waits
+from quire.types import RoutedWorker
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
-from quire.v1 import server_pb2
 
 TICKS_PER_HEARTBEAT: Final = 4  # Silence is checked this often.
 # Seconds between streams, before jitter. While no stream succeeds, the pause grows from 0.01 to 0.16.
@@ -55,7 +56,7 @@ WINDOW: Final = 4
 log = logging.getLogger(__name__)
 
 
-class AsyncSession:
+class AsyncSession(OwnerView):
     """Owns one pool over a stream. A session is opened once, and one task at a time may call its methods.
 
     Args:
@@ -113,30 +114,10 @@ class AsyncSession:
         """Tells whether a stream is attached."""
         return self._connected
 
-    @property
-    def limits(self) -> server_pb2.Limits:
-        """Returns the allocator's limits, which are known once the session is open."""
-        return self._owner.limits
-
-    @property
-    def ledger(self) -> Ledger:
-        """Returns the record of the pool after the last answer. Do not change it."""
-        return self._owner.ledger
-
-    @property
-    def unanswered_count(self) -> int:
-        """Returns the number of submitted steps without an answer."""
-        return self._owner.unanswered_count
-
-    @property
-    def report_count(self) -> int:
-        """Returns how many block reports allocators have requested."""
-        return self._owner.report_count
-
-    @property
-    def disagreement_count(self) -> int:
-        """Returns how often the allocator's state differed from this session's."""
-        return self._owner.disagreement_count
+    def register(self, worker: RoutedWorker) -> None:
+        """Tells the allocator what routers may know of this pool's worker: at once, and again after each outage."""
+        self._owner.worker = routed_worker_message(worker)
+        self._send_heartbeat()
 
     async def open(self) -> None:
         """Attaches. Waits without a limit for an allocator that is down, or for a former owner's lease to end.
@@ -364,12 +345,14 @@ class AsyncSession:
             if silence_s >= self._owner.silence_s and self._call is not None:
                 self._fell_silent = True
                 self._drop()
-            if tick % TICKS_PER_HEARTBEAT:
-                continue
-            self._owner.heartbeat()
-            # An active sender sends the heartbeat, too; if it hangs, silence ends the stream.
-            if self._call is not None and not self._call.is_sending:
-                self._flush_soon()
+            if tick % TICKS_PER_HEARTBEAT == 0:
+                self._send_heartbeat()
+
+    def _send_heartbeat(self) -> None:
+        self._owner.heartbeat()
+        # An active sender sends the heartbeat, too; if it hangs, silence ends the stream.
+        if self._call is not None and not self._call.is_sending:
+            self._flush_soon()
 
     async def _wait_for_change(self) -> None:
         self._changed.clear()

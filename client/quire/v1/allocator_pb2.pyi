@@ -685,6 +685,7 @@ class PoolSummary(_message.Message):
     UNWRITTEN_SLOT_COUNT_FIELD_NUMBER: _builtins.int
     PROMISED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Its name."""
     session_kind: Global___SessionKind.ValueType
@@ -722,6 +723,10 @@ class PoolSummary(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupUsage]:
         """Blocks by group, in order of the groups. Groups with equal specifications have equal numbers."""
 
+    @_builtins.property
+    def worker(self) -> Global___RoutedWorker:
+        """What its owner says of its worker; absent where it says nothing."""
+
     def __init__(
         self,
         *,
@@ -740,10 +745,11 @@ class PoolSummary(_message.Message):
         unwritten_slot_count: _builtins.int = ...,
         promised_block_count: _builtins.int = ...,
         evicted_block_count: _builtins.int = ...,
+        worker: Global___RoutedWorker | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "connected", b"connected", "empty_block_count", b"empty_block_count", "evicted_block_count", b"evicted_block_count", "groups", b"groups", "held_block_count", b"held_block_count", "last_step", b"last_step", "lease_remaining_ms", b"lease_remaining_ms", "pool", b"pool", "promised_block_count", b"promised_block_count", "sequence_count", b"sequence_count", "session_kind", b"session_kind", "spec", b"spec", "table_entry_count", b"table_entry_count", "unwritten_slot_count", b"unwritten_slot_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "connected", b"connected", "empty_block_count", b"empty_block_count", "evicted_block_count", b"evicted_block_count", "groups", b"groups", "held_block_count", b"held_block_count", "last_step", b"last_step", "lease_remaining_ms", b"lease_remaining_ms", "pool", b"pool", "promised_block_count", b"promised_block_count", "sequence_count", b"sequence_count", "session_kind", b"session_kind", "spec", b"spec", "table_entry_count", b"table_entry_count", "unwritten_slot_count", b"unwritten_slot_count", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

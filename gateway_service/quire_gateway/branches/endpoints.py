@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire_gateway import relay, unary_calls
 from quire_gateway.answer_sizes import bounded
+from quire_gateway.answering import busy
 from quire_gateway.asks import Ask, of_continuation, with_defaults
 from quire_gateway.branches.bodies import ExtendBody, ForkBody, GenerateBody, PrefillBody, ScoreBody
 from quire_gateway.branches.held import Branch, Branches
@@ -21,7 +22,7 @@ from quire_gateway.conversations import Chat, prompt_of
 from quire_gateway.description import described
 from quire_gateway.failures import PROMPT, invalid, of_quire, unsupported
 from quire_gateway.plain_route import got
-from quire_gateway.relay import Call, busy
+from quire_gateway.relay import Call
 from quire_gateway.replies import CompletionForm
 from quire_gateway.serving import Served
 from quire_gateway.work import Computed, Work, json_response

@@ -18,8 +18,8 @@ from typing import Any
 
 from quire.errors import QuireError
 
+from quire_gateway.backend import Model
 from quire_gateway.failures import BRANCH_NOT_FOUND, ApiError
-from quire_gateway.fleet import Model
 from quire_gateway.relay import Held
 
 

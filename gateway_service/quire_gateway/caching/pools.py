@@ -14,8 +14,9 @@ from quire.hashing import block_digests, prompt_digests
 from quire.types import GroupKind, WorkerStatus
 from quire.views import CacheDropped
 
+from quire_gateway.backend import Backend
 from quire_gateway.failures import ApiError, invalid, of_quire, unavailable
-from quire_gateway.fleet import Backend, Fleet
+from quire_gateway.fleet import Fleet
 from quire_gateway.relay import Call
 
 DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator takes until a worker's next step

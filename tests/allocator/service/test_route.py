@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from quire import AsyncAllocator
+from quire import AsyncAllocator, PoolSpec
 from quire.errors import NotFoundError, Reason
 from quire.protocol.features import ROUTE
+from quire.types import RoutedWorker
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.metrics.collector import AllocatorCollector
 
@@ -101,6 +104,35 @@ async def test_an_owner_of_a_stream_registers_changes_and_leaves(
     await owner.send(DETACH)
     await owner.call.read()
     assert samples(allocator)["quire_allocator_reservations_total lost"] == 2
+
+
+async def test_a_session_registers_and_repeats_it_after_an_outage(
+    allocator: RunningAllocator, client: AsyncAllocator
+) -> None:
+    async def heard(worker: RoutedWorker) -> None:
+        async with asyncio.timeout(60):
+            while (await client.get_pool("s")).worker != worker:
+                pass
+
+    session = client.session("s", PoolSpec.full_attention(block_count=8, block_size=4))
+    first = RoutedWorker("s:1", "m", ("tuned",))
+    session.register(first)
+    async with session:
+        assert (await client.get_pool("s")).worker == first
+        assert [each.worker for each in await client.list_pools()] == [first]
+        assert (await client.route("m", b"", 1)).address == "s:1"
+        session.register(second := replace(first, prefill_tokens_per_s=7, draining=True))
+        await heard(second)
+        allocator.service.sessions.router.register("s", None)
+        session._drop()  # as if the connection had broken
+        await heard(second)
+    await opened(allocator, "a")
+    assert (await client.get_pool("a")).worker == RoutedWorker("a:1", "m", (), 1_000)
+
+
+async def test_a_pool_without_a_worker_says_so(allocator: RunningAllocator, client: AsyncAllocator) -> None:
+    async with client.session("s", PoolSpec.full_attention(block_count=8, block_size=4)):
+        assert (await client.get_pool("s")).worker is None
 
 
 async def test_a_repeated_opening_changes_what_is_known_of_a_worker(

@@ -19,6 +19,7 @@ from quire_worker.model.checkpoint import attention_chunk_of
 from quire_worker.process.kv_event_options import add_kv_events
 from quire_worker.process.option_values import memory_bytes, model_name, named_folder
 from quire_worker.process.pool_policy import add_policy
+from quire_worker.process.registration import add_registration
 from quire_worker.scheduling.output import STREAM_INTERVAL_S
 from quire_worker.speculation.lookup import NGRAM_MAX as PROMPT_LOOKUP_MAX
 from quire_worker.speculation.lookup import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
@@ -136,7 +137,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--threads", type=int, default=1, help="CPU threads of the model, per rank (default: %(default)s)"
     )
-    for add in (_add_speculation, _add_adapters, _add_ranks, add_kv_events):
+    for add in (_add_speculation, _add_adapters, _add_ranks, add_kv_events, add_registration):
         add(parser)
     parser.add_renamed("--cuda-graph-batch-max", "--max-cuda-graph-batch")
     for name, theirs in VLLM_NAMES.items():

@@ -1,12 +1,17 @@
 """Options for the worker's pool besides its size: quotas, the eviction policy, and blocks reserved for running
-samples.
+samples. What the allocator gets of them and of the model.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from quire.types import Quota
+from quire.types import PoolSpec, Quota
+
+if TYPE_CHECKING:  # They load torch, and options are read before that.
+    from quire_worker.cache import KVCache
+    from quire_worker.model.paged_model import PagedModel
 
 _LIMITS = {"held": "held_blocks_max", "cached": "cached_blocks_max"}
 
@@ -35,6 +40,24 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="free blocks that a new sequence must leave for running sequences (default: %(default)s)",
+    )
+
+
+def spec_of(options: argparse.Namespace, model: PagedModel, cache: KVCache) -> PoolSpec:
+    """Returns the description of a loaded model's pool for the allocator.
+
+    `options` is the result of `parse_arguments`.
+    """
+    return PoolSpec(
+        block_count=cache.block_count,
+        groups=cache.spec.groups,
+        cache_layout=cache.spec.layout,
+        model_fingerprint=model.fingerprint,
+        chunk_token_count_max=options.max_batch_tokens,
+        quotas=tuple(options.quota),
+        eviction_policy=options.eviction_policy,
+        watermark_block_count=options.watermark_blocks,
+        block_bytes=cache.spec.bytes_per_block,
     )
 
 

@@ -26,7 +26,6 @@ from quire._serving.server import Server
 from quire.errors import QuireError, Reason, UsageError
 from quire.session import AsyncSession
 from quire.tls import tls_of
-from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.cache import KVCache
@@ -48,6 +47,8 @@ from quire_worker.process import preflight
 from quire_worker.process.chat_template import read_chat_template
 from quire_worker.process.kv_event_options import kv_events_of
 from quire_worker.process.options import parse_arguments
+from quire_worker.process.pool_policy import spec_of
+from quire_worker.process.registration import Registration
 from quire_worker.process.start_log import log_waits, progress_of
 from quire_worker.process.tensor_parallel import RankPart, follow_rank_0, lead, unless_lost
 from quire_worker.process.vllm_metrics import VllmCollector
@@ -243,24 +244,6 @@ def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:
     return adapters
 
 
-def spec_of(options: argparse.Namespace, model: PagedModel, cache: KVCache) -> PoolSpec:
-    """Returns the description of a loaded model's pool for the allocator.
-
-    `options` is the result of `parse_arguments`.
-    """
-    return PoolSpec(
-        block_count=cache.block_count,
-        groups=cache.spec.groups,
-        cache_layout=cache.spec.layout,
-        model_fingerprint=model.fingerprint,
-        chunk_token_count_max=options.max_batch_tokens,
-        quotas=tuple(options.quota),
-        eviction_policy=options.eviction_policy,
-        watermark_block_count=options.watermark_blocks,
-        block_bytes=cache.spec.bytes_per_block,
-    )
-
-
 async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     """Runs until SIGTERM or SIGINT.
 
@@ -286,6 +269,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     session = allocator.session(options.pool, spec_of(options, loaded.model, loaded.cache), on_wait=log_waits())
     engine = build_engine(options, loaded, session)
     events = kv_events_of(options, engine, allocator)
+    registration = Registration(engine, loaded.names[0], options.advertise)
     service = WorkerService(
         engine,
         pool=options.pool,
@@ -303,13 +287,12 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await server.start(WorkerCollector(engine, beside))
     warming = asyncio.create_task(service.warm())
     collect_garbage_rarely()
-    running = asyncio.create_task(_run(engine, server, events))
+    running = asyncio.create_task(_run(engine, server, events, registration))
     stopping = asyncio.create_task(stop.wait())
 
     await asyncio.wait((running, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
-    service.drain()
-    await server.withdraw()
+    await _withdraw(service, registration, server)
     # Drains even without an allocator: samples with room can end, and the allocator may come back.
     if not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())
@@ -340,8 +323,9 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         await running  # Raises the error that ended the loop. Only a cancellation is suppressed.
 
 
-async def _run(engine: Engine, server: Server, events: Follower | None) -> None:
+async def _run(engine: Engine, server: Server, events: Follower | None, registration: Registration) -> None:
     """Runs the engine, and lets health follow the session. Without an allocator, new requests should go elsewhere."""
+    registration.begin(server.address)
     await engine.session.open()
     if events is not None:
         events.start()
@@ -359,6 +343,13 @@ async def _run(engine: Engine, server: Server, events: Follower | None) -> None:
 
     engine.session.on_change = follow
     await engine.run()
+
+
+async def _withdraw(service: WorkerService, registration: Registration, server: Server) -> None:
+    """Refuses calls from now on, and lets gateways and probes know."""
+    service.drain()
+    registration.drain()
+    await server.withdraw()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

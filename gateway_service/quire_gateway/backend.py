@@ -1,0 +1,149 @@
+"""One worker behind the gateway: its status, its load, and the prefixes in its pool.
+
+1. unknown   the worker has not answered yet
+2. ready     the worker answered the last poll, at most a second ago
+3. away      the worker did not answer: it gets no requests, and is polled again
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Final, NamedTuple
+
+import structlog
+from quire import AsyncClient
+from quire.errors import DeadlineExceededError, QuireError
+from quire.hashing import prompt_digests, root_digest, salted_root
+from quire.mirror import PrefixMirror
+from quire.streams import AsyncChunkStream, AsyncEventStream
+from quire.types import WorkerStatus
+
+log = structlog.get_logger()
+
+SILENT_S: Final = 15.0  # seconds that a worker may be silent before its running answers are given up
+MIRROR_S: Final = 60.0  # how long a mirror is used after the allocator's last message
+FINGERPRINT_SHOWN: Final = 10  # hexadecimal digits, as in OpenAI's fingerprints
+
+
+class Model(NamedTuple):
+    """A model that at least one worker serves: a checkpoint, or an adapter on one."""
+
+    name: str  # the name in answers; requests may use aliases of it
+    created_s: int  # when the gateway first saw it
+    sequence_tokens_max: int  # the largest limit among its workers
+    base: str  # name of the checkpoint; equals `name` without an adapter
+    adapter: str  # name of the adapter, or empty
+    fingerprint: str = ""  # changes with the weights of the checkpoint and with the worker's version
+
+
+class Backend:
+    """One worker.
+
+    Attributes:
+        status: its latest status; None before the first poll.
+        is_ready: whether it answered the last poll.
+        fingerprint: identifies its version and weights for callers; empty before the first status.
+        adapters: digests of its loaded adapters, by name.
+        sampling_defaults: the checkpoint's proposed parameters, by name; None for each that it does not propose.
+        in_flight: number of this gateway's requests that it is answering.
+        chosen_count: number of requests ever sent to it.
+        mirror: a copy of its pool's prefix index; None while the pool is not known.
+        events: the stream of the mirror's events.
+        answers: its running answers. An answer that was given up is removed.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.status: WorkerStatus | None = None
+        self.is_ready = False
+        self.fingerprint = ""
+        self.adapters: dict[str, bytes] = {}
+        self.sampling_defaults: Mapping[str, float | int | None] = {}
+        self.in_flight = 0
+        self.chosen_count = 0
+        self.mirror: PrefixMirror | None = None
+        self.events: AsyncEventStream | None = None
+        self.answers: set[AsyncChunkStream] = set()
+        self._load_of_others = 0
+        self._silent_since_s: float | None = None
+        self._is_missed = False  # whether the log already says that it is away
+
+    @property
+    def is_connected(self) -> bool:
+        """Returns whether the worker has a session with its allocator, so that it starts requests at once."""
+        return self.is_ready and self.status is not None and self.status.allocator_connected
+
+    @property
+    def load(self) -> int:
+        """Returns how many requests the worker has: this gateway's as of now, others' as of its last status."""
+        return self.in_flight + self._load_of_others
+
+    def heard(self, status: WorkerStatus) -> None:
+        """Stores a new status of the worker."""
+        if not self.is_ready:
+            log.info("worker answers", address=self.client.address, model=status.model)
+            of_both = hashlib.sha256(status.version.encode() + b"\0" + status.model_fingerprint)
+            self.fingerprint = f"fp_{of_both.hexdigest()[:FINGERPRINT_SHOWN]}"
+        self.status, self.is_ready, self._is_missed, self._silent_since_s = status, True, False, None
+        self.sampling_defaults = asdict(status.sampling_defaults)
+        self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
+
+    def lost(self, error: QuireError) -> None:
+        """Notes that the worker did not answer."""
+        if not self._is_missed:
+            log.warning("worker does not answer", address=self.client.address, error=str(error))
+        self.is_ready, self._is_missed = False, True
+
+    async def miss(self, error: QuireError, asked_s: float) -> None:
+        """Notes that the worker did not answer a poll that began at `asked_s`.
+
+        Gives up the answers of a worker that has been silent for `SILENT_S`: a proxy may keep the connections of a dead
+        worker open, and answer their pings.
+        """
+        self.lost(error)
+        if not isinstance(error, DeadlineExceededError):
+            self._silent_since_s = None
+            return
+        self._silent_since_s = self._silent_since_s or asked_s
+        if time.monotonic() - self._silent_since_s >= SILENT_S:
+            answers, self.answers = self.answers, set()
+            for answer in answers:
+                await answer.aclose()
+
+    @property
+    def mirror_age_s(self) -> float:
+        """Returns the seconds since the allocator's last message for the mirror; 0 without a mirror."""
+        return 0.0 if self.mirror is None or self.events is None else self.events.age_s
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Returns whether the mirror is complete, and young enough to be used."""
+        return self.mirror is not None and self.mirror.is_exact and self.mirror_age_s <= MIRROR_S
+
+    def serves(self, model: Model) -> bool:
+        """Tells whether the worker is ready, and has the checkpoint and the adapter."""
+        return (
+            self.is_ready
+            and self.status is not None
+            and self.status.model == model.base
+            and (not model.adapter or model.adapter in self.adapters)
+        )
+
+    def root(self, namespace: str, adapter: str, cache_salt: str = "") -> bytes:
+        """Returns the root of the digests of prompts; the worker has answered."""
+        assert self.status is not None, "its status has the fingerprint of its model"
+        fingerprint, layout = self.status.model_fingerprint, self.status.cache_layout
+        digest = self.adapters.get(adapter, b"")
+        root = root_digest(fingerprint=fingerprint, layout=layout, adapter=digest, namespace=namespace)
+        return salted_root(root, cache_salt)
+
+    def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str, cache_salt: str = "") -> int:
+        """Returns how many tokens of a prompt the worker's pool has cached; 0 while that is unknown."""
+        mirror, status = self.mirror, self.status
+        if mirror is None or status is None or not self.is_mirrored:
+            return 0
+        root = self.root(namespace, adapter, cache_salt)
+        return mirror.matched_token_count(prompt_digests(root, tokens, status.block_size), namespace)

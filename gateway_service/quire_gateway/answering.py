@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import grpc
 import structlog
@@ -20,11 +20,9 @@ from quire.streams import AsyncChunkStream
 from quire_gateway.backend import Backend
 from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import CONTINUED, DIVERGED, Fleet
-from quire_gateway.resuming import DivergedError, Sent, is_repeatable
+from quire_gateway.prepared_call import Call, Held
+from quire_gateway.resuming import DivergedError, SentAnswer, is_repeatable
 from quire_gateway.unary_calls import ELSEWHERE
-
-if TYPE_CHECKING:
-    from quire_gateway.relay import Call, Held
 
 log = structlog.get_logger()
 
@@ -46,7 +44,7 @@ async def answers_of(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Ch
     refusal: ApiError | None = None
     about = (call.model, tokens, call.namespace, asked, ask.cache_salt)
     reads_cache = "prompt_logprobs" not in ask.options
-    sent, is_resumed = Sent() if is_repeatable(options) else None, False
+    sent, is_resumed = SentAnswer() if is_repeatable(options) else None, False
     while True:
         chosen = await fleet.choose(*about, cache_key=ask.cache_key, reads_cache=reads_cache)
         if chosen is None:

@@ -13,8 +13,8 @@ from quire.sampling import Chunk, FinishReason
 from quire_gateway.calls.deltas import Delta, joined_pieces
 from quire_gateway.calls.reader import AnswerReader
 from quire_gateway.fleet import Fleet
+from quire_gateway.prepared_call import Call
 from quire_gateway.probabilities import Columns, Places
-from quire_gateway.relay import Call
 from quire_gateway.spelling import Speller
 
 _ID_CHARACTERS: Final = string.ascii_letters + string.digits

@@ -1,7 +1,7 @@
 """The workers behind the gateway: polls them, watches their pools, and chooses one for a request.
 
 Workers are listed by hand, or come and go as the allocators know them. An allocator that knows the workers of a model
-routes the model's prompts (`registry.py`). While it is away, mirrors of the pools and the load decide. A mirror without
+routes the model's prompts (`discovery.py`). While it is away, mirrors of the pools and the load decide. A mirror without
 news is used for `backend.MIRROR_S`. With a single worker nothing is watched or asked.
 """
 
@@ -24,8 +24,8 @@ from quire_gateway import routing
 from quire_gateway.backend import Backend, Model
 from quire_gateway.calls.plans import Notation
 from quire_gateway.calls.recognition import Named, recognize
+from quire_gateway.discovery import Discovery
 from quire_gateway.failures import MODEL_NOT_FOUND, ApiError, unavailable
-from quire_gateway.registry import Registry
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ BY_ALLOCATOR, BY_MIRROR, ALONE = BASES = ("allocator", "mirror", "alone")  # how
 NAME_SHOWN: Final = 128  # characters of an unknown model's name that an error shows
 
 
-class Chosen(NamedTuple):
+class ChosenWorker(NamedTuple):
     """The worker for a prompt, and whether its allocator has a reservation for the prompt."""
 
     backend: Backend
@@ -56,7 +56,7 @@ class Fleet:
 
     Attributes:
         allocators: clients of the allocators.
-        registry: the workers that the allocators know.
+        discovery: the workers that the allocators know.
         routes: number of prompts by how their worker was chosen, one of `BASES`.
         resumes: number of broken answers by what another worker did with them, one of `RESUMES`.
         lost_reservation_count: reservations whose worker refused the prompt, or ended before its first token.
@@ -76,7 +76,7 @@ class Fleet:
     ) -> None:
         self.backends = [Backend(client) for client in workers]
         self.allocators, self._written = allocators, written
-        self.registry = Registry(allocators)
+        self.discovery = Discovery(allocators)
         self.routes = Counter(dict.fromkeys(BASES, 0))
         self.resumes = Counter(dict.fromkeys(RESUMES, 0))
         self.lost_reservation_count = 0
@@ -97,7 +97,7 @@ class Fleet:
     async def open(self) -> None:
         """Asks each worker for its status once, then keeps polling in the background."""
         if self._connect is not None:
-            await self.registry.look()
+            await self.discovery.look()
             self._add_found()
         await asyncio.gather(*map(self._ask, self.backends))
         for backend in self.backends:
@@ -264,7 +264,7 @@ class Fleet:
         *,
         cache_key: str = "",
         reads_cache: bool = True,
-    ) -> Chosen | None:
+    ) -> ChosenWorker | None:
         """Returns the worker that an allocator names for a prompt, or else what `backend` returns.
 
         An allocator ignores the cache key. `reads_cache` tells whether the worker will look for the prompt in its
@@ -273,15 +273,15 @@ class Fleet:
         candidates = self._candidates(model, without)
         if len(candidates) > 1:
             read = tokens if reads_cache else ()
-            found = await self.registry.route(model, candidates, (tokens, read), namespace, cache_salt)
+            found = await self.discovery.route(model, candidates, (tokens, read), namespace, cache_salt)
             if found is not None:
                 self.routes[BY_ALLOCATOR] += 1
-                return Chosen(*found)
+                return ChosenWorker(*found)
         backend = self.backend(model, tokens, namespace, without, cache_salt, cache_key=cache_key)
         if backend is None:
             return None
         self.routes[BY_MIRROR if len(candidates) > 1 else ALONE] += 1
-        return Chosen(backend)
+        return ChosenWorker(backend)
 
     def _candidates(self, model: Model, without: Collection[Backend]) -> list[Backend]:
         candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
@@ -302,7 +302,7 @@ class Fleet:
     async def _keep_looking(self) -> None:
         """Learns again and again which workers the allocators know."""
         while True:
-            await self.registry.look()
+            await self.discovery.look()
             if self._connect is not None:
                 for backend in self._add_found():
                     await self._ask(backend)
@@ -314,7 +314,7 @@ class Fleet:
         """Adds the workers that the allocators know, and returns the new ones."""
         assert self._connect is not None
         added = []
-        for address in sorted(self.registry.addresses() - self._found_at.keys()):
+        for address in sorted(self.discovery.addresses() - self._found_at.keys()):
             try:
                 client = self._connect(address)
             except (QuireError, ValueError) as error:
@@ -327,7 +327,7 @@ class Fleet:
 
     async def _remove_gone(self) -> None:
         """Removes workers that no allocator knows any more and that do not answer."""
-        known = self.registry.addresses()
+        known = self.discovery.addresses()
         for address, backend in list(self._found_at.items()):
             if address in known or backend.is_ready or backend.in_flight:
                 continue

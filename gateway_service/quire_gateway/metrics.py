@@ -180,7 +180,7 @@ class GatewayCollector(Collector):
             "Whether an allocator answered when it was last asked for its workers or for a route; 0 if never asked.",
             labels=("allocator",),
         )
-        for known in self._fleet.registry.known:
+        for known in self._fleet.discovery.known:
             answers.add_metric((known.allocator.address,), float(known.is_ready))
         routes = CounterMetricFamily(
             "quire_gateway_routes",

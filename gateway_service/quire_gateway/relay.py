@@ -8,7 +8,6 @@ from contextlib import aclosing
 from typing import Any, Final, NamedTuple, cast
 
 import structlog
-from quire import AsyncBranch
 from quire.errors import QuireError
 from quire.sampling import CachePolicy, Chunk, SamplingOptions
 
@@ -16,12 +15,13 @@ from quire_gateway.answer_sizes import VALUE_BYTES, bounded, bytes_of, told_byte
 from quire_gateway.answering import answers_of, answers_of_branch, busy
 from quire_gateway.asks import Ask, with_defaults
 from quire_gateway.backend import Backend, Model
-from quire_gateway.calls.plans import TAIL_TOKENS, CallPlan, ends_behind_reasoning, ends_in_reasoning, plan_of
+from quire_gateway.calls.plans import TAIL_TOKENS, ends_behind_reasoning, ends_in_reasoning, plan_of
 from quire_gateway.continuing import Said, continued
 from quire_gateway.conversations import Chat
 from quire_gateway.entries import Entry
 from quire_gateway.failures import ApiError, full_of_answers, of_quire, unavailable
 from quire_gateway.fleet import Fleet
+from quire_gateway.prepared_call import Call, Held
 from quire_gateway.shares import Charge
 from quire_gateway.spelling import Speller
 from quire_gateway.unary_calls import ELSEWHERE, tokens_of
@@ -37,43 +37,6 @@ class StreamPiece(NamedTuple):
 
     prompt: int
     chunk: Chunk
-
-
-class Held(NamedTuple):
-    """A branch, and the worker that holds it."""
-
-    backend: Backend
-    branch: AsyncBranch
-
-
-class Call(NamedTuple):
-    """One request that is ready to be sent.
-
-    Attributes:
-        ask: the caller's request, translated for the workers.
-        model: the model that answers.
-        tokens: the tokens of each prompt.
-        namespace: the namespace of its shared prefixes.
-        request_id: the id in the logs of gateway and workers.
-        timeout_s: the deadline of the whole request.
-        entry: its entry in the list of requests.
-        as_split: the tokenizer's tokens of the prompts. A prompt that continues an answer has other `tokens`.
-        plan: how its answers are parsed; None for plain text.
-        held: the branch that is continued. Its single prompt is empty here, because the worker has the tokens. cache:
-            the options of the cache for the worker.
-    """
-
-    ask: Ask
-    model: Model
-    tokens: tuple[tuple[int, ...], ...]
-    namespace: str
-    request_id: str
-    timeout_s: float
-    entry: Entry
-    as_split: tuple[tuple[int, ...], ...] = ()
-    plan: CallPlan | None = None
-    held: Held | None = None
-    cache: CachePolicy | None = None
 
 
 async def prepare(

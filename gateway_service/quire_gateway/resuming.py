@@ -21,7 +21,7 @@ class DivergedError(Exception):
     """The next worker generates another answer than the one that the caller has a part of."""
 
 
-class Told:
+class SentSample:
     """The part of a sample that the caller has, and how much of it the current worker has repeated."""
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Told:
         self.repeated_character_count = 0
 
 
-class Sent:
+class SentAnswer:
     """The part of an answer that the caller has. Call `rest` for each chunk, and `begin_again` for each next worker."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, Told] = {}
+        self._samples: dict[int, SentSample] = {}
         self._has_begun = False
 
     def begin_again(self) -> None:
@@ -50,7 +50,7 @@ class Sent:
         Raises:
             DivergedError: its tokens are not those that the caller has.
         """
-        told = self._samples.setdefault(chunk.sample, Told())
+        told = self._samples.setdefault(chunk.sample, SentSample())
         known = told.token_ids[told.repeated_token_count :][: len(chunk.token_ids)]
         if tuple(known) != tuple(chunk.token_ids[: len(known)]):
             raise DivergedError

@@ -21,8 +21,8 @@ from quire_gateway.choices import Choice, begin_choices
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
+from quire_gateway.prepared_call import Call
 from quire_gateway.probabilities import Columns, joined_logprobs, of_prompt, text_of
-from quire_gateway.relay import Call
 from quire_gateway.replies import Answer, Beside, Form, Taken, reason_of
 from quire_gateway.shares import Charge
 from quire_gateway.spelling import Speller

@@ -13,7 +13,7 @@ import pytest
 from quire.local import ServerProcess
 from quire.sampling import Chunk, FinishReason, TokenLogprobs, Usage
 from quire.v1 import worker_pb2 as pb
-from quire_gateway.resuming import DivergedError, Sent, is_repeatable
+from quire_gateway.resuming import DivergedError, SentAnswer, is_repeatable
 
 from tests.client.servers import ScriptedServer, scripted_server
 from tests.gateway.scene import curl, events, gateway, script
@@ -49,7 +49,7 @@ def cut(dice: random.Random, held: int) -> list[Chunk]:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_the_caller_gets_each_token_and_character_once(seed: int) -> None:
-    dice, sent, got = random.Random(seed), Sent(), list[Chunk]()
+    dice, sent, got = random.Random(seed), SentAnswer(), list[Chunk]()
     for _ in range(dice.randint(0, 3)):  # workers that end
         whole = cut(dice, held=4)
         got += [rest for chunk in whole[: dice.randint(0, len(whole) - 1)] if (rest := sent.rest(chunk)) is not None]
@@ -64,7 +64,7 @@ def test_the_caller_gets_each_token_and_character_once(seed: int) -> None:
 
 
 def test_samples_are_told_apart_and_end_once() -> None:
-    sent = Sent()
+    sent = SentAnswer()
     first, second = Chunk(0, (1,), "a", FinishReason.STOP, None), Chunk(1, (2,), "b", None, None)
     assert (sent.rest(first), sent.rest(second)) == (first, second)
     sent.begin_again()
@@ -74,7 +74,7 @@ def test_samples_are_told_apart_and_end_once() -> None:
 
 
 def test_another_answer_is_noticed_at_its_first_other_token() -> None:
-    sent = Sent()
+    sent = SentAnswer()
     sent.rest(Chunk(0, (1, 2), "ab", None, None))
     sent.begin_again()
     assert sent.rest(Chunk(0, (1,), "a", None, None)) is None

@@ -25,7 +25,7 @@ from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, Result
 from quire_allocator.routing.reservations import Reservations, RouteReservation
-from quire_allocator.routing.rule import UNCACHED_WEIGHT, Basis, Candidate, choose
+from quire_allocator.routing.rule import SEQUENCE_TOKENS, UNCACHED_WEIGHT, Basis, Candidate, choose
 
 # How reservations end: admitted, impossible to admit, expired, dropped with the pool, or refused because of the
 # caller's other reservations.
@@ -102,8 +102,8 @@ class RouteCounts:
 class Router:
     """Chooses workers, and keeps the reservations of all pools."""
 
-    def __init__(self, uncached_weight: float = UNCACHED_WEIGHT) -> None:
-        self._uncached_weight = uncached_weight
+    def __init__(self, uncached_weight: float = UNCACHED_WEIGHT, sequence_tokens: int = SEQUENCE_TOKENS) -> None:
+        self._uncached_weight, self._sequence_tokens = uncached_weight, sequence_tokens
         self.counts = RouteCounts()
         self._workers: dict[str, Worker] = {}
         self._reservations: dict[str, Reservations] = {}
@@ -157,7 +157,7 @@ class Router:
         self.expire(now)
         rate = self._usual_rate(served)
         candidates = [self._candidate(owner, prompt, rate) for owner in served]
-        place, basis = choose(candidates, self._uncached_weight)
+        place, basis = choose(candidates, self._uncached_weight, self._sequence_tokens)
         self.counts.routes[basis] += 1
         name, candidate = served[place].name, candidates[place]
         is_reserved = prompt.reservation_s > 0 and self._reserve(served[place], prompt, candidate, now)
@@ -224,7 +224,8 @@ class Router:
         promised *= size
         uncached = prompt.token_count - hit - promised
         rate = self._workers[owner.name].prefill_tokens_per_s or usual_rate
-        return Candidate(hit, promised, uncached, backlog, rate)
+        sequence_count = len(pool.sequences) + (0 if book is None else len(book))
+        return Candidate(hit, promised, uncached, backlog, rate, sequence_count)
 
     def _reserve(self, owner: Ownership, prompt: Prompt, candidate: Candidate, now: float) -> bool:
         size = owner.pool.digest_tokens

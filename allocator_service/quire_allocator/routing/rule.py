@@ -3,6 +3,9 @@
 A worker that lacks a prefix would compute it once more. That also takes time from later prompts and room from other
 prefixes. Hence the weight of the prompt's own tokens. Example: a worker has published a prefix of 6,000 tokens. A
 prompt of 7,200 goes there until its backlog is 9,000 tokens longer than that of an idle worker.
+
+Sequences that decode have no backlog, but slow each other. So each one counts as some tokens. Otherwise chats with one
+short system prompt would all go to one worker.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Final, NamedTuple
 
 # Less makes copies for which a busy fleet has no time, more makes queues: benchmarks/fleet.py.
 UNCACHED_WEIGHT: Final = 1.5
+SEQUENCE_TOKENS: Final = 50  # tokens to compute that a live sequence counts as
 
 
 class Basis(enum.StrEnum):
@@ -32,6 +36,7 @@ class Candidate(NamedTuple):
         uncached_token_count: the rest of the prompt.
         backlog_token_count: tokens that the worker must still compute for others, including promised ones.
         prefill_tokens_per_s: its measured rate, above 0.
+        sequence_count: its live sequences, and the prompts that were routed there.
     """
 
     hit_token_count: int
@@ -39,6 +44,7 @@ class Candidate(NamedTuple):
     uncached_token_count: int
     backlog_token_count: int
     prefill_tokens_per_s: float
+    sequence_count: int = 0
 
     @property
     def shared_token_count(self) -> int:
@@ -53,12 +59,15 @@ class WorkerChoice(NamedTuple):
     basis: Basis
 
 
-def choose(candidates: Sequence[Candidate], uncached_weight: float = UNCACHED_WEIGHT) -> WorkerChoice:
+def choose(
+    candidates: Sequence[Candidate], uncached_weight: float = UNCACHED_WEIGHT, sequence_tokens: int = SEQUENCE_TOKENS
+) -> WorkerChoice:
     """Returns the best of at least one worker for a prompt; the first one of equals."""
 
     def cost(place: int) -> tuple[float, int]:
         worker = candidates[place]
         token_count = worker.backlog_token_count + uncached_weight * worker.uncached_token_count
+        token_count += sequence_tokens * worker.sequence_count
         return token_count / worker.prefill_tokens_per_s, -worker.shared_token_count
 
     best = min(range(len(candidates)), key=cost)

@@ -22,7 +22,7 @@ from quire_gateway.conversations import Chat, prompt_of
 from quire_gateway.description import described
 from quire_gateway.failures import PROMPT, invalid, of_quire, unsupported
 from quire_gateway.plain_route import got
-from quire_gateway.relay import Call
+from quire_gateway.prepared_call import Call
 from quire_gateway.replies import CompletionForm
 from quire_gateway.serving import Served
 from quire_gateway.work import Computed, Work, json_response

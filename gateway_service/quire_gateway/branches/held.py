@@ -20,7 +20,7 @@ from quire.errors import QuireError
 
 from quire_gateway.backend import Model
 from quire_gateway.failures import BRANCH_NOT_FOUND, ApiError
-from quire_gateway.relay import Held
+from quire_gateway.prepared_call import Held
 
 
 class Branch:

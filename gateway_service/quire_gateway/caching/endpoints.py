@@ -15,7 +15,7 @@ from quire_gateway.asks import Ask
 from quire_gateway.caching.bodies import DropBody, MatchBody, WarmBody, ask_of, of_drop, of_warm
 from quire_gateway.caching.pools import dropped, matched, whole_blocks
 from quire_gateway.description import described
-from quire_gateway.relay import Call
+from quire_gateway.prepared_call import Call
 from quire_gateway.replies import Answer, CompletionForm, Taken
 from quire_gateway.serving import Served
 from quire_gateway.work import Computed, Work

@@ -17,7 +17,7 @@ from quire.views import CacheDropped
 from quire_gateway.backend import Backend
 from quire_gateway.failures import ApiError, invalid, of_quire, unavailable
 from quire_gateway.fleet import Fleet
-from quire_gateway.relay import Call
+from quire_gateway.prepared_call import Call
 
 DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator takes until a worker's next step
 

@@ -18,7 +18,7 @@ from quire_gateway.description import described
 from quire_gateway.failures import SERVER, ApiError, invalid, unsupported
 from quire_gateway.metrics import MORE, TAIL
 from quire_gateway.plain_route import got
-from quire_gateway.relay import Call
+from quire_gateway.prepared_call import Call
 from quire_gateway.responses.background import Background
 from quire_gateway.responses.bodies import InputTokensBody, ResponseBody
 from quire_gateway.responses.form import Ended, ResponseForm, failed

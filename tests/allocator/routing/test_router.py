@@ -24,7 +24,7 @@ class Scene:
 
     def __init__(self, names: str = "ab", worker: Worker = WORKER) -> None:
         self.directory = Directory(lease_s=10.0, pools_max=16)
-        self.router = Router()
+        self.router = Router(sequence_tokens=0)  # prompts are short here, and one live sequence would outweigh them
         self.last = 0
         for name in names:
             self.open(name, worker)

@@ -57,6 +57,15 @@ def test_a_prompt_waits_for_its_prefix_rather_than_computing_it_once_more() -> N
     assert choose([candidate(), candidate(promised=900, others=451)]) == (0, Basis.SPREAD)
 
 
+def test_a_short_prefix_does_not_hold_all_chats_at_one_worker() -> None:
+    sequence_counts = [0, 0]
+    for _ in range(40):
+        family = candidate(hit=100)._replace(sequence_count=sequence_counts[0])
+        place, _ = choose([family, candidate()._replace(sequence_count=sequence_counts[1])])
+        sequence_counts[place] += 1
+    assert sequence_counts == [22, 18], "100 shared tokens count as much as three sequences"
+
+
 def test_a_copy_of_the_prefix_is_used_before_another_one_is_made() -> None:
     busy, copy = candidate(hit=800, others=900), candidate(hit=800, others=100)
     assert choose([busy, copy, candidate()]) == (1, Basis.PREFIX)

@@ -69,7 +69,8 @@ async def test_a_prompt_goes_to_the_worker_that_computes_its_prefix(
     allocator: RunningAllocator, client: AsyncAllocator
 ) -> None:
     assert ROUTE in (await client.server_info()).features
-    await opened(allocator, "a")
+    busy = await opened(allocator, "a")
+    await busy.apply(busy.message(grows=grows((1, 9, d("uv")), (2, 9, d("st")), (3, 9, d("qr")))))
     owner = await opened(allocator, "b")
     await owner.apply(owner.message(grows=grows((1, 9, d("xy")))))
     route = await client.route("m", d("xyz"), 13)

@@ -72,7 +72,7 @@ class KnownBy:
         self.is_ready = False
 
 
-class Registry:
+class Discovery:
     """The workers that allocators know, and the routes of prompts. `look` has to be called again and again."""
 
     def __init__(self, allocators: Sequence[AsyncAllocator]) -> None:

@@ -1,8 +1,8 @@
 """The workers behind the gateway: polls them, watches their pools, and chooses one for a request.
 
 Workers are listed by hand, or come and go as the allocators know them. An allocator that knows the workers of a model
-routes the model's prompts (`discovery.py`). While it is away, mirrors of the pools and the load decide. A mirror without
-news is used for `backend.MIRROR_S`. With a single worker nothing is watched or asked.
+routes the model's prompts (`discovery.py`). While it is away, mirrors of the pools and the load decide. A mirror
+without news is used for `backend.MIRROR_S`. With a single worker nothing is watched or asked.
 """
 
 from __future__ import annotations

@@ -34,9 +34,10 @@ class BrokenError(Exception):
 class LossyStream(SessionStream):
     """Applies steps, but breaks the stream instead of answering, as often as its service says."""
 
+    service: LossyService
+
     async def _write(self, answer: bytes) -> None:
-        service = self._service
-        assert isinstance(service, LossyService)
+        service = self.service
         if packed.SessionReply.FromString(answer).HasField("step_reply") and service.replies_to_lose:
             service.replies_to_lose -= 1
             raise BrokenError
@@ -56,7 +57,9 @@ class LossyService(AllocatorService):
     async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         self.attach_count += 1
         self.attached_at.append(time.monotonic())
-        await LossyStream(self, context, self.authorize(context)).run()
+        stream = LossyStream(self.streams, context, self.authorize(context))
+        stream.service = self
+        await stream.run()
 
 
 @dataclass

@@ -84,7 +84,7 @@ class WorkerCollector(Collector):
         yield GaugeMetricFamily(
             "quire_worker_kv_event_lag_seconds",
             "How long the oldest unpublished KV event has waited, or the allocator's next message has been overdue; 0 "
-            "without --kv-events.",
+            "if none are published.",
             value=engine.telemetry.kv_event_lag_s(),
         )
         yield dropped_lines("quire_worker")

@@ -35,8 +35,8 @@ _REFUSALS: Final = {
 _AWAY: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
-class KnownBy:
-    """The facts about one allocator.
+class KnownAllocator:
+    """One allocator, and the workers that it knows.
 
     Attributes:
         workers: the workers that it knows, by pool.
@@ -55,7 +55,7 @@ class KnownBy:
         return any(worker.model == model for worker in self.workers.values())
 
     async def look(self) -> None:
-        """Lists its workers."""
+        """Asks the allocator for its workers. If it does not answer, the last list stays, and it routes no prompt."""
         try:
             pools = await self.allocator.list_pools(timeout_s=LOOK_TIMEOUT_S)
         except QuireError as error:
@@ -76,7 +76,7 @@ class Discovery:
     """The workers that allocators know, and the routes of prompts. `look` has to be called again and again."""
 
     def __init__(self, allocators: Sequence[AsyncAllocator]) -> None:
-        self.known = [KnownBy(allocator) for allocator in allocators]
+        self.known = [KnownAllocator(allocator) for allocator in allocators]
 
     async def look(self) -> None:
         """Lists the workers of all allocators."""

@@ -156,19 +156,8 @@ async def serve(options: argparse.Namespace) -> None:
     tracing = tracing_of(options, "gateway")
     key_file: KeyFile | None = None
     stop = stop_event(lambda: None if key_file is None else key_file.read())
-    to_workers = tls_of(options.worker_ca, options.worker_cert, options.worker_key, "--worker-ca")
-
-    def connect(address: str) -> AsyncClient:
-        return AsyncClient(address, token=token, tls=to_workers)
-
     with bind(options.listen) as listener:
-        fleet = Fleet(
-            [connect(address) for address in options.worker],
-            [AsyncAllocator(address, token=token, tls=to_workers) for address in options.allocator],
-            lambda model: named_notation(options, model),
-            applies_defaults=options.generation_config == "auto",
-            connect=None if options.worker else connect,
-        )
+        fleet = _fleet_of(options, token)
         telemetry = Telemetry()
         app = make_app(
             fleet,
@@ -218,6 +207,22 @@ async def serve(options: argparse.Namespace) -> None:
         stopping.cancel()
         looking.cancel()
         log.info("stopped")
+
+
+def _fleet_of(options: argparse.Namespace, token: str | None) -> Fleet:
+    """Returns the workers that options list, or else those that the allocators know."""
+    tls = tls_of(options.worker_ca, options.worker_cert, options.worker_key, "--worker-ca")
+
+    def connect(address: str) -> AsyncClient:
+        return AsyncClient(address, token=token, tls=tls)
+
+    return Fleet(
+        [connect(address) for address in options.worker],
+        [AsyncAllocator(address, token=token, tls=tls) for address in options.allocator],
+        lambda model: named_notation(options, model),
+        applies_defaults=options.generation_config == "auto",
+        connect=None if options.worker else connect,
+    )
 
 
 async def _look_again(key_file: KeyFile | None) -> None:

@@ -33,8 +33,8 @@ class Call(NamedTuple):
         entry: its entry in the list of requests.
         as_split: the tokenizer's tokens of the prompts. A prompt that continues an answer has other `tokens`.
         plan: how its answers are parsed; None for plain text.
-        held: the branch that is continued. Its single prompt is empty here, because the worker has the tokens. cache:
-            the options of the cache for the worker.
+        held: the branch that is continued. Its single prompt is empty here, because the worker has the tokens.
+        cache: the options of the cache for the worker.
     """
 
     ask: Ask

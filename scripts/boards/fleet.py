@@ -75,7 +75,7 @@ ROUTES: Final = Row(
         ),
         Plot(
             "Ends of reservations",
-            "Reservations by end. Taken ones were admitted; of all others the prompt runs without.",
+            "How reservations ended. Taken: the worker admitted the prompt. Otherwise the prompt runs without one.",
             "ops",
             [(f"sum by (instance, end) (rate(quire_allocator_reservations_total{RATE}))", "{{instance}} {{end}}")],
         ),
@@ -103,7 +103,7 @@ MEMBERS: Final = Row(
     [
         Plot(
             "Workers by allocator",
-            "Pools attached to each allocator. A pool moves when its allocator is gone.",
+            "Pools attached to each allocator.",
             "short",
             [(f"sum by (instance) ({_ALLOCATOR})", "{{instance}}")],
         ),

@@ -145,7 +145,8 @@ class Counters:
     Args:
         namespaces: the namespaces that labels may name.
 
-    Attributes: namespaces: the same names in order, without `OTHER`.
+    Attributes:
+        namespaces: the same names in order, without `OTHER`.
     """
 
     def __init__(self, namespaces: Collection[str] = ()) -> None:

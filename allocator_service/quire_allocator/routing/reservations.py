@@ -74,8 +74,9 @@ def key_of(namespace: str, digests: bytes) -> tuple[str, bytes]:
 class Reservations:
     """The reservations of one pool.
 
-    Attributes: uncached_token_count: tokens that the worker must compute for all reservations. pending: the prefixes
-    that it will compute for them.
+    Attributes:
+        uncached_token_count: tokens that the worker must compute for all reservations.
+        pending: the prefixes that it will compute for them.
     """
 
     def __init__(self) -> None:

@@ -90,7 +90,8 @@ class SessionMachine:
     def receive(self, request: packed.SessionRequest, now: float) -> list[packed.SessionReply]:
         """Takes the stream's next message and returns its answers.
 
-        Raises: Refusal: the stream is over, and this message had no effect.
+        Raises:
+            Refusal: the stream is over, and this message had no effect.
         """
         self.applied = None
         if self.ending is not None:

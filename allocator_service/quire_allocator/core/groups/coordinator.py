@@ -156,7 +156,7 @@ class Coordinator:
             self.history.note(space.name, digests[: prompt // self.digest_tokens * DIGEST_BYTES])
         if keeps and junction:
             for manager, hit in zip(self.managers, hits):
-                manager.goes_on(hit)
+                manager.cut_after(hit)
         turn = self.retention.rules.turn(prompt, token_count, junction, breakpoints)
         space.sequence_count += 1  # otherwise the namespace would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])

@@ -73,7 +73,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             digests = every(digests, self._stride)
         return self.tree.find(scope.root, digests, token_limit)
 
-    def goes_on(self, hit: RunHit) -> None:
+    def cut_after(self, hit: RunHit) -> None:
         """Splits the run where the hit ends. The lower part does not count as left behind by the prompt."""
         if hit.cut:
             hit.runs[-1], hit.cut = self.tree.cut(hit.runs[-1], hit.cut), 0

@@ -22,7 +22,7 @@ from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.groups.manager import Commit
 from quire_allocator.core.groups.units import NO_UNITS, UnitHit, UnitManager, UnitScope
 from quire_allocator.core.retention.stop import Unit, UnitKey
-from quire_allocator.core.scopes import Scoped
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, Copy
 
@@ -43,11 +43,14 @@ class StatePart(Part):
         self.last: Unit | None = None
 
 
-class StateManager(UnitManager[StatePart]):
+class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
     """All groups of one kind of state. The base class `Manager` documents the methods."""
 
     in_place = True
     settles = True
+
+    def new_scope(self, namespace: Namespace) -> UnitScope:
+        return UnitScope(namespace, self)
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
         """Returns the deepest checkpoint at or before `token_limit` tokens."""

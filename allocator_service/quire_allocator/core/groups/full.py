@@ -128,7 +128,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         else:
             part.tail.extend(blocks[first : first + width])
 
-    def let_go(self, part: RunPart, token_count: int) -> int:
+    def replaced_count(self, part: RunPart, token_count: int) -> int:
         """Counts the half-filled block if this sequence is the last one that borrows it."""
         return self.width if part.borrowed is not None and part.borrowed.live == 1 else 0
 

@@ -150,7 +150,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         self.grow(part, 0, 0, blocks[first : first + self.width], [])
 
     @abstractmethod
-    def let_go(self, part: PartT, token_count: int) -> int:
+    def replaced_count(self, part: PartT, token_count: int) -> int:
         """Counts the blocks that the next grow replaces by copies and that no other sequence holds."""
 
     def give_up(self, part: PartT) -> None:

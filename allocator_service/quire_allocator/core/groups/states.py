@@ -94,13 +94,13 @@ class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
             (part.unit,) = self._new_units(part.scope, blocks)
         return NEVER
 
-    def let_go(self, part: StatePart, token_count: int) -> int:
+    def replaced_count(self, part: StatePart, token_count: int) -> int:
         """Counts the running block if it is a checkpoint that no other sequence holds."""
         return self.width if part.unit is not None and part.unit.is_published and part.unit.live == 1 else 0
 
     def give_up(self, part: StatePart) -> None:
         """Makes the running block private again if it is a checkpoint that no other sequence holds."""
-        if self.let_go(part, 0):
+        if self.replaced_count(part, 0):
             assert part.unit is not None
             blocks, part.scope.held = part.unit.blocks, part.scope.held - self.width
             unit = part.unit

@@ -99,7 +99,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
     def append_row(self, part: WindowPart, blocks: array[int], first: int) -> None:
         part.add(blocks[first : first + self.width])
 
-    def let_go(self, part: WindowPart, token_count: int) -> int:
+    def replaced_count(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block if another sequence has filled and published it, and no longer holds it."""
         return self.width if self._must_copy(part, token_count) and part.units[-1].live == 1 else 0
 

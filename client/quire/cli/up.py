@@ -16,6 +16,7 @@ from rich.console import Console
 from quire._descriptors import require_open_files
 from quire._distribution import how_to_install
 from quire._extras import PACKAGES, require_extra
+from quire._never_blocking import standard_error_taken
 from quire._secret_files import read_token
 from quire._transport.address import require_free
 from quire._transport.channel import DEFAULT_ALLOCATOR, DEFAULT_WORKER
@@ -130,7 +131,8 @@ def up(
         drain_timeout_s=drain_timeout,
         on_progress=lambda line: console.print(f"quire: {line}", style="dim", markup=False),
     )
-    _run(stack, console, drain_timeout, as_json=as_json)
+    with standard_error_taken():
+        _run(stack, console, drain_timeout, as_json=as_json)
 
 
 def _shared_out(arguments: list[str], context: typer.Context) -> tuple[list[str], list[str]]:

@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> Medians:
     """Returns the medians of each side. The sides take turns; round -1 is a warm-up."""
     decoded = draw_decoded(options.repeat + 1)
-    gc.set_threshold(YOUNG_OBJECTS_MAX)  # the server sets the same threshold
+    gc.set_threshold(YOUNG_OBJECTS_MAX)  # The server sets the same threshold for garbage collection.
     sides: list[Any] = [CoreSide(decoded)]
     with contextlib.ExitStack() as stack:
         if "service" not in options.without:

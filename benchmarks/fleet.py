@@ -33,7 +33,7 @@ RESTART: Final = "60/s, a worker restarts"
 class Case:
     """A workload and its fleet; `rules` are compared in it."""
 
-    make: Callable[[int, float], Sequence[Request]]  # from the seed and the seconds
+    make: Callable[[int, float], Sequence[Request]]  # (seed, seconds) -> requests
     setting: Setting
     rules: Sequence[str] = RULES
 

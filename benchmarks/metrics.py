@@ -143,7 +143,7 @@ async def admit(address: str, owners: int, steps: int) -> None:
                 own = dice.randbytes(DIGEST_BYTES * (PROMPT_BLOCKS - SHARED_BLOCKS * is_shared))
                 digests = shared * is_shared + own
                 step.allocate(sequence_id, PROMPT_BLOCKS * BLOCK_TOKENS + 1, digests)
-                computed = digests if sequence_id == 1 else own  # all others hit the shared blocks
+                computed = digests if sequence_id == 1 else own  # All other sequences hit the shared blocks.
                 messages.append(owner.message(step))
             for message in messages:
                 check(message, await stream.ask(message))

@@ -75,7 +75,7 @@ class Outcome:
     prompt_tokens: int = 0
     hit_tokens: int = 0
     promised_tokens: int = 0
-    kept_tokens: int = 0  # promised tokens that were hit
+    kept_tokens: int = 0  # promised tokens that were in the cache
     lost_promises: int = 0  # promised tokens of requests whose worker died before their admission
     end_s: float = 0.0
     ends: dict[str, int] = field(default_factory=dict)  # Quire's reservations

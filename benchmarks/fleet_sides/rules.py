@@ -19,8 +19,8 @@ from fleet_sides.workloads import BLOCK_TOKENS, DIGEST_BYTES, Request
 
 MODEL: Final = "m"
 RESERVATION_S: Final = 5.0  # the client's default
-POLL_S: Final = 1.0  # between a gateway's polls of the workers
-GUESS_S: Final = 2.0  # how long llm-d believes that a prompt is where it was sent, until events say so
+POLL_S: Final = 1.0  # seconds between a gateway's polls of the workers
+GUESS_S: Final = 2.0  # seconds for which llm-d assumes that a worker has a prompt sent to it
 
 
 class Choice(NamedTuple):
@@ -104,7 +104,7 @@ class Guesses:
     def add(self, worker: int, digests: bytes, now: float) -> None:
         """Notes that the gateway sent a prompt to this worker."""
         ends = self._ends[worker]
-        for place in range(len(digests) - DIGEST_BYTES, -1, -DIGEST_BYTES):  # deepest first: it is forgotten first
+        for place in range(len(digests) - DIGEST_BYTES, -1, -DIGEST_BYTES):  # deepest block first: it is evicted first
             digest = digests[place : place + DIGEST_BYTES]
             ends[digest] = now + self._seconds
             ends.move_to_end(digest)

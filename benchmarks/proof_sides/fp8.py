@@ -20,7 +20,7 @@ from quire_kernels.shared.paged_cache import unpack_paged_cache
 
 PAGE_SIZE = 16
 WORKSPACE_BYTES = 1 << 28
-NUMBER_MAX = 4.5  # The scale puts this number, which normal numbers seldom exceed, at the largest of the format.
+NUMBER_MAX = 4.5  # The scale maps this number to the format's largest. Normally distributed numbers seldom exceed it.
 
 
 def rows(shape: Grouped, batches: tuple[int, ...], tokens: int, bench: Bench) -> Iterator[dict[str, Any]]:

@@ -52,11 +52,11 @@ WORK: Final = frozenset(
         "/detokenize",
     }
 )
-BODIES_BYTES: Final = 64 << 20  # All bodies in flight may take the largest of three sizes: this,
-BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
-BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
-ANSWERS_BYTES: Final = 256 << 20  # All answers in flight may take the larger of two sizes: this,
-ANSWER_BYTES_EXPECTED: Final = 64 << 10  # and this many for each request that may be in flight
+BODIES_BYTES: Final = 64 << 20  # All bodies in flight may take the largest of three sizes. The first is this.
+BODIES_PER_BODY: Final = 8  # second size: this many bodies of the largest allowed size
+BODY_BYTES_EXPECTED: Final = 32 << 10  # third size: this many bytes for each request that may be in flight
+ANSWERS_BYTES: Final = 256 << 20  # All answers in flight may take the larger of two sizes. The first is this.
+ANSWER_BYTES_EXPECTED: Final = 64 << 10  # second size: this many bytes for each request that may be in flight
 SMALL_BYTES: Final = 16 << 10  # Smaller answers are not charged, because they free the memory of their request at once.
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"

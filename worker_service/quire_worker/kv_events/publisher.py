@@ -133,7 +133,7 @@ class Publisher:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
-        else:  # it has not been started, or has failed
+        else:  # The thread has not been started, or has failed.
             self._context.destroy(linger=0)
 
     # -- on the thread -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ ROUNDINGS = 4  # number of computations with changed rounding
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 _QUIET = 0.2  # share of the tolerance; with kernels, differences were up to four times as large as with pages alone
-_ROUNDING_MARGIN = 2.0  # a few samples do not find the largest effect
+_ROUNDING_MARGIN = 2.0  # margin, because a few samples do not find the largest effect
 
 
 @dataclass(frozen=True, slots=True, eq=False)

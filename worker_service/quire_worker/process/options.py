@@ -28,7 +28,8 @@ BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # most blocks that one forward pass may fill, so that their digests fit into a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
-# Defaults. In the time of one read of the weights, a GPU computes hundreds of tokens. If a prompt of 4 k tokens is
+# Defaults. A GPU computes hundreds of tokens in the time that it takes to read the weights once. If a prompt of 4 k
+# tokens is
 # computed in one pass, the weights are read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}

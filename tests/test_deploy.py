@@ -20,7 +20,7 @@ from scripts.list_requirements import requirements
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 PINNED_IMAGE = re.compile(r":v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$")
-TORCH = "/requirements/torch.txt"  # in an image: torch alone
+TORCH = "/requirements/torch.txt"  # in an image: the requirements of torch alone
 SERVICES_OF_OURS = ("allocator", "worker", "worker2")
 CLIENT_FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
 ONE_SHOT = ("certs", "quire")

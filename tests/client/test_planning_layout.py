@@ -184,7 +184,8 @@ def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
 
 
 def test_heads_of_different_sizes_share_groups_and_lie_apart_in_the_page() -> None:
-    # 8 layers of two heads and 8 of one are of one kind. A page holds 16 tokens of all of them in 12 slots; a slot
+    # 8 layers with two KV heads and 8 layers with one are the same kind. A page holds 16 tokens of all of them in 12
+    # slots; a slot
     # holds one large layer or two small ones.
     layout = plan_layout(layers_of(Kind(FULL, 8, 0, 2), Kind(FULL, 8)))
     assert (layout.group_count, layout.edge_tokens, layout.page_bytes, layout.buffer_count) == (1, 16, 24 * SLOT, 12)

@@ -70,7 +70,7 @@ def warm(served: ServerProcess, body: dict[str, Any], key: str = ALICE) -> Any:
     same = {name: value for name, value in body.items() if name != "ttl"}
     whole = (answer["usage"]["prompt_tokens"] - 1) // BLOCK * BLOCK
     eventually(lambda: cached(served, same, key) == whole, "the prompt can be hit", within_s=60)
-    # Blocks that a sequence still holds would stay at a drop.
+    # A drop would not remove blocks that a sequence still holds.
     eventually(lambda: count(served, key)["held_blocks"] == 0, "its sequence has ended", within_s=60)
     return answer
 

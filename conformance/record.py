@@ -240,7 +240,7 @@ def stale(folder: Path) -> list[str]:
 def main() -> int:
     """Writes or compares the files; returns 1 if a compared file is outdated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not fresh")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is outdated")
     if not parser.parse_args().check:
         write(HERE)
         return 0

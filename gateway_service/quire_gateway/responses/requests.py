@@ -122,7 +122,7 @@ def _check(body: ResponseBody) -> None:
     if body.stream_options is not None and (
         body.stream_options.include_usage or body.stream_options.continuous_usage_stats
     ):
-        raise unsupported("stream_options", "may only have include_obfuscation: the last event always has the usage")
+        raise unsupported("stream_options", "may have only include_obfuscation; the usage is always in the last event")
     if body.background:
         if body.store is False:
             raise invalid(

@@ -166,7 +166,7 @@ def decode_paged(
     check_devices(q.device, cache=cache.k, indptr=indptr, indices=indices, last_page_len=last_page_len)
     options.check_heads(heads, kv_heads, q.device)
     if division.work.batch != batch or division.partial_out.shape[1:] != (heads, cache.v_head_dim):
-        raise ValueError("division belongs to another batch, or to other heads")
+        raise ValueError("division was made for another batch or other heads")
     if division.window_left != options.window_left:
         raise ValueError(f"window_left must be {division.window_left}, like the division's, not {options.window_left}")
     out = output_like("out", out, (batch, heads, cache.v_head_dim), q.dtype, q.device)

@@ -203,10 +203,10 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--kv-memory",
         type=memory_bytes,
-        help="memory for the pool, such as 2GiB, or a share of the machine's or the GPU's memory, such as 80%% "
-        "(default on a CPU: half of the memory that is available once the model is loaded, at most the need of "
-        "--max-running whole contexts, or 256MiB; default on a GPU: the rest of --gpu-memory-utilization after "
-        "model and passes, as measured)",
+        help="memory for the pool, such as 2GiB, or a share of the machine's or the GPU's memory, such as 80%%. "
+        "Default on a CPU: half of the memory that is available after loading the model, but at most what "
+        "--max-running whole contexts need (at least 256MiB). Default on a GPU: what --gpu-memory-utilization "
+        "leaves after model and passes, as measured",
     )
     memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
     parser.add_argument(

@@ -69,7 +69,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Outcome:
-    """Measurements of a run. Tokens are of prompts, and count once for each time that a worker admitted them."""
+    """Measurements of a run. It counts prompt tokens, once for each time that a worker admitted them."""
 
     first_token_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -105,7 +105,7 @@ class Fleet:
         self._rules = [self._rule(gateway) for gateway in range(self._gateways)]
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Serves all requests; requests are changed by it."""
+        """Serves all requests, and writes the results into them."""
         for number, request in enumerate(requests):
             request.gateway = number % self._gateways
             self._clock.at(request.arrival_s, partial(self._arrive, request))

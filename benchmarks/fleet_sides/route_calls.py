@@ -1,7 +1,7 @@
 """CPU time of Route over gRPC: an allocator process with pools of one owner, all of whose workers serve one model.
 
 One pool has published each prompt's first part. A call carries the digests of the whole prompt, as gateways send them.
-A call of MatchPrefix with the same digests, alternately, shows what the transport and the lookup take of it.
+Calls of MatchPrefix with the same digests, in turn with Route's, show how much of the time transport and lookup take.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def prefixes(
 ) -> list[Request]:
     """Returns prompts of `length` tokens, each of which begins with one of `PREFIXES` prefixes of `shared` tokens.
 
-    First each prefix comes once, slowly and unmeasured. `weights` say how often each comes; empty: all alike.
+    First each prefix comes once, slowly and unmeasured. `weights` say how often each prefix comes; without weights, all
+    come equally often.
     """
     draw = random.Random(f"prefixes {seed}")
     heads = [draw.randbytes(shared // BLOCK_TOKENS * DIGEST_BYTES) for _ in range(PREFIXES)]

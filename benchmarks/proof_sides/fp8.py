@@ -1,4 +1,4 @@
-"""Decode with an fp8 cache, compared with decode with a bfloat16 cache of the same bytes, so of half as many tokens.
+"""Decode with an fp8 cache, compared with decode with a bfloat16 cache of the same bytes (half as many tokens).
 
 A row has the ratio of their times, and the errors of both against float64 on the numbers before any rounding.
 """

@@ -211,7 +211,7 @@ class Fleet:
             self._fail(request, worker)
 
     def _restart(self, worker: int) -> None:
-        """Starts a worker with an empty pool. As after a lost event, the index of the others is not cleared."""
+        """Starts a worker with an empty pool. Gateways' indexes keep its old digests, as after a lost event."""
         self._cursors[worker] = 0
         self._workers[worker].restart(self._open(worker))
 

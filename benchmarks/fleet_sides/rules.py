@@ -77,7 +77,7 @@ class LeastLoaded:
 
 
 class EventIndex:
-    """The digests that each worker has published, as its events say. Lost events are never missed here."""
+    """The digests that each worker has published, as its events say. The loss of an event goes unnoticed."""
 
     def __init__(self, worker_count: int) -> None:
         self.stored = [set[bytes]() for _ in range(worker_count)]
@@ -151,7 +151,10 @@ class LlmD:
 
 
 class Allocator:
-    """The allocator, as gateways reach it: its directory and its router. `is_away` while Route does not answer."""
+    """The allocator, as gateways reach it: its directory and its router.
+
+    `is_away` is true while Route does not answer.
+    """
 
     def __init__(self, directory: Directory, router: Router) -> None:
         self.directory, self.router = directory, router

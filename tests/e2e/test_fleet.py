@@ -32,7 +32,7 @@ ABOUT_LONG = {"model": "demo", "prompt": PROMPT, "max_tokens": 1_500, "extra_bod
 
 
 class Fleet(NamedTuple):
-    """The processes. `workers` are by pool."""
+    """The processes. `workers` has each worker by its pool's name."""
 
     allocator: ServerProcess
     workers: dict[str, ServerProcess]

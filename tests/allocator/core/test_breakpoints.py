@@ -1,4 +1,4 @@
-"""Breakpoints of an owner: the first prompt that parts there hits."""
+"""Breakpoints of an owner: the first prompt that diverges there hits."""
 
 from __future__ import annotations
 

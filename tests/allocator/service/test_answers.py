@@ -1,4 +1,4 @@
-"""Answers must fit a message, memory must have an end: large answers, pools and prompts."""
+"""Answers must fit into a message, and memory must be bounded: large answers, pools and prompts."""
 
 from __future__ import annotations
 

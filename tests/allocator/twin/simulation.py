@@ -11,7 +11,7 @@ from tests.allocator.twin.memory import Writer
 
 NAMESPACES = ("", "blue")
 LIVE_MAX = 7  # live sequences; more would leave no room to grow
-MS_PER_EVENT = 2_000  # more than the pool waits between two counts of what a namespace keeps
+MS_PER_EVENT = 2_000  # more than the pool waits until it counts a namespace's kept blocks again
 EDITS_BEFORE = 100.0  # prompts that are assumed to have diverged inside others, in every second history
 
 FULL, SLIDING, CHUNKED, STATE = "full_attention", "sliding_window", "chunked_local", "state"

@@ -63,7 +63,7 @@ HOW: Final = {
 
 
 class Block(NamedTuple):
-    """A block of a page: its page, its language, which is empty if it is only indented, and its text."""
+    """A block of a page: its page, its language (empty if it is only indented) and its text."""
 
     page: str
     language: str

@@ -337,7 +337,7 @@ def curl_post(served: ServerProcess, path: str, body: object) -> dict[str, Any]:
 def test_places_and_bodies_of_one_are_not_those_of_another(
     served: ServerProcess, worker: ScriptedServer, path: str, options: dict[str, bool]
 ) -> None:
-    """One caller takes as many answers as it gets, reads none of them, and sends bodies for as many more."""
+    """One caller takes as many answers as it gets without reading them, and keeps sending bodies for more."""
     body = json.dumps({**NEEDED[path], **options}).encode()
     begun, ended = threading.Semaphore(0), threading.Event()
 

@@ -1,4 +1,4 @@
-"""One caller of a gateway holds every wait that its routes have. Another caller is served.
+"""One caller occupies every kind of wait at a gateway's routes. Another caller is served.
 
 The waits come from the gateway's route table: a new route that takes a body needs a smallest body in `NEEDED`.
 """

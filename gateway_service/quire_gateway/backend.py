@@ -78,7 +78,7 @@ class Backend:
 
     @property
     def load(self) -> int:
-        """Returns how many requests the worker has: this gateway's as of now, others' as of its last status."""
+        """Returns how many requests the worker has: this gateway's current ones, and others' as of its last status."""
         return self.in_flight + self._load_of_others
 
     def heard(self, status: WorkerStatus) -> None:

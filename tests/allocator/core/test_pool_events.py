@@ -1,4 +1,4 @@
-"""A pool's event log: events are in order, follow the acknowledgment, and occur once for all copies. Blocks of 4 tokens."""
+"""A pool's events are in order, follow the acknowledgment, and occur once for all copies. Blocks of 4 tokens."""
 
 from __future__ import annotations
 

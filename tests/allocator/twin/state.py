@@ -72,7 +72,7 @@ class TwinSequence:
     committed: int
     tables: list[list[Slot | None]]
     priority: int = 0
-    prompt: int = 0  # the length of a prompt of which only the first chunk was asked for
+    prompt: int = 0  # the length of the whole prompt, if only its first chunk was requested
     chunk: int = 0  # tokens that are computed at a time
     stops: list[int] = field(default_factory=list)  # token counts at which later hits should be able to end
     early_stop: int = 0

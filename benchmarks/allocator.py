@@ -5,8 +5,7 @@ time: the thread's in process, and both processes' through the service. A second
 512 tokens in pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
 
 Shipped packages have a compiled core; a working copy has an interpreted one. `make bench` measures the compiled one.
-The
-floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. If vLLM is measured, too, the
+The floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. If vLLM is measured, too, the
 floors are also scaled to that machine.
 
 vLLM is measured where it can be imported, and left out elsewhere. vLLM's code is needed without its dependencies,

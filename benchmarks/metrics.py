@@ -7,8 +7,8 @@ change it.
 
 The rows of worker, gateway, and all three servers together are of completions. Completions leave the allocator nearly
 idle, so that its caches are cold. The allocator's own rows are of owners that admit a prompt with each step, into pools
-that fill up. The shadow
-index is the allocator's sample of blocks, which tells what pools of other sizes would have hit.
+that fill up. The shadow index is the allocator's sample of blocks, which tells what pools of other sizes would have
+hit.
 
 `make bench-metrics` measures the compiled core.
 """

@@ -21,7 +21,7 @@ import quire_gateway
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
 
-# Heavy packages, by import name. The base installation has none of them; extras bring them.
+# Heavy packages, by import name. The base installation has none of these packages; extras bring them.
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
 EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"} | {
     "fastapi",

@@ -159,7 +159,7 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
     command = ["promtool", *arguments]
     done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60, check=False)
     output = done.stdout + done.stderr
-    # promtool also looks for the token and certificate files. Only the containers have them.
+    # promtool also looks for the token and certificate files. Only the containers have these files.
     assert done.returncode == 0 or "/run/quire/" in output, output
 
 

@@ -47,7 +47,7 @@ def read_file(path: str | Path) -> bytes:
 
 
 def _opened_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no O_NONBLOCK.
 
 
 def read_token(path: str | None) -> str | None:

@@ -99,7 +99,7 @@ class DeviceMemory:
     total_bytes: int
     used_bytes: int  # memory that all processes use
     peak_bytes: int  # memory that torch allocated while the largest batch was computed
-    current_bytes: int  # memory that torch allocated after that
+    current_bytes: int  # memory that torch allocated once the largest batch was computed
     utilization: float
 
 
@@ -181,7 +181,7 @@ class AdapterInfo(ShortRepr):
     rank: int
     layer_count: int
     byte_count: int
-    request_count: int  # running and waiting requests that use it
+    request_count: int  # running and waiting requests that use the adapter
 
 
 # ----------------------------------------------------------------------------------------------------------------------

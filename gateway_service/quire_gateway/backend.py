@@ -32,8 +32,8 @@ class Model(NamedTuple):
     """A model that at least one worker serves: a checkpoint, or an adapter on one."""
 
     name: str  # the name in answers; requests may use aliases of it
-    created_s: int  # when the gateway first saw it
-    sequence_tokens_max: int  # the largest limit among its workers
+    created_s: int  # when the gateway first saw the model
+    sequence_tokens_max: int  # the largest limit among the model's workers
     base: str  # name of the checkpoint; equals `name` without an adapter
     adapter: str  # name of the adapter, or empty
     fingerprint: str = ""  # changes with the weights of the checkpoint and with the worker's version

@@ -231,7 +231,7 @@ def test_what_is_not_to_be_stored_matches_for_nobody(served: ServerProcess, path
     else:
         same = {name: body[name] for name in ("prompt", "messages") if name in body}
     assert cached(served, same) == 0
-    # The same request without the word is stored, so the prompts are equal.
+    # The same request without this parameter is stored, so the prompts are equal.
     assert warm(served, same)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 

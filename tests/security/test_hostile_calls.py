@@ -36,7 +36,7 @@ from tests.security.test_hostile_doors import (
 
 ATTACKER = "attacker"
 NUMBERS = itertools.count()
-LARGE_POOL_BLOCKS = 1 << 20  # One answer of GetPoolBlocks has a byte for each.
+LARGE_POOL_BLOCKS = 1 << 20  # One answer of GetPoolBlocks has a byte for each block.
 UNREAD = 200  # number of calls of each kind with unread answers
 HALF_SENT = 500  # calls with a half-sent message of the largest size
 STREAMS = 64  # attached streams

@@ -263,8 +263,7 @@ def test_every_list_has_a_limit_and_one_beyond_it_is_said(served: ServerProcess,
     assert found >= 40, "the description has the limits"
 
 
-# Lists inside fields that the API description calls objects, without limits of their own: (path, field, value with such
-# a list).
+# Lists without limits of their own, inside fields that the API description calls objects: (path, field, value).
 WITHIN: list[tuple[str, str, Callable[[list[Any]], Any]]] = [
     ("/v1/chat/completions", "messages", lambda items: [{"role": "user", "content": items}]),
     ("/v1/chat/completions", "messages", lambda items: [{"role": "assistant", "tool_calls": items}]),

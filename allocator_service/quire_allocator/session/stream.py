@@ -187,7 +187,7 @@ class SessionStream:
         try:
             for answer in answers.encoded:
                 await self._write(answer)
-        finally:  # counted after the write, because the owner waits for the write; also if it fails
+        finally:  # The owner waits for the write, so counting follows it. A failed write counts, too.
             if answers.observe is not None:
                 answers.observe()
         if self._beating is None and machine.phase is Phase.REPORTING:

@@ -88,7 +88,7 @@ def of_response(
     fields["logprobs"] = LOGPROBS in (body.include or ())
     fields["top_logprobs"] = body.top_logprobs
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
-        fields["truncate_prompt_tokens"] = -1  # Only as much of its end as fits is kept.
+        fields["truncate_prompt_tokens"] = -1  # Only as much of the conversation's end as fits is kept.
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
     fields["verbosity"] = body.text and body.text.verbosity
     fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None

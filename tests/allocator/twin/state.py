@@ -81,7 +81,7 @@ class TwinSequence:
     places: list[int] = field(default_factory=list)
     last: dict[int, Slot] = field(default_factory=dict)  # per kind, its last hit; for states also the last one made
     needed: list[Slot] = field(default_factory=list)  # fallen slots that a hit at its last edge needs
-    stop: TwinStop | None = None  # the deepest stop that it made or hit
+    stop: TwinStop | None = None  # the deepest stop that the sequence made or hit
 
 
 class TwinState:

@@ -58,9 +58,8 @@ def merge_splits_kernel(
     count = tl.load(unit_indptr + request + 1) - first
     if OVERLAP:
         # Waits for the partial results. The division of work was ready before them. Most programs have nothing to merge
-        # and return at once.
-        # The first program always waits: otherwise this launch could end, and the next one start, before the launch
-        # that computes the units has ended.
+        # and return at once. The first program always waits: otherwise this launch could end, and the next one start,
+        # before the launch that computes the units has ended.
         if (count > 1) | (tl.program_id(0) == 0):
             gdc_wait()
     if count <= 1:

@@ -29,13 +29,12 @@ BLOCKS_PER_STEP_MAX = 8_192  # most blocks that one forward pass may fill, so th
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
 # Defaults. A GPU computes hundreds of tokens in the time that it takes to read the weights once. If a prompt of 4 k
-# tokens is
-# computed in one pass, the weights are read once.
+# tokens is computed in one pass, the weights are read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 MODEL_NAMES_MAX = 16
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
-# vLLM's names of the same options, for users who know vLLM. `--help` does not show them.
+# vLLM's names of the same options, for users who know vLLM. `--help` does not show these names.
 VLLM_NAMES = {
     "max_running": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),

@@ -269,7 +269,7 @@ def _grammar_of(structure: Structure) -> str:
     if structure.kind is StructureKind.JSON_SCHEMA:
         check_numbers(text, "json_schema")
         if text.strip() == "true":
-            text = "{}"  # has the same meaning; llguidance takes only objects
+            text = "{}"  # `{}` has the same meaning; llguidance takes only objects.
         if not text.lstrip().startswith("{"):
             raise GrammarError("json_schema must be a JSON object, or true, which allows any value")
         try:

@@ -21,8 +21,7 @@ class CacheWish(NamedTuple):
     Attributes:
         keep_ms: how long the allocator is asked to keep them.
         breakpoints: rising token counts of the prompt where later prompts may diverge. Blocks behind the last one are
-            not kept; empty keeps all. At the
-            end of the request they are emptied.
+            not kept; empty keeps all. At the end of the request they are emptied.
     """
 
     keep_ms: int = 0

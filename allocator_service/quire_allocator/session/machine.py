@@ -113,6 +113,10 @@ class SessionMachine:
             self.ending = Refusal(reason, message)
             self._on_end()
 
+    def count_kept(self, owner: Ownership, size: int) -> None:
+        """Counts the bytes of the step that was applied last, and of its reply, which the session keeps for replay."""
+        self._sessions.kept_bytes.count(owner, owner.steps.next_step - 1, size)
+
     def close(self) -> None:
         """Notes that the stream is gone. Unless its owner has detached, the allocator keeps the pool until the lease
         ends.

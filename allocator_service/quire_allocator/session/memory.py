@@ -2,7 +2,8 @@
 
 An honest pool has long prefixes, about 44 bytes a block. A hostile owner publishes each block alone, or makes
 sequences, stops and namespaces that share nothing: then a block takes twenty times as much. If a caller's pools take
-too much, the pool that grows evicts cached blocks. If that is not enough, its step is refused.
+too much, the pool that grows evicts cached blocks. If that is not enough, its step is refused. A caller that may do
+everything is trusted, as every caller without a certificate is.
 
 Pure: no clock, no wire.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Final
+
+from quire.protocol.permissions import EVERYTHING
 
 from quire_allocator.core.events import DIGEST_BYTES_KEPT_MAX, EVENTS_KEPT_MAX
 from quire_allocator.core.ownership.directory import Directory, Ownership
@@ -32,6 +35,7 @@ STOP_BYTES: Final = 900  # a stop, without the units that it needs
 NEED_BYTES: Final = 16  # a unit that a stop needs
 PENDING_BYTES: Final = 64  # a digest that a sequence announces
 HISTORY_BYTES: Final = 200  # a digest of an earlier prompt
+TRUSTED_BYTES: Final = 1 << 60  # what a pool of a trusted caller may take
 SLACK_BYTES: Final = 256 << 10  # a pool may grow by this much between two sums over its caller's pools
 
 
@@ -95,6 +99,8 @@ class CallerMemory:
 
     def evict(self, owner: Ownership, added: int) -> None:
         """Evicts cached blocks of a pool until it may grow by `added` bytes, or none are left."""
+        if owner.caller == EVERYTHING:
+            return
         pool = owner.pool
         blocks, cached = pool.blocks, pool.blocks.cached_count
         goal = self.left_bytes(owner, pool_bytes(pool) + added) - added
@@ -112,6 +118,9 @@ class CallerMemory:
         Raises:
             Refusal: LIMIT, the caller's pools would take too much.
         """
+        if owner.caller == EVERYTHING:
+            owner.allowed_bytes = TRUSTED_BYTES
+            return
         needed = pool_bytes(owner.pool) + added
         left = self.left_bytes(owner, needed + SLACK_BYTES)
         if needed > left:
@@ -134,7 +143,7 @@ class CallerMemory:
 
     def share_event_logs(self, caller: Hashable) -> None:
         """Gives each pool of one caller its share of the events that are kept for a caller."""
-        owners = self._pools(caller)
+        owners = self._pools(caller) if caller != EVERYTHING else []
         for owner in owners:
             log = owner.pool.log
             log.event_count_max = EVENTS_KEPT_MAX // len(owners)

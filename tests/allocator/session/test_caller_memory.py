@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Hashable
 
 import pytest
+from quire.protocol.permissions import EVERYTHING
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.drop import CacheDrop
@@ -36,7 +38,7 @@ def sessions() -> SessionRegistry:
     )
 
 
-def opened(sessions: SessionRegistry, name: str, caller: str) -> Ownership:
+def opened(sessions: SessionRegistry, name: str, caller: Hashable) -> Ownership:
     owner = sessions.directory.open_unary(
         name=name, spec=pool_spec(spec(BLOCKS)), request_id=name, session_id=sessions.new_session_id(), now=0.0,
         caller=caller,
@@ -89,6 +91,13 @@ def test_a_step_is_refused_once_no_cached_block_is_left(sessions: SessionRegistr
     publish(sessions, owner, AT_ONCE)
     assert owner.steps.next_step > number
     assert pool_bytes(owner.pool) <= MEMORY_MAX
+
+
+def test_a_caller_that_may_do_everything_is_not_bounded(sessions: SessionRegistry) -> None:
+    owner = opened(sessions, "a", EVERYTHING)
+    publish(sessions, owner, BLOCKS // 2)
+    assert owner.pool.blocks.cached_count == BLOCKS // 2
+    assert pool_bytes(owner.pool) > 2 * MEMORY_MAX
 
 
 def test_the_pools_of_one_caller_share_its_memory(sessions: SessionRegistry) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 from quire.protocol.permissions import EVERYTHING
 
 from quire_allocator.core.events import DIGEST_BYTES_KEPT_MAX, EVENTS_KEPT_MAX
+from quire_allocator.core.eviction.policies import GHOSTS_MAX
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
@@ -34,6 +35,7 @@ SEQUENCE_BYTES: Final = 560  # a sequence, without its parts
 STOP_BYTES: Final = 900  # a stop, without the units that it needs
 NEED_BYTES: Final = 16  # a unit that a stop needs
 PENDING_BYTES: Final = 64  # a digest that a sequence announces
+GHOST_BYTES: Final = 190  # an evicted entry that the policy remembers
 HISTORY_BYTES: Final = 200  # a digest of an earlier prompt
 TRUSTED_BYTES: Final = 1 << 60  # what a pool of a trusted caller may take
 SLACK_BYTES: Final = 256 << 10  # a pool may grow by this much between two sums over its caller's pools
@@ -45,6 +47,7 @@ def pool_bytes(pool: Pool) -> int:
     taken = POOL_BYTES + 4 * blocks.block_count + BLOCK_BYTES * blocks.used_count + RUN_BYTES * blocks.run_count
     taken += SCOPE_BYTES * len(managers) * len(blocks.namespaces) + PENDING_BYTES * pool.pending.left_count
     taken += (SEQUENCE_BYTES + PART_BYTES * len(managers)) * len(pool.sequences)
+    taken += GHOST_BYTES * min(blocks.policy.evicted_count, blocks.block_count // 4 + 1024, GHOSTS_MAX)
     of_units = [manager for manager in managers if manager.spec.kind is not GroupKind.FULL_ATTENTION]
     if of_units:
         needed = sum([manager.spec.window // manager.block_size + 2 for manager in of_units])

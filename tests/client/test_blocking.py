@@ -65,7 +65,7 @@ def test_an_owner_drops_its_cache_and_is_told_what_left_and_what_others_drop(all
         assert [each.digests for each in outcome.removed] == digests(0, 1)
         with pytest.raises(ValueError, match="digests need the namespace"):
             step.drop(None, digests(0, 1))
-        for empty in (b"", []):  # As of a prompt shorter than a block. Everything would be dropped.
+        for empty in (b"", []):  # A prompt shorter than a block has such digests. Everything would be dropped.
             with pytest.raises(ValueError, match="digests must not be empty"):
                 client.drop_cache("mine", "", empty)
             with pytest.raises(ValueError, match="digests must not be empty"):

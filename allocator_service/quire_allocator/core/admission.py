@@ -31,8 +31,8 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
-TAKEOVERS_EXAMINED_MAX: Final = 1024  # looks only at the oldest sequences: the reply to a step names each takeover
-VICTIMS_EXAMINED_MAX: Final = 1024  # looks only at the newest sequences: searching all of them would delay every step
+TAKEOVERS_EXAMINED_MAX: Final = 1024  # only the oldest sequences are examined: a step's reply names each takeover
+VICTIMS_EXAMINED_MAX: Final = 1024  # only the newest sequences are examined: searching all would delay every step
 
 
 class Applicant(NamedTuple):

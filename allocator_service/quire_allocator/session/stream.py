@@ -111,9 +111,9 @@ class SessionStream:
             message: bytes | None = await self._read_first() or b""
             while message is not None:
                 exchange = Exchange(machine, self._streams.counters, message, self._streams.clock())
-                del message  # the memory of the step, while the owner reads the answers
+                del message  # frees the step's memory while the owner reads the answers
                 await self._send(exchange)
-                del exchange  # the memory of the answers, while this waits for the next message
+                del exchange  # frees the answers' memory while this waits for the next message
                 message = None if machine.phase is Phase.DETACHED else await self._read()
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
@@ -137,7 +137,7 @@ class SessionStream:
         try:
             for answer in exchange.answers:
                 await self._write(answer)
-        finally:  # also if the write fails
+        finally:  # A failed write counts, too.
             exchange.observe()
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())

@@ -168,7 +168,7 @@ def _what_never_came_back_teaches_nothing(original: Any, self: Any, *args: Any) 
 @plant(ReuseModel, "learn", ERRORS)
 def _what_began_is_not_forgotten(original: Any, self: Any, *times: int) -> None:
     started = self._started
-    with mock.patch.object(type(self), "_learn"):  # the original forgets before it learns
+    with mock.patch.object(type(self), "_learn"):  # The original method forgets before it learns.
         due = dict(self._due)
         original(self, *times)
     self._started = started

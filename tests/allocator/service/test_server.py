@@ -167,7 +167,7 @@ def test_a_cpu_of_its_own_is_where_all_its_threads_run_without_interrupting_each
     with started(tmp_path, "--cpu", str(cpu)) as running:
         pid = running.process.pid
         threads = {int(task.name): (task / "comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
-        own = [thread for thread, name in threads.items() if name == threads[pid]]  # not gRPC's own threads
+        own = [thread for thread, name in threads.items() if name == threads[pid]]  # leaves out gRPC's own threads
         assert len(own) >= 3  # the event loop, gRPC's completion thread, the metrics server
         assert {os.sched_getscheduler(thread) for thread in own} == {os.SCHED_BATCH}
         assert {frozenset(os.sched_getaffinity(thread)) for thread in own} == {frozenset({cpu})}

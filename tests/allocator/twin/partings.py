@@ -1,4 +1,4 @@
-"""Partings of prompts from earlier ones; the twin looks at every slot of full attention, or at every prompt."""
+"""Prompts that diverge from earlier ones; the twin looks at every slot of full attention, or at every prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEP_COUNT = 7
 
 
 class TwinPartings:
-    """Counts prompts of a pool that part from cached ones late and early."""
+    """Counts prompts of a pool that diverge from cached ones late and early."""
 
     def __init__(self, pool: TwinState) -> None:
         self.pool = pool

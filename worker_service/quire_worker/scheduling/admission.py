@@ -137,7 +137,7 @@ class Applicants:
                 looked_at += 1
                 self._backfill(sample, digests)
             elif not self._admit(sample, digests, self._running):
-                # These samples passed this one, or a later one.
+                # These samples passed this head, or a later one.
                 passed = [each for each in self._running if each.passed is not None]
                 if passed and self._fits_without(sample, digests, passed):
                     if not may_preempt:

@@ -66,7 +66,7 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
-        self._ending = states[0] if states else 0  # its `last_end` is the last edge of hits
+        self._ending = states[0] if states else 0  # This manager's `last_end` is the last edge where hits may end.
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas. It is empty when forgotten, and is reused as the next new
         # namespace.

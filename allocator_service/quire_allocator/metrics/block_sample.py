@@ -268,12 +268,12 @@ class BlockSample:
         firsts, offsets = source[start:end:DIGEST_BYTES], list[int]()
         if self._beginning_count > _BYTES:
             firsts = firsts.translate(self._marks)
-        offset, is_exact = start, self._beginning_count % _BYTES == 0
-        for between in firsts.split(b"\0")[:-1]:  # one call: `find` would cost more for each
-            offset += len(between) * DIGEST_BYTES
+        place, is_exact = firsts.find(0), self._beginning_count % _BYTES == 0
+        while place >= 0:
+            offset = start + place * DIGEST_BYTES
             if is_exact or self._is_followed(source, offset):  # otherwise the second byte decides, too
                 offsets.append(offset)
-            offset += DIGEST_BYTES
+            place = firsts.find(0, place + 1)
         return offsets
 
     def _is_followed(self, source: bytes | bytearray, offset: int) -> bool:

@@ -53,7 +53,6 @@ PROMPT_TOKENS_MAX: Final = 1 << 24  # tokens of a prompt to route
 EXCLUDED_POOLS_MAX: Final = 256
 RESERVATION_MS_MAX: Final = 60_000
 RESERVED_BYTES_MAX: Final = 32 << 20  # bytes of one caller's reservations; twice as many for all callers
-PREFILL_TOKENS_PER_S: Final = 8_000  # assumed while no worker of a model has measured its rate
 WATCHERS_MAX: Final = 64  # watchers per caller; twice as many for all callers
 EVENTS_PER_TURN_MAX: Final = 256  # events sent to one watcher before another one has a turn
 NAME_CHARACTERS_MAX: Final = 128  # characters of a pool's name

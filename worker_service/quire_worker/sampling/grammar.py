@@ -270,7 +270,7 @@ def _grammar_of(structure: Structure) -> str:
         raise GrammarError(str(error)) from None
     if structure.kind is StructureKind.JSON_SCHEMA:
         if text.strip() == "true":
-            text = "{}"  # has the same meaning; llguidance takes only objects
+            text = "{}"  # `{}` has the same meaning; llguidance takes only objects.
         if not text.lstrip().startswith("{"):
             raise GrammarError("json_schema must be a JSON object, or true, which allows any value")
         try:

@@ -26,7 +26,7 @@ FOLDERS = (
     "docs",
 )
 SOURCES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and of FlashInfer
+OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and FlashInfer, which are not in this repository
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(

@@ -108,7 +108,8 @@ class ServerProcess:
         except OSError as error:
             raise UsageError(f"cannot replace the ready file {self._ready_file}: {error.strerror}") from None
         self._ready: dict[str, Any] = {}
-        # Without -P, `-m` puts the current folder first on the path. A select.py there would replace Python's own.
+        # Without -P, `-m` puts the current folder first on the path. A select.py in the current folder would replace
+        # Python's own.
         command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]
         command += [*arguments, "--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:

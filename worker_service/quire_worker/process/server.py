@@ -18,8 +18,8 @@ import structlog
 import torch
 from quire import AsyncAllocator
 from quire._distribution import how_to_install
+from quire._never_blocking import write_out
 from quire._serving import logs
-from quire._serving.never_blocking import write_out
 from quire._serving.process import collect_garbage_rarely, stop_event
 from quire._serving.request_log import RequestLog
 from quire._serving.server import Server
@@ -64,7 +64,7 @@ from quire_worker.speculation.drafting import drafting_of, load_draft_model
 from quire_worker.telemetry import WorkerTelemetry
 
 if TYPE_CHECKING:
-    from quire_worker.kv_events.pool_follower import Follower  # its packages are an extra
+    from quire_worker.kv_events.pool_follower import Follower  # The packages that it needs are an extra.
 
 log = structlog.get_logger()
 

@@ -61,6 +61,18 @@ def test_no_transformers_beyond_the_tested_minor_release_is_allowed() -> None:
     assert f'"transformers>=5.17,<5.{int(tested) + 1}"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_every_variable_that_a_program_reads_is_on_the_page_of_operating() -> None:
+    folders = ("client", "allocator_service", "gateway_service", "worker_service")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    read = {
+        name for path in files for name in re.findall(r"\"(QUIRE_[A-Z_]*[A-Z])\"", path.read_text(encoding="utf-8"))
+    }
+    internal = {"QUIRE_RANKS_RENDEZVOUS"}  # A worker sets it for the ranks that it starts.
+    table = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8").split("\n## Variables\n")[1].split("\n## ")[0]
+    assert {"QUIRE_ALLOCATOR", "QUIRE_CACHE"} <= read
+    assert read - internal - set(re.findall(r"`(QUIRE_[A-Z_]+)`", table)) == set()
+
+
 def test_every_decision_has_a_number_of_its_own_and_says_it() -> None:
     records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
     numbers = [int(record.name[:4]) for record in records]

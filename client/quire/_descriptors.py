@@ -1,4 +1,4 @@
-"""Open files of a process: it replaces closed standard streams and raises the limit of open files."""
+"""What a process needs of the system: standard streams, open files, threads. Checked before much is loaded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import io
 import os
 import resource
 import sys
+import threading
 from typing import Final
 
 OPEN_FILES_MIN: Final = 64  # A server without callers has 24 to 32 open files.
+# gRPC starts a pool of as many threads as there are CPUs, from 4 to 16. It aborts the process if one cannot be started.
+_GRPC_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
+SERVER_THREADS_MIN: Final = _GRPC_THREADS + 7
+COMMAND_THREADS_MIN: Final = _GRPC_THREADS + 3
+_STACK_BYTES: Final = 128 << 10
 USAGE: Final = 2
 
 
@@ -62,3 +68,32 @@ def require_open_files(program: str) -> None:
         sys.stderr.write(f"{program}: {what}: raise the limit (ulimit -n)\n")
         sys.exit(USAGE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+
+
+def require_threads(program: str, count: int) -> None:
+    """Checks that this process can start threads. Libraries in C abort or crash without a word where they cannot.
+
+    Args:
+        program: the program's name, for the message.
+        count: the number of threads that it needs at least.
+
+    Raises:
+        SystemExit: with 2, the system allows too few.
+    """
+    started: list[threading.Thread] = []
+    end = threading.Event()
+    before = threading.stack_size(_STACK_BYTES)  # Otherwise these threads need 8 MiB of address space each.
+    try:
+        while len(started) < count:
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        what = f"this process may start {len(started)} threads, but it needs at least {count}"
+        sys.stderr.write(f"{program}: {what}: raise the limit (ulimit -u, or pids.max of its control group)\n")
+        sys.exit(USAGE)
+    finally:
+        threading.stack_size(before)
+        end.set()
+        for thread in started:
+            thread.join()

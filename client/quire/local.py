@@ -281,7 +281,9 @@ class LocalStack:
             self.allocator = self._spawn("quire_allocator", self._allocator_command, folder)
             undo.callback(self._stop_allocator)
             self.allocator.wait_ready(deadline=deadline)
-            self._on_progress(f"allocator serves on {self.allocator.address}; starting the worker")
+            self._on_progress(
+                f"allocator serves on {self.allocator.address}; starting the worker; a first start compiles kernels"
+            )
             command = ["--allocator", self.allocator.address, *self._worker_command]
             # With PASSIVE, torch's threads sleep between two forward passes instead of spinning on the servers' cores.
             self.worker = self._spawn("quire_worker", command, folder, OMP_WAIT_POLICY="PASSIVE")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from quire._serving.never_blocking import BYTES_MAX, NeverBlockingText
+from quire._never_blocking import BYTES_MAX, NeverBlockingText
 
 LINE = "x" * 99 + "\n"
 
@@ -93,7 +93,7 @@ def test_a_forked_child_writes_its_own_lines_and_none_of_its_parents(pipe: tuple
     _, writer = pipe
     script = f"""
 import os
-from quire._serving.never_blocking import NeverBlockingText
+from quire._never_blocking import NeverBlockingText
 stream = NeverBlockingText({writer})
 for _ in range(5_000):
     stream.write("parent\\n")  # more than a pipe holds: the thread waits in it
@@ -115,7 +115,7 @@ os._exit(os.waitstatus_to_exitcode(status))
 def test_lines_of_the_end_and_an_uncaught_error_are_written() -> None:
     script = """
 import sys
-from quire._serving.never_blocking import take_standard_streams
+from quire._never_blocking import take_standard_streams
 take_standard_streams()
 print("to output")
 print("to error", file=sys.stderr)
@@ -129,7 +129,7 @@ def test_a_process_whose_output_nobody_reads_ends_all_the_same(pipe: tuple[int, 
     _, writer = pipe
     script = """
 import sys
-from quire._serving.never_blocking import take_standard_streams
+from quire._never_blocking import take_standard_streams
 take_standard_streams()
 for _ in range(100_000):
     print("x" * 100, file=sys.stderr)

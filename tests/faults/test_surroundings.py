@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from quire import Allocator, Client, PoolSpec
-from quire._serving.never_blocking import BYTES_MAX
+from quire._never_blocking import BYTES_MAX
+from quire.errors import UnavailableError
 from quire.local import LocalStack
 
 from tests.allocator.service.one_by_one import calls
@@ -136,6 +138,44 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
                         lambda: dropped_line_count(allocator["metrics_address"]) >= 100 * RUNS,
                         "a thread has tried to write each line",
                     )
+
+
+@pytest.mark.parametrize("output", [unread, full_disk])
+def test_up_replaces_an_allocator_and_stops_though_nobody_takes_what_it_says(output: Callable[[], Any]) -> None:
+    free = [f"--{kind}-{name}=127.0.0.1:0" for kind in ("listen", "metrics") for name in ("allocator", "worker")]
+    command = [sys.executable, "-m", "quire.cli", "up", "--model", str(DEMO), *free, "--listen-gateway", "none"]
+    with output() as there:
+        up = subprocess.Popen([*command, "--json", "--", "--blocks", "64"], stdout=subprocess.PIPE, stderr=there)
+
+        def allocators() -> list[psutil.Process]:
+            return [child for child in psutil.Process(up.pid).children() if is_allocator(child)]
+
+        try:
+            assert up.stdout is not None
+            with up.stdout as addresses:
+                served = json.loads(addresses.readline())
+            (first,) = allocators()
+            first.kill()
+            eventually(lambda: any(each.pid != first.pid for each in allocators()), "it has another one", within_s=60)
+            with Client(served["worker"]) as client:
+                eventually(lambda: is_served(client), "text goes on", within_s=60)
+            up.terminate()
+            assert up.wait(60) == 0
+        finally:
+            up.kill()
+            up.wait()
+
+
+def is_allocator(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # It may have ended meanwhile.
+        return "quire_allocator" in process.cmdline()
+    return False
+
+
+def is_served(client: Client) -> bool:
+    with contextlib.suppress(UnavailableError):
+        return bool(client.generate("The for", max_tokens=4).text)
+    return False
 
 
 FORKING = """

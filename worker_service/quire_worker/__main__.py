@@ -7,7 +7,7 @@ loading torch takes seconds.
 import os
 import sys
 
-from quire._descriptors import open_missing, require_open_files
+from quire._descriptors import SERVER_THREADS_MIN, open_missing, require_open_files, require_threads
 from quire._extras import require_extra_or_exit
 from quire.errors import UsageError
 
@@ -16,6 +16,7 @@ def main() -> None:
     """Checks options and files, then starts the server."""
     open_missing()
     require_open_files("quire-worker")
+    require_threads("quire-worker", SERVER_THREADS_MIN)
     require_extra_or_exit("worker")
     from quire_worker.process import preflight
     from quire_worker.process.options import parse_arguments

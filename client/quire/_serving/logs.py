@@ -1,7 +1,7 @@
 """Structured logs on standard error: JSON for machines, colors for a terminal. Libraries' warnings look the same.
 
 Tokens, prompts, texts and whole digests are never logged. Logging never makes a server wait, fail or end: see
-`quire._serving.never_blocking`.
+`quire._never_blocking`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TextIO, cast
 import structlog
 from prometheus_client.core import CounterMetricFamily
 
-from quire._serving.never_blocking import dropped_line_count, take_standard_streams
+from quire._never_blocking import dropped_line_count, take_standard_streams
 
 
 def configure(*, log_format: str, level: str, **bound: Any) -> None:

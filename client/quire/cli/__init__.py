@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from quire._descriptors import open_missing
+from quire._descriptors import COMMAND_THREADS_MIN, open_missing, require_threads
 from quire._distribution import how_to_install
 
 
@@ -13,6 +13,7 @@ def main() -> None:
     open_missing()
     for stream in (sys.stdout, sys.stderr):  # A model's text may contain characters that the terminal's encoding lacks.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    require_threads("quire", COMMAND_THREADS_MIN)
     try:
         from quire.cli.app import run
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import typer
 from typer.core import CompletionItem, TyperCommand
 
-from quire._descriptors import require_open_files
+from quire._descriptors import SERVER_THREADS_MIN, require_open_files, require_threads
 from quire._extras import require_extra
 from quire.errors import UsageError
 
@@ -54,12 +54,14 @@ def register(app: typer.Typer) -> None:
 def allocator(context: typer.Context) -> None:
     """Hands over to `quire_allocator.server.main`."""
     require_open_files("quire allocator")
+    require_threads("quire allocator", SERVER_THREADS_MIN)
     _hand_over("quire_allocator.server", context.args)
 
 
 def worker(context: typer.Context) -> None:
     """Hands over to `quire_worker.process.server.main`."""
     require_open_files("quire worker")
+    require_threads("quire worker", SERVER_THREADS_MIN)
     # Must be set before torch is loaded. The server's threads then sleep between two forward passes instead of spinning
     # on its cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -71,6 +73,7 @@ def worker(context: typer.Context) -> None:
 def gateway(context: typer.Context) -> None:
     """Hands over to `quire_gateway.server.main`."""
     require_open_files("quire gateway")
+    require_threads("quire gateway", SERVER_THREADS_MIN)
     _hand_over("quire_gateway.server", context.args)
 
 

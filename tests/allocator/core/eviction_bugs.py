@@ -207,7 +207,7 @@ def _what_leads_much_is_worth_as_much_as_what_leads_nothing(original: Any, self:
     return float(original(self, entry)) * 2**entry.burden
 
 
-@plant(FullAttentionManager, "goes_on", ERRORS)
+@plant(FullAttentionManager, "cut_after", ERRORS)
 def _a_prompt_leaves_behind_what_other_groups_do_not_serve(original: Any, self: Any, hit: Any) -> None:
     return None
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -379,7 +378,7 @@ def test_an_allocator_that_cannot_watch_leases_ends_with_an_error() -> None:
 
 def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_it(tmp_path: Path) -> None:
     with (
-        started(tmp_path, "--log-format", "json") as running,
+        started(tmp_path, "--log-format", "json", "--drain-timeout", f"{10 * WAIT_S}") as running,
         grpc.insecure_channel(running.address) as channel,
     ):
         attach = pb.Attach(version=3, pool="a", incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
@@ -387,13 +386,11 @@ def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_
         messages.put(pb.SessionRequest(attach=attach))
         stream = pb_grpc.AllocatorServiceStub(channel).Session(iter(messages.get, None))
         assert next(stream).HasField("report_required")
-        began = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.RpcError) as caught:
             next(stream)
         assert from_rpc_error(caught.value).reason is Reason.DRAINING
         assert running.process.wait(WAIT_S) == 0
-        assert time.monotonic() - began < 4  # well below the 5 s that calls under way may take
         messages.put(None)
 
 

@@ -32,7 +32,7 @@ class TwinPartings:
         return self.share(self.inside)
 
     @property
-    def go_on(self) -> bool:
+    def are_late(self) -> bool:
         return self.late_seen + 4 >= self.again + self.inside
 
     def answer_ends(self, prompt: int) -> set[int]:
@@ -41,7 +41,7 @@ class TwinPartings:
         Empty unless prompts continue answers and the prompt's attention takes at least as many blocks as a state.
         """
         names = {kind.name for kind in self.pool.kinds}
-        if self.pool.is_dense or not names >= {"full_attention", "state"} or not self.go_on:
+        if self.pool.is_dense or not names >= {"full_attention", "state"} or not self.are_late:
             return set()
         edge = self.edge_tokens()
         last = (prompt - 1) // edge * edge

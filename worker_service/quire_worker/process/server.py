@@ -18,8 +18,8 @@ import structlog
 import torch
 from quire import AsyncAllocator
 from quire._distribution import how_to_install
+from quire._never_blocking import write_out
 from quire._serving import logs
-from quire._serving.never_blocking import write_out
 from quire._serving.process import collect_garbage_rarely, stop_event
 from quire._serving.request_log import RequestLog
 from quire._serving.server import Server

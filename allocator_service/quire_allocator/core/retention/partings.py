@@ -32,11 +32,11 @@ class Behind(NamedTuple):
 
     Attributes:
         way_count: how many different blocks follow.
-        goes_on: whether one of the texts continues for at least an edge.
+        has_more: whether one of the texts continues for at least an edge.
     """
 
     way_count: int
-    goes_on: bool
+    has_more: bool
 
 
 class Partings:
@@ -70,7 +70,7 @@ class Partings:
         return self.inside >= self._share * (self.late + self.again + self.inside)
 
     @property
-    def go_on(self) -> bool:
+    def are_late(self) -> bool:
         """Tells whether prompts continue from the end at least as often as before it: answers are then worth states."""
         return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
@@ -84,7 +84,7 @@ class Partings:
         """
         if behind.way_count > 1 or is_parting:
             return
-        if not behind.goes_on:
+        if not behind.has_more:
             self.late += 1
             self.late_seen += 1
         elif is_whole:

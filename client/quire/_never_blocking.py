@@ -1,4 +1,4 @@
-"""A server's standard output and error: a write returns at once and never fails, even if its reader is gone.
+"""Standard output and error of a server, and of `quire up`: a write returns at once and never fails.
 
 The process that reads a server's output may stop reading, end, or write to a full disk. None of that may stop the
 server. So text is queued, and only a separate thread writes to the file. If the queue is full or writing fails, the
@@ -18,6 +18,7 @@ import queue
 import select
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any, Final
 
 BYTES_MAX: Final = 1 << 20  # most bytes of queued text
@@ -68,9 +69,10 @@ class NeverBlockingText(io.TextIOBase):
             self._waiting_bytes += len(data)
             self._texts.put(data)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="standard streams", daemon=True)
-                with contextlib.suppress(RuntimeError):  # If no thread can be started, queued text is dropped at exit.
-                    self._thread.start()
+                thread = threading.Thread(target=self._write_all, name="standard streams", daemon=True)
+                with contextlib.suppress(RuntimeError):  # If no thread can be started now, the next write tries again.
+                    thread.start()
+                    self._thread = thread
         return len(text)
 
     def flush(self) -> None:
@@ -129,6 +131,17 @@ def take_standard_streams() -> NeverBlockingText:
         sys.stdout, sys.stderr = NeverBlockingText(1), NeverBlockingText(2)
         atexit.register(_give_back, before)
     return sys.stderr
+
+
+@contextlib.contextmanager
+def standard_error_taken() -> Iterator[None]:
+    """Replaces standard error by a `NeverBlockingText` while a program supervises servers."""
+    before = sys.stdout, sys.stderr
+    sys.stderr = NeverBlockingText(2)
+    try:
+        yield
+    finally:
+        _give_back(before)
 
 
 def write_out() -> bool:

@@ -221,7 +221,7 @@ async def test_messages_that_are_cut_anywhere_keep_nobody_from_an_answer(scene: 
 
 
 def alike() -> Iterator[tuple[str, list[str]]]:
-    """Yields each server with calls that it reads in the same way: all its unary calls, or one stream."""
+    """Yields each server with calls that it reads alike: all its unary calls together, and each stream alone."""
     for server, methods in METHODS.items():
         yield server, [method for method in methods if method not in CONVERSATIONS]
         yield from ((server, [method]) for method in methods if method in CONVERSATIONS)

@@ -16,7 +16,7 @@ BOX_ROWS_MIN = 8  # rows of a TMA box at least: the pattern of swizzled shared m
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """The places of keys in the cache, as a matrix. Its row stride is the distance of two tokens of a page."""
+    """The cache as a matrix with the positions of its keys. Its row stride is the distance of two tokens of a page."""
 
     per_page: int  # rows from one page to the next
     per_head: int  # rows from one KV head to the next, if heads are whole rows apart (HND)

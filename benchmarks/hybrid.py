@@ -5,7 +5,7 @@ and with sparse retention, a pool of the same bytes where every layer keeps ever
 groups that knows the future (`hybrid_sides/optimum.py`). `--sides` adds bounds of policies that know only how long ago
 a text was used, or also its turn and length (`hybrid_sides/ages.py`). For the trace it adds the hits with times learned
 from the other samples of its sessions. In the shape `states alone`, which has no attention, the side `quire without
-history` forgets prompts, and so cannot see where later ones part from them.
+history` remembers no prompts, so it cannot see where later prompts diverge.
 
 Every side has the same bytes, with its own layout. The *load* gives their number: load = working set / pool. The
 working set is the bytes at the fullest moment of a cache that keeps exactly the blocks that a later prompt can hit.

@@ -177,7 +177,7 @@ def pair(result: Any) -> Result:
 
 
 def scale_of(fp8: torch.dtype) -> torch.Tensor:
-    """Returns a scale that puts the largest number of a normal distribution near the largest of the format."""
+    """Returns a scale that maps the largest of normally distributed numbers near the format's largest number."""
     return torch.full((KV_HEADS,), 4.5 / FP8_MAX[fp8], device=DEVICE)
 
 
@@ -278,7 +278,7 @@ def quantised(dtype: torch.dtype) -> Iterator[Errors]:
 
 
 def drawn(dtype: torch.dtype) -> Errors:
-    """Returns how far the numbers that drew tokens lie outside the tokens' intervals in [0, 1)."""
+    """Returns how far random numbers lie outside the intervals, in [0, 1), of the tokens that they drew."""
     rows = 4
     logits = (3 * torch.randn(rows, VOCABULARY, device=DEVICE)).to(dtype)
     uniform = torch.rand(rows, device=DEVICE)

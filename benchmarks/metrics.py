@@ -1,13 +1,14 @@
-"""CPU time that metrics, the shadow index and log lines take of each server, with real processes under load.
+"""CPU time that metrics, the shadow index and log lines take in each server, with real processes under load.
 
 The servers run with their metrics and log lines on, as they do by default. Each server adds up the CPU time of its
 functions that count and log (`metrics_sides/probed.py`). The rest of its CPU time is its time without these functions.
 A row's ratio is the part over that rest. Both parts of the ratio are CPU times of one run, so other programs hardly
 change it.
 
-Completions are the load of worker and gateway, and of all three servers. They leave the allocator nearly idle, so that
-its caches are cold. Its own rows are of owners that admit a prompt with each step, into pools that fill up. The shadow
-index is the allocator's sample of blocks, which tells what pools of other sizes would have hit.
+The rows of worker, gateway, and all three servers together are of completions. Completions leave the allocator nearly
+idle, so that its caches are cold. The allocator's own rows are of owners that admit a prompt with each step, into pools
+that fill up. The shadow index is the allocator's sample of blocks, which tells what pools of other sizes would have
+hit.
 
 `make bench-metrics` measures the compiled core.
 """
@@ -63,7 +64,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Servers:
-    """Probed servers. Once they are stopped, `parts` has what they spent."""
+    """Probed servers. After they have stopped, `parts` has the CPU time of each part."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -143,7 +144,7 @@ async def admit(address: str, owners: int, steps: int) -> None:
                 own = dice.randbytes(DIGEST_BYTES * (PROMPT_BLOCKS - SHARED_BLOCKS * is_shared))
                 digests = shared * is_shared + own
                 step.allocate(sequence_id, PROMPT_BLOCKS * BLOCK_TOKENS + 1, digests)
-                computed = digests if sequence_id == 1 else own  # all others hit the shared blocks
+                computed = digests if sequence_id == 1 else own  # All other sequences hit the shared blocks.
                 messages.append(owner.message(step))
             for message in messages:
                 check(message, await stream.ask(message))

@@ -18,7 +18,7 @@ from pathlib import Path
 class Goal:
     """A goal for a figure. Unmet goals are reported like met ones."""
 
-    name: str  # ends with the reason if `value` is None
+    name: str  # If `value` is None, the name ends with the reason.
     value: float | None
     goal: float
     better: str  # "higher" or "lower"

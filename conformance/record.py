@@ -134,12 +134,12 @@ def _script() -> list[StepBuilder]:
     first, second = block_digests(ROOT, range(20), 4), block_digests(ROOT, range(100, 120), 4)
     return [
         StepBuilder().allocate(1, 10, first[:2], priority=3).allocate(2, 9, second[:2], "tenant"),
-        # 1 is computing the same prefix, so 3 is PENDING. 4 does not wait for it.
+        # Sequence 1 is computing the same prefix, so sequence 3 is PENDING. Sequence 4 does not wait for it.
         StepBuilder().allocate(3, 9, first[:2], defer_token_count=4).allocate(4, 5, first[:1], priority=-1),
-        # Commits of a sequence that is not live, and beyond what is granted.
+        # One commit names a sequence that is not live. The other one exceeds the granted tokens.
         StepBuilder().commit(1, 8, first[:2]).commit(77, 4, first[:1]).commit(2, 12, second[:3]),
         StepBuilder().commit(2, 9, second[:2], keep_token_count=9).commit(4, 4, first[:1]).free(88),
-        # 4 was preempted, and returns as 5. Its free keeps one block for a minute.
+        # Sequence 4 was preempted, and returns as sequence 5. Freeing it keeps one block cached for a minute.
         StepBuilder()
         .free(4, keep_ms=60_000, keep_token_count=4)
         .allocate(5, 7, first[:1], is_return=True, priority=-1),
@@ -240,7 +240,7 @@ def stale(folder: Path) -> list[str]:
 def main() -> int:
     """Writes or compares the files; returns 1 if a compared file is outdated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not fresh")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is outdated")
     if not parser.parse_args().check:
         write(HERE)
         return 0

@@ -1,5 +1,6 @@
 """An agent with tools, with OpenAI's own client: the model calls functions, and answers from their results.
 
+    pip install openai
     quire up --model models/demo
     python examples/agent.py http://127.0.0.1:8000/v1
 

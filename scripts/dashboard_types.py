@@ -2,8 +2,8 @@
 
     python -m scripts.dashboard_types
 
-Checked are each dashboard, the options of its panels, and the fields of its plots. A property that a type lacks is an
-error, too. The package has no type of Prometheus' queries. npm installs the packages into build/dashboard-types.
+The check covers each dashboard, the options of its panels, and the fields of its plots. A property that a type lacks is
+an error, too. The package has no type of Prometheus' queries. npm installs the packages into build/dashboard-types.
 """
 
 from __future__ import annotations

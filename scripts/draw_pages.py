@@ -25,7 +25,7 @@ ATTENTION = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_SIZE)
 
 
 def sheet(height: int, lines: list[str]) -> str:
-    """Returns an SVG. Its own white ground keeps it readable on a dark page."""
+    """Returns an SVG. The picture's own white ground keeps it readable on a dark page."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     ground = '<rect width="100%" height="100%" fill="white"/>'
     return "\n".join([f'{head} font-family="sans-serif" font-size="13">', ground, *lines, "</svg>", ""])

@@ -61,7 +61,7 @@ def words(path: Path) -> set[str]:
     """Returns the words of a file. Names are split at underscores and capital letters."""
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^from \S+ import (\([^)]*\)|.*)$|^import .*$", "", text, flags=re.MULTILINE)
-    text = text.replace(".stop", "")  # attribute of a range
+    text = text.replace(".stop", "")  # Here, `stop` is the attribute of a range.
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)}
 
 
@@ -133,7 +133,7 @@ def compared_hits(results: str, *scenario: str) -> list[tuple[float, float]]:
     with (ROOT / "benchmarks/results" / results).open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             key = tuple(row[column] for column in scenario)
-            own[key] = float(row["quire"])  # Rows of later commits come later.
+            own[key] = float(row["quire"])  # A later commit's row follows, and replaces an earlier one.
             if row["vllm dense"]:
                 better[key] = max(float(row["vllm dense"]), float(row["vllm sparse"]))
     return [(own[key], better[key]) for key in own]

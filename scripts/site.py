@@ -57,6 +57,8 @@ SEARCH_FACTORS: Final = {
     "benchmarks/": 0.3,
     "conformance/": 0.3,
     "integrations/": 0.3,
+    "CONTRIBUTING.md": 0.3,
+    "docs/dependencies.md": 0.3,
     "docs/decisions/": 0.1,
     "docs/bugs.md": 0.1,
     "CHANGELOG.md": 0.1,

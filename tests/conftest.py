@@ -15,7 +15,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses names that differ between two runs (a set, an address): processes that share the tests would disagree."""
+    """Refuses test names that differ between two runs (a set, an address): parallel processes would disagree."""
     changing = [item.nodeid for item in items if re.search(r"set\(\{| at 0x", item.nodeid)]
     if changing:
         raise pytest.UsageError(f"these tests have another name in each process; give their parameters ids: {changing}")

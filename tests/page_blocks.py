@@ -27,8 +27,8 @@ HOST: Final = "not run: makes users and services of the host"
 GPU: Final = "not run: needs a GPU"
 REASONS: Final = (TEXT, DOCKER, KUBERNETES, HOST, GPU)
 
-# for each page: the test that runs its blocks, or the reason why none does A block of another kind has a line with its
-# beginning.
+# Page -> the test that runs its code blocks, or the reason why no test does. A block that is an exception has a line
+# of its own, with the block's beginning.
 HOW: Final = {
     "ARCHITECTURE.md": TEXT,
     "CONTRIBUTING.md": HERE,
@@ -63,7 +63,7 @@ HOW: Final = {
 
 
 class Block(NamedTuple):
-    """A block of a page: its page, its language, which is empty if it is only indented, and its text."""
+    """A block of a page: its page, its language (empty if it is only indented) and its text."""
 
     page: str
     language: str

@@ -21,7 +21,7 @@ import quire_gateway
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
 
-# Heavy packages, by import name. The base installation has none of them; extras bring them.
+# Heavy packages, by import name. The base installation has none of these packages; extras bring them.
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
 EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"} | {
     "fastapi",
@@ -123,7 +123,7 @@ def test_no_heavy_library_is_a_base_dependency() -> None:
 
 
 def compiled_modules() -> dict[str, Path]:
-    """Returns the modules that `pyproject.toml` lets be compiled, by name."""
+    """Returns the modules that `pyproject.toml` lists for compilation, by name."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     hook = config["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
     included = {path for pattern in hook["include"] for path in ROOT.glob(pattern)}

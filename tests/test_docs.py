@@ -26,7 +26,7 @@ FOLDERS = (
     "docs",
 )
 SOURCES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and of FlashInfer
+OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and FlashInfer, which are not in this repository
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(
@@ -59,6 +59,18 @@ def test_no_transformers_beyond_the_tested_minor_release_is_allowed() -> None:
     """Minor releases rename arguments of models: 5.24 has `cache` for `past_key_values`."""
     (tested,) = re.findall(r"^transformers==5\.(\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f'"transformers>=5.17,<5.{int(tested) + 1}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_variable_that_a_program_reads_is_on_the_page_of_operating() -> None:
+    folders = ("client", "allocator_service", "gateway_service", "worker_service")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    read = {
+        name for path in files for name in re.findall(r"\"(QUIRE_[A-Z_]*[A-Z])\"", path.read_text(encoding="utf-8"))
+    }
+    internal = {"QUIRE_RANKS_RENDEZVOUS"}  # A worker sets it for the ranks that it starts.
+    table = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8").split("\n## Variables\n")[1].split("\n## ")[0]
+    assert {"QUIRE_ALLOCATOR", "QUIRE_CACHE"} <= read
+    assert read - internal - set(re.findall(r"`(QUIRE_[A-Z_]+)`", table)) == set()
 
 
 def test_every_decision_has_a_number_of_its_own_and_says_it() -> None:

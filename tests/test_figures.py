@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import shlex
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -12,6 +15,8 @@ import draw_idea
 import draw_pages
 import figures
 import pytest
+
+RESULTS = figures.ROOT / "benchmarks" / "results"
 
 
 def test_the_table_of_the_readme_is_made_of_the_rows() -> None:
@@ -26,6 +31,18 @@ def test_the_chart_of_the_readme_is_made_of_the_rows() -> None:
 
 def test_the_page_of_all_figures_is_made_of_the_rows() -> None:
     assert figures.PAGE.read_text(encoding="utf-8") == figures.page(), "benchmarks/figures.py --write"
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.csv")), ids=lambda file: file.stem)
+def test_rows_of_one_command_are_of_one_commit_and_a_script_of_today(file: Path) -> None:
+    commits = defaultdict[str, set[str]](set)
+    with file.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            if "command" in row:
+                commits[row["command"]].add(row["commit"])
+    assert [command for command, found in commits.items() if len(found) != 1] == []
+    scripts = {shlex.split(command)[1] for command in commits if command.startswith("python ")}
+    assert [script for script in scripts if not (RESULTS.parents[1] / script).exists()] == []
 
 
 def test_the_picture_of_the_idea_shows_the_tables_of_the_core() -> None:

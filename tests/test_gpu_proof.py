@@ -86,7 +86,7 @@ def test_what_the_servers_need_travels_to_the_gpu_machine_or_is_there() -> None:
     assert there is not None
     had = {*there[1].split(), *re.findall(r"^([a-z0-9-]+)==", carried, re.MULTILINE)}
     asked, todo = set[str](), ["quire-kv[allocator,cli,worker]"]
-    while todo:  # Walks the requirements of what is carried. Installed packages have theirs.
+    while todo:  # Follows the requirements of the carried packages. Installed packages already have theirs.
         wanted = Requirement(todo.pop())
         name = canonicalize_name(wanted.name)
         if name in there[1].split() or str(wanted) in asked:

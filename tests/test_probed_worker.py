@@ -20,7 +20,7 @@ from serving_sides.workload import KINDS, Workload
 def test_an_idle_worker_answers_as_soon_as_it_serves_and_after_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Kernel tests set this variable. With it the worker would interpret its kernels, too.
+    # Kernel tests set this variable. With this variable, the worker would also interpret its kernels.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     benchmarks = str(Path(__file__).resolve().parents[1] / "benchmarks")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([benchmarks, *filter(None, [os.environ.get("PYTHONPATH")])]))

@@ -63,7 +63,7 @@ def test_the_lowest_versions_that_the_metadata_allows_are_those_that_generated_c
 
 
 def test_each_number_that_a_message_has_no_field_for_is_reserved() -> None:
-    """A later field would otherwise take the number of one that an older peer knows, or a gap would look like one."""
+    """Otherwise a later field could get a removed field's number, which an older peer would misread."""
     gaps = {}
     for module in (pb, server_pb2, worker_pb2):
         for message in module.DESCRIPTOR.message_types_by_name.values():

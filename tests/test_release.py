@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -87,3 +88,20 @@ def test_an_example_runs_as_a_file(example: Path, tmp_path: Path) -> None:
         [sys.executable, "-P", "-c", load], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.stem)
+def test_an_example_says_what_it_needs(example: Path) -> None:
+    tree = ast.parse(example.read_text(encoding="utf-8"))
+    says = ast.get_docstring(tree) or ""
+    if example.stem != "stack":  # The examples of branches import this module.
+        assert re.search(r"\bNeeds a clone|^    quire (?:up|allocator)", says, re.M)
+    found = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    roots = {
+        name.partition(".")[0]
+        for node in found
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    # `pip install '.[all]'` brings these; `stack` is a file beside the example.
+    brought = {"quire", "rich", "torch", "transformers", "stack"} | sys.stdlib_module_names
+    assert roots <= brought or "    pip install " in says

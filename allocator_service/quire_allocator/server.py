@@ -109,7 +109,7 @@ def _up_to(most: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         number = int(text)
         if not 1 <= number <= most:
-            raise argparse.ArgumentTypeError(f"it is from 1 to {most}, not {number}")
+            raise argparse.ArgumentTypeError(f"must be from 1 to {most}, not {number}")
         return number
 
     return count

@@ -155,6 +155,6 @@ class _Decoding:
             for sequence_id, tokens, digest in filled:
                 self.pool.commit(sequence_id, tokens, digest)
             self.pool.grow_many(self.ids, self.token_counts)
-            self.pool.log.publish(0)  # The service does this after each acknowledged step.
+            self.pool.log.publish(0)  # The service also publishes the log after each acknowledged step.
             spent_ns += time.thread_time_ns() - started
         return spent_ns / 1_000 / DECODE_STEPS / SEQUENCES

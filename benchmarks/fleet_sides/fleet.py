@@ -69,13 +69,13 @@ class Setting:
 
 @dataclass(slots=True)
 class Outcome:
-    """Measurements of a run. Tokens are of prompts, and count once for each time that a worker admitted them."""
+    """Measurements of a run. It counts prompt tokens, once for each time that a worker admitted them."""
 
     first_token_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     hit_tokens: int = 0
     promised_tokens: int = 0
-    kept_tokens: int = 0  # promised tokens that were hit
+    kept_tokens: int = 0  # promised tokens that were in the cache
     lost_promises: int = 0  # promised tokens of requests whose worker died before their admission
     end_s: float = 0.0
     ends: dict[str, int] = field(default_factory=dict)  # Quire's reservations
@@ -105,7 +105,7 @@ class Fleet:
         self._rules = [self._rule(gateway) for gateway in range(self._gateways)]
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Serves all requests; requests are changed by it."""
+        """Serves all requests, and writes the results into them."""
         for number, request in enumerate(requests):
             request.gateway = number % self._gateways
             self._clock.at(request.arrival_s, partial(self._arrive, request))
@@ -211,7 +211,7 @@ class Fleet:
             self._fail(request, worker)
 
     def _restart(self, worker: int) -> None:
-        """Starts a worker with an empty pool. As after a lost event, the index of the others is not cleared."""
+        """Starts a worker with an empty pool. Gateways' indexes keep its old digests, as after a lost event."""
         self._cursors[worker] = 0
         self._workers[worker].restart(self._open(worker))
 

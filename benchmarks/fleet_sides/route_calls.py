@@ -1,7 +1,7 @@
 """CPU time of Route over gRPC: an allocator process with pools of one owner, all of whose workers serve one model.
 
 One pool has published each prompt's first part. A call carries the digests of the whole prompt, as gateways send them.
-A call of MatchPrefix with the same digests, alternately, shows what the transport and the lookup take of it.
+Calls of MatchPrefix with the same digests, in turn with Route's, show how much of the time transport and lookup take.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fleet_sides.workloads import BLOCK_TOKENS, DIGEST_BYTES
 START_S: Final = 60.0
 SERVICE: Final = "/quire.v1.AllocatorService/"
 WORKERS: Final = (8, 64)
-PROMPTS: Final = {"7,200 tokens": (6_000, 7_200), "100,000 tokens": (90_000, 100_000)}  # published, and in all
+PROMPTS: Final = {"7,200 tokens": (6_000, 7_200), "100,000 tokens": (90_000, 100_000)}  # (published tokens, all tokens)
 POOL_BLOCKS: Final = 10_000
 CONCURRENT: Final = 8
-RESERVATION_MS: Final = 20  # the reservations of some calls at a time
+RESERVATION_MS: Final = 20  # short, so that the reservations of only a few calls exist at a time
 _OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 
 
@@ -39,7 +39,7 @@ class Calls:
 
     def __init__(self, address: str, pid: int) -> None:
         self.channel = aio.insecure_channel(address, options=_OPTIONS)
-        self._clock = (~pid << 3) | 2  # of another process's CPU time, as clock_getcpuclockid(3) returns it
+        self._clock = (~pid << 3) | 2  # the clock of another process's CPU time, as clock_getcpuclockid(3) returns it
 
     async def call(self, method: str, request: Any, reply: Any = None) -> Any:
         """Makes one call; `request` is a message or its bytes."""
@@ -59,7 +59,7 @@ class Calls:
         return (self._cpu_ns() - begun) / 1_000 / count
 
     def _method(self, name: str) -> Any:
-        unary: Any = self.channel.unary_unary  # The type stubs lack its defaults.
+        unary: Any = self.channel.unary_unary  # The type stubs lack the defaults of its parameters.
         return unary(SERVICE + name)
 
     def _cpu_ns(self) -> int:

@@ -19,8 +19,8 @@ from fleet_sides.workloads import BLOCK_TOKENS, DIGEST_BYTES, Request
 
 MODEL: Final = "m"
 RESERVATION_S: Final = 5.0  # the client's default
-POLL_S: Final = 1.0  # between a gateway's polls of the workers
-GUESS_S: Final = 2.0  # how long llm-d believes that a prompt is where it was sent, until events say so
+POLL_S: Final = 1.0  # seconds between a gateway's polls of the workers
+GUESS_S: Final = 2.0  # seconds for which llm-d assumes that a worker has a prompt sent to it
 
 
 class Choice(NamedTuple):
@@ -77,7 +77,7 @@ class LeastLoaded:
 
 
 class EventIndex:
-    """The digests that each worker has published, as its events say. Lost events are never missed here."""
+    """The digests that each worker has published, as its events say. The loss of an event goes unnoticed."""
 
     def __init__(self, worker_count: int) -> None:
         self.stored = [set[bytes]() for _ in range(worker_count)]
@@ -95,7 +95,7 @@ class EventIndex:
 
 
 class Guesses:
-    """The digests that one gateway has sent to each worker, for `seconds`, or the last `block_count` ones."""
+    """The digests that one gateway sent to each worker in the last `seconds`, or its last `block_count` digests."""
 
     def __init__(self, worker_count: int, *, seconds: float = float("inf"), block_count: int = 1 << 30) -> None:
         self._ends = [OrderedDict[bytes, float]() for _ in range(worker_count)]
@@ -104,7 +104,7 @@ class Guesses:
     def add(self, worker: int, digests: bytes, now: float) -> None:
         """Notes that the gateway sent a prompt to this worker."""
         ends = self._ends[worker]
-        for place in range(len(digests) - DIGEST_BYTES, -1, -DIGEST_BYTES):  # deepest first: it is forgotten first
+        for place in range(len(digests) - DIGEST_BYTES, -1, -DIGEST_BYTES):  # deepest block first: it is evicted first
             digest = digests[place : place + DIGEST_BYTES]
             ends[digest] = now + self._seconds
             ends.move_to_end(digest)
@@ -117,10 +117,10 @@ class Guesses:
 
 
 class LlmD:
-    """llm-d's rule: the longest prefix until its worker is saturated, then the least to compute.
+    """llm-d's rule: the longest prefix, or, if its worker is saturated, the least to compute.
 
-    Prefixes are estimated from events (precise), or from this gateway's own choices (approximate), and the load is
-    the uncached tokens of this gateway's requests without a first token.
+    Prefixes are estimated from events (precise) or from this gateway's own choices (approximate). The load is the
+    uncached tokens of this gateway's requests without a first token.
     """
 
     def __init__(self, worker_count: int, guesses: Guesses, events: EventIndex | None, delay_s: float = 1.0) -> None:
@@ -151,7 +151,10 @@ class LlmD:
 
 
 class Allocator:
-    """The allocator, as gateways reach it: its directory and its router. `is_away` while Route does not answer."""
+    """The allocator, as gateways reach it: its directory and its router.
+
+    `is_away` is true while Route does not answer.
+    """
 
     def __init__(self, directory: Directory, router: Router) -> None:
         self.directory, self.router = directory, router
@@ -159,9 +162,9 @@ class Allocator:
 
 
 class Mirrored:
-    """The gateway's rule without Route: prefixes by mirrors of the pools, the load by counts of requests.
+    """The gateway's rule without Route: mirrors of the pools tell the prefixes, and counts of requests the load.
 
-    A gateway knows its own requests as of now, and those of others as of a poll each second.
+    A gateway knows its own current requests, and other gateways' requests as of a poll each second.
     """
 
     def __init__(self, events: EventIndex, request_counts: Callable[[], list[int]]) -> None:
@@ -192,7 +195,7 @@ class Mirrored:
 
 
 class Quire:
-    """Asks the allocator; while it is away, the gateway's mirrors decide, which get no events then."""
+    """Asks the allocator. While it is away, the gateway's mirrors decide, and these get no events."""
 
     def __init__(self, allocator: Allocator, reservation_s: float, mirrors: Mirrored) -> None:
         self._allocator, self._reservation_s, self._mirrors = allocator, reservation_s, mirrors

@@ -1,8 +1,8 @@
 """Simulated workers: the product's pools hold the blocks, a model of time replaces the forward passes.
 
 A turn admits waiting prompts in order, computes at most `PASS_TOKENS` prompt tokens, oldest prompt first, and a token
-for each other running request. As in the product's scheduler, a prompt whose next block another one computes waits
-for it without asking the allocator, and later prompts may pass it; a prompt without blocks lets none pass.
+for each other running request. As in the product's scheduler, a prompt waits while another one computes its next block:
+it does not ask the allocator, and later prompts may pass it. No prompt passes one that got no blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUNNING_MAX: Final = 256
 
 
 class Observer(Protocol):
-    """Hears what happens at workers."""
+    """Receives what happens at workers."""
 
     def admitted(self, worker: int, request: Request, matched: int) -> None:
         """Called once a prompt has its blocks."""
@@ -58,7 +58,7 @@ class Run:
 
 
 class SimulatedWorker:
-    """One worker. `pool` is None while it is down."""
+    """One worker. `pool` is None while the worker is down."""
 
     def __init__(self, number: int, clock: Clock, fleet: Observer, pool: Pool) -> None:
         self.number = number
@@ -76,11 +76,11 @@ class SimulatedWorker:
         self._begin()
 
     def lose_allocator(self) -> None:
-        """Admits nothing until `find_allocator`; what has blocks is computed."""
+        """Admits nothing until `find_allocator` is called; requests with blocks are still computed."""
         self._is_cut_off = True
 
     def find_allocator(self) -> None:
-        """Says to the allocator what happened meanwhile."""
+        """Tells the allocator what happened meanwhile."""
         self._is_cut_off = False
         for change in self._unsaid:
             change()

@@ -53,9 +53,10 @@ class Request:
 def prefixes(
     seed: int, *, rate: float, seconds: float, shared: int = 6_000, length: int = 7_200, weights: Sequence[float] = ()
 ) -> list[Request]:
-    """Returns prompts of `length` tokens, each of which begins with one of `PREFIXES` prefixes of `shared` tokens.
+    """Returns prompts of `length` tokens. Each begins with one of `PREFIXES` prefixes of `shared` tokens.
 
-    First each prefix comes once, slowly and unmeasured. `weights` say how often each comes; empty: all alike.
+    First each prefix comes once, slowly and unmeasured. `weights` say how often each prefix comes; without weights, all
+    come equally often.
     """
     draw = random.Random(f"prefixes {seed}")
     heads = [draw.randbytes(shared // BLOCK_TOKENS * DIGEST_BYTES) for _ in range(PREFIXES)]

@@ -90,7 +90,7 @@ def _full_and_windows() -> Shape:
 
 
 def states_alone() -> Shape:
-    """Returns the states of bamba without its attention, as a model has them that keeps nothing else."""
+    """Returns the shape of a model that keeps only states: bamba's, without its attention."""
     layers = _of_config("bamba", "bamba-9b.json").layers
     return Shape("states alone", tuple([layer for layer in layers if layer.kind is GroupKind.STATE]))
 

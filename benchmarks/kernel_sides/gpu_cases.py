@@ -132,7 +132,7 @@ class Case:
 
     @property
     def dense_bytes(self) -> int:
-        """Returns the additional bytes for a side with dense keys."""
+        """Returns the additional bytes that a side with dense keys needs."""
         scores = 2 * 4 * self.batch * self.context * self.shape.query_heads  # scores and exponentials, float32
         return self.key_bytes + (scores if isinstance(self.shape, Latent) else 0)
 

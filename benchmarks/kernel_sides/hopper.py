@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-SWITCH = "QUIRE_HOPPER"  # Quire reads it at each launch; "0" selects the kernels for other chips.
+SWITCH = "QUIRE_HOPPER"  # read at each launch of Quire's kernels; "0" selects the kernels for other chips
 
 
 @contextlib.contextmanager

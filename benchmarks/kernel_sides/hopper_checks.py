@@ -29,7 +29,7 @@ from quire_kernels.shared.prefill_rows import Masking, divide_prefill, prefill_t
 from quire_kernels.shared.reference import LSE_TOLERANCE, TOLERANCE
 
 SHRUNK = 20  # Without a GPU, lengths are divided by this.
-CHECKED_COUNT = 6  # shapes that `prefill_checks` checks; the tests check all
+CHECKED_COUNT = 6  # number of shapes that `prefill_checks` checks; the tests check every shape
 
 
 @dataclass(frozen=True, slots=True)

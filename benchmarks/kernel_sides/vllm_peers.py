@@ -1,7 +1,7 @@
 """vLLM's Triton kernels on the same pages, with the buffers and splits of vLLM's backends.
 
-The peers need only vLLM's files and their imports (`pip install --no-deps vllm`). Version 0.33 works. So do older
-versions, where the kernels are in other files and take fewer arguments.
+The peers need only vLLM's files and their imports (`pip install --no-deps vllm`). Version 0.33 works. Older versions
+also work: their kernels are in other files and take fewer arguments.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Slots(NamedTuple):
 
 
 class Traffic:
-    """Scheduler and pool. As many requests wait as run."""
+    """Scheduler and pool. As many requests wait at a time as run."""
 
     def __init__(
         self, requests: Sequence[TraceRequest], *, block_count: int, block_size: int, running_max: int

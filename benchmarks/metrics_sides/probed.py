@@ -43,7 +43,7 @@ PROBED: Final = {
 }
 _spent_ns: dict[str, int] = {}
 _counts: dict[str, int] = {}
-_inner_ns = [0]  # time of nested parts, inside each running part
+_inner_ns = [0]  # for each running part, the time of the parts inside it
 
 
 def probe(part: str, owner: type, method: str) -> None:

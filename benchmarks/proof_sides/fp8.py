@@ -1,4 +1,4 @@
-"""Decode with an fp8 cache, compared with decode with a bfloat16 cache of the same bytes, so of half as many tokens.
+"""Decode with an fp8 cache, compared with decode with a bfloat16 cache of the same bytes (half as many tokens).
 
 A row has the ratio of their times, and the errors of both against float64 on the numbers before any rounding.
 """
@@ -20,7 +20,7 @@ from quire_kernels.shared.paged_cache import unpack_paged_cache
 
 PAGE_SIZE = 16
 WORKSPACE_BYTES = 1 << 28
-NUMBER_MAX = 4.5  # The scale puts this number, which normal numbers seldom exceed, at the largest of the format.
+NUMBER_MAX = 4.5  # The scale maps this number to the format's largest. Normally distributed numbers seldom exceed it.
 
 
 def rows(shape: Grouped, batches: tuple[int, ...], tokens: int, bench: Bench) -> Iterator[dict[str, Any]]:

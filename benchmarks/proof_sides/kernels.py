@@ -41,7 +41,7 @@ CASES: tuple[Case, ...] = (
     Case("prefill", LLAMA, 1, 32_768, 16),
     Case("decode", MLA, 256, 1024, 16),
 )
-GOALS, FP8_S = 7, 12.0  # cases with goals; the seconds for fp8, mostly to compile
+GOALS, FP8_S = 7, 12.0  # number of cases with goals; seconds for fp8, most of them for compiling
 TINY_SHAPE = Grouped("heads", 4, 2, 32)
 TINY = (
     Case("prefill", TINY_SHAPE, 1, 40, 16),

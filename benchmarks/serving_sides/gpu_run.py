@@ -49,7 +49,8 @@ SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "0"},
     {"QUIRE_LAUNCH_AHEAD": "0", "QUIRE_HOPPER": "0"},
 )
-# A second measurement of `decode`, and its time limit. In it, each pass starts after the previous one has ended.
+# A second measurement of `decode`, and its time limit. In this measurement, each pass starts after the previous one has
+# ended.
 WAITING: dict[str, str] = {"QUIRE_LAUNCH_AHEAD": "0"}
 WAITING_S = 60.0
 FIRST, FIRST_S = (64, 8), 15.0  # prompt and output tokens of the first requests, and their time limit

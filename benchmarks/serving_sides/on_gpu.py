@@ -90,7 +90,7 @@ def measure(
             return
         try:
             yield from step()
-        except TimeoutError:  # Later parts would also be too late.
+        except TimeoutError:  # No time is left for later parts, either.
             raise
         except Exception as error:  # A failed part must not lose the other parts' rows.
             yield {"measured": "nothing", "passed": False, "why": f"{type(error).__name__}: {error}"[:1000]}

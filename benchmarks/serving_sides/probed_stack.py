@@ -19,7 +19,7 @@ from serving_sides.trace import Trace, read_trace
 
 STOP_S = 3.0  # time limit for the servers to end
 ROUND_S = 25.0  # time limit for a round
-PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # time limit for the worker's notes; interval of asking
+PROBE_S, ASK_AGAIN_S = 15.0, 1.0  # time limit for the worker's notes; seconds between two requests for them
 Pass = dict[str, Any]  # see `probed_worker.write`
 
 

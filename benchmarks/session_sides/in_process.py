@@ -35,7 +35,7 @@ class _Nobody:
 
 
 class InProcess:
-    """An owner that is attached to its own allocator."""
+    """A pool's owner, attached to an allocator in the same process."""
 
     def __init__(self, spec: pb.PoolSpec) -> None:
         self._owner = PoolOwner("in-process", spec, incarnation=os.urandom(16), window=4)

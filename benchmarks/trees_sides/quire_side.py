@@ -18,7 +18,7 @@ WATCH_S = 0.001
 
 
 class Found(NamedTuple):
-    """The result of a round. `blocks_least` is the minimum of blocks, if only the texts themselves tell it."""
+    """The result of a round. `blocks_least` is the minimum of blocks, if it follows from the texts alone."""
 
     seconds: float
     tokens_computed: int

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 LINE_MAX: Final = 200
 _VALUE_MAX: Final = 110  # characters of one field
-_ITEMS_MAX: Final = 16  # of a field that is printed item by item
+_ITEMS_MAX: Final = 16  # items of a field that is printed item by item
 
 
 class ShortRepr:

@@ -34,7 +34,7 @@ from quire._numbers import require_integer
 
 # Shared with the core: scripts/shared_values.py
 DIGEST_BYTES: Final = 32
-FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' digests. On the wire they are padded with zeros.
+FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' digests. On the wire these digests are padded with zeros.
 CONTENT_ID_BYTES_MAX: Final = 128
 _TOKENS_MAX: Final = 2**31 - 1  # Offsets are int32.
 _BLOCK_SIZE_MAX: Final = 2**32 - 1

@@ -108,7 +108,8 @@ class ServerProcess:
         except OSError as error:
             raise UsageError(f"cannot replace the ready file {self._ready_file}: {error.strerror}") from None
         self._ready: dict[str, Any] = {}
-        # Without -P, `-m` puts the current folder first on the path. A select.py there would replace Python's own.
+        # Without -P, `-m` puts the current folder first on the path. A select.py in the current folder would replace
+        # Python's own.
         command = [sys.executable, "-P", "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s)]
         command += [*arguments, "--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:
@@ -280,7 +281,9 @@ class LocalStack:
             self.allocator = self._spawn("quire_allocator", self._allocator_command, folder)
             undo.callback(self._stop_allocator)
             self.allocator.wait_ready(deadline=deadline)
-            self._on_progress(f"allocator serves on {self.allocator.address}; starting the worker")
+            self._on_progress(
+                f"allocator serves on {self.allocator.address}; starting the worker; a first start compiles kernels"
+            )
             command = ["--allocator", self.allocator.address, *self._worker_command]
             # With PASSIVE, torch's threads sleep between two forward passes instead of spinning on the servers' cores.
             self.worker = self._spawn("quire_worker", command, folder, OMP_WAIT_POLICY="PASSIVE")

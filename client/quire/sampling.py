@@ -148,9 +148,8 @@ class CachePolicy:
 
     Attributes:
         keep_s: seconds from the end of the request, up to a day; 0 keeps it like any other.
-        breakpoints: rising token counts of the prompt, at most 4, where later prompts may diverge. What is behind
-            the last one is not kept; empty keeps the prompt and its answer.
-        no_store: lets no other request hit what this one computes. It may hit what is cached.
+        breakpoints: rising token counts of the prompt, at most 4, where later prompts may diverge. Blocks behind the
+            last one are not kept; empty keeps the prompt and its answer. The request itself may hit cached blocks.
     """
 
     keep_s: float = 0.0

@@ -99,7 +99,7 @@ class DeviceMemory:
     total_bytes: int
     used_bytes: int  # memory that all processes use
     peak_bytes: int  # memory that torch allocated while the largest batch was computed
-    current_bytes: int  # memory that torch allocated after that
+    current_bytes: int  # memory that torch allocated once the largest batch was computed
     utilization: float
 
 
@@ -181,7 +181,7 @@ class AdapterInfo(ShortRepr):
     rank: int
     layer_count: int
     byte_count: int
-    request_count: int  # running and waiting requests that use it
+    request_count: int  # running and waiting requests that use the adapter
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -192,11 +192,11 @@ class AdapterInfo(ShortRepr):
 class RoutedWorker:
     """A pool's worker, as far as routers may know it."""
 
-    address: str  # where gateways reach it
+    address: str  # the worker's address for gateways
     model: str
     adapters: tuple[str, ...] = ()
-    prefill_tokens_per_s: int = 0  # prompt tokens that it computes in a second, as measured; 0 before that
-    draining: bool = False  # Route does not choose it any more.
+    prefill_tokens_per_s: int = 0  # measured rate of computing prompts; 0 before the first measurement
+    draining: bool = False  # Route no longer chooses this worker.
 
 
 # Shared with the core: scripts/shared_values.py

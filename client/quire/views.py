@@ -45,7 +45,7 @@ class PoolSummary(ShortRepr):
     unwritten_slot_count: int  # token slots without committed tokens in held blocks of the first group
     promised_block_count: int  # blocks reserved for prompts that are still growing
     evicted_block_count: int  # cached blocks that were granted again since the session began
-    worker: RoutedWorker | None = None  # what its owner says of its worker
+    worker: RoutedWorker | None = None  # the pool's worker, as the owner describes it
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -207,9 +207,9 @@ class RequestInfo(ShortRepr):
     state: RequestState
     wait_reason: WaitReason | None
     missing_block_count: int  # missing blocks per group, if the request waits for BLOCKS
-    behind_request_id: str  # id of the previous request in the order. Empty if the caller may not see it.
-    age_s: float  # seconds until now, or until its end
-    queue_s: float | None  # seconds until its first admission
+    behind_request_id: str  # id of the previous request in the order. Empty if the caller may not see that request.
+    age_s: float  # seconds from arrival until now, or until the request's end
+    queue_s: float | None  # seconds from arrival to the first admission
     first_token_s: float | None
     time_left_s: float | None  # seconds until its caller's deadline
     priority: int
@@ -236,6 +236,6 @@ class BranchInfo:
     sequence_id: int  # id at the allocator. 0 if the branch holds no blocks: its next call computes it again.
     block_count: int
     age_s: float
-    time_left_s: float  # until it ends, unless a call names it
+    time_left_s: float  # seconds until the branch expires, unless a call names it earlier
     ttl_ms: int
-    is_in_use: bool  # A call uses it.
+    is_in_use: bool  # A call uses the branch.

@@ -163,7 +163,7 @@ def of_continuation(body: Body, max_tokens: int | None, top_logprob_count: int |
         ApiError: a parameter is not supported; the error names it.
     """
     if body.cache_no_store:
-        raise unsupported("cache_no_store", "must be given when a branch is made: it is true of the whole branch")
+        raise unsupported("cache_no_store", "must be given when a branch is made: it applies to the whole branch")
     names = {PROMPT: PROMPT, "max_tokens": "max_tokens", "logprobs": "logprobs"}
     return _ask(body, ((),), max_tokens or MAX_TOKENS_DEFAULT, top_logprob_count, names)
 

@@ -32,8 +32,8 @@ class Model(NamedTuple):
     """A model that at least one worker serves: a checkpoint, or an adapter on one."""
 
     name: str  # the name in answers; requests may use aliases of it
-    created_s: int  # when the gateway first saw it
-    sequence_tokens_max: int  # the largest limit among its workers
+    created_s: int  # when the gateway first saw the model
+    sequence_tokens_max: int  # the largest limit among the model's workers
     base: str  # name of the checkpoint; equals `name` without an adapter
     adapter: str  # name of the adapter, or empty
     fingerprint: str = ""  # changes with the weights of the checkpoint and with the worker's version
@@ -78,7 +78,7 @@ class Backend:
 
     @property
     def load(self) -> int:
-        """Returns how many requests the worker has: this gateway's as of now, others' as of its last status."""
+        """Returns how many requests the worker has: this gateway's current ones, and others' as of its last status."""
         return self.in_flight + self._load_of_others
 
     def heard(self, status: WorkerStatus) -> None:

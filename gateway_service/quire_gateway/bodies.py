@@ -115,7 +115,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: Flag | None = None
-    include_obfuscation: Flag | None = None  # accepted; nothing is ever added
+    include_obfuscation: Flag | None = None  # accepted; the gateway never adds obfuscation
     continuous_usage_stats: Flag | None = None
 
 

@@ -60,7 +60,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._awaits_head = False  # whether a head has begun, or begins with the next bytes
         self._probe = b""  # bytes to send in the middle of an answer, to find out whether the caller is there
-        self._is_broken = False  # whether the bytes after the requests so far are not HTTP
+        self._is_broken = False  # whether the bytes after the last request are not HTTP
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Starts the deadline of the first request."""

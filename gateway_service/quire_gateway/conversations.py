@@ -31,7 +31,7 @@ def chat_of(body: ChatBody) -> Chat:
         ApiError: a part of it is not text.
     """
     variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:  # as in vLLM; templates of reasoning models use one or the other
+    if body.reasoning_effort is not None:  # vLLM sets both, too: a template uses one of them
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         variables.setdefault("enable_thinking", body.reasoning_effort != "none")
     if body.continue_final_message and body.add_generation_prompt:

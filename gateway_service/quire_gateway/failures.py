@@ -17,7 +17,7 @@ TOO_LARGE: Final = "request_too_large"  # this and the next two constants are er
 MODEL_NOT_FOUND: Final = "model_not_found"
 BRANCH_NOT_FOUND: Final = "branch_not_found"
 
-# HTTP status, type and code for each gRPC code. `_BY_REASON` has more precise ones.
+# HTTP status, type and code for each gRPC code. `_BY_REASON` has more precise entries.
 _BY_CODE: Final = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
     grpc.StatusCode.OUT_OF_RANGE: (400, INVALID, None),
@@ -38,7 +38,8 @@ _BY_REASON: Final = {
     Reason.BRANCH_UNKNOWN: (404, INVALID, BRANCH_NOT_FOUND),
 }
 _TOO_LONG: Final = "the answer was not complete within this gateway's time limit for a request: ask for less at a time"
-# For errors that no Quire server wrote. Their texts name workers and options that are out of the callers' reach.
+# For errors that no Quire server wrote. The texts of these errors name workers and options that are out of the callers'
+# reach.
 _UNEXPLAINED: Final = {
     grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached: try again",
     grpc.StatusCode.DEADLINE_EXCEEDED: _TOO_LONG,

@@ -84,7 +84,7 @@ class Fleet:
         self._found_at: dict[str, Backend] = {}  # workers that the allocators know, by registered address
         self._applies_defaults = applies_defaults
         self._told_defaults: set[str] = set()  # models with logged defaults
-        self._notations: dict[str, asyncio.Task[Notation]] = {}  # by the name of the checkpoint
+        self._notations: dict[str, asyncio.Task[Notation]] = {}  # notations by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
         self._tasks_of: dict[Backend, list[asyncio.Task[None]]] = {}
         self._created_s: dict[str, int] = {}

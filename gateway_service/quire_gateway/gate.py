@@ -35,7 +35,7 @@ from quire_gateway.shares import Charge, Shares
 log = structlog.get_logger()
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # Probes send no key, and no known host name.
-OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # They show the requests of all callers.
+OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # These paths show the requests of all callers.
 # Labels of metrics. A path below one of the last three has its label; any other path is "other".
 ROUTES: Final = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models"),
@@ -52,11 +52,11 @@ WORK: Final = frozenset(
         "/detokenize",
     }
 )
-BODIES_BYTES: Final = 64 << 20  # All bodies in flight may take the largest of three sizes: this,
-BODIES_PER_BODY: Final = 8  # this many bodies of the largest size,
-BODY_BYTES_EXPECTED: Final = 32 << 10  # and this many for each request that may be in flight
-ANSWERS_BYTES: Final = 256 << 20  # All answers in flight may take the larger of two sizes: this,
-ANSWER_BYTES_EXPECTED: Final = 64 << 10  # and this many for each request that may be in flight
+BODIES_BYTES: Final = 64 << 20  # first of three sizes; all bodies in flight may take the largest
+BODIES_PER_BODY: Final = 8  # second size: this many bodies of the largest allowed size
+BODY_BYTES_EXPECTED: Final = 32 << 10  # third size: this many bytes for each request that may be in flight
+ANSWERS_BYTES: Final = 256 << 20  # first of two sizes; all answers in flight may take the larger
+ANSWER_BYTES_EXPECTED: Final = 64 << 10  # second size: this many bytes for each request that may be in flight
 SMALL_BYTES: Final = 16 << 10  # Smaller answers are not charged, because they free the memory of their request at once.
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"

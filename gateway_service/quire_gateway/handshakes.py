@@ -80,5 +80,5 @@ class TlsListener:
 
 def _end(connection: socket.socket) -> None:
     """Ends a connection. The handshake then fails, and closes the socket."""
-    with contextlib.suppress(OSError):  # It may have ended just now.
+    with contextlib.suppress(OSError):  # The connection may have ended just now.
         connection.shutdown(socket.SHUT_RDWR)

@@ -59,7 +59,7 @@ _HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|([^][:@/%\s]*)
 
 def _name_of(host: str) -> str:
     """Returns a name without its port, and an address without its brackets and zone. Anything else, such as a name with
-    user information, is returned whole with a dot before it, and is nobody's name."""
+    user information, is returned whole with a dot before it, so it equals no host's name."""
     found = _HOST.fullmatch(host)
     if found is None:
         return "." + host

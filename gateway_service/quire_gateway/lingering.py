@@ -10,7 +10,7 @@ import asyncio
 from typing import Any, Final
 
 LINGER_S: Final = 10.0
-LINGER_BYTES: Final = 64 << 20  # most bytes that are read and dropped in that time
+LINGER_BYTES: Final = 64 << 20  # most bytes that are read and dropped while lingering
 
 
 class Lingering:
@@ -20,7 +20,7 @@ class Lingering:
     or a limit of time or bytes is reached.
 
     Args:
-        transport: the wrapped transport; all other methods are its own.
+        transport: the wrapped transport, which gets all other calls.
         loop: the event loop of the transport.
 
     Attributes:

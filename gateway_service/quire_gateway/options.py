@@ -192,15 +192,15 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--max-in-flight",
         type=int,
         default=IN_FLIGHT_MAX,
-        help="requests that run at the same time; further ones get 429. With API keys of several "
-        "namespaces, each may use at most as many as then remain free (default: %(default)s)",
+        help="requests that run at the same time; further ones get 429. If API keys have several "
+        "namespaces, each may use at most half of what the others leave (default: %(default)s)",
     )
     limits.add_argument(
         "--max-responses-bytes",
         type=int,
         default=RESPONSES_BYTES_MAX,
-        help="bytes of all kept responses; 0 keeps none. With API keys of several namespaces, each may use "
-        "at most as many as then remain free (default: %(default)s)",
+        help="bytes of all kept responses; 0 keeps none. If API keys have several namespaces, each may "
+        "use at most half of what the others leave (default: %(default)s)",
     )
     limits.add_argument(
         "--responses-lifetime",

@@ -98,8 +98,8 @@ class Places:
         """Starts before the first token."""
         self._is_held = False
         self._text = ""  # the rest of the text, from the last piece on
-        self._before = 0  # characters before that rest
-        self._place = 0  # the next token's place in that rest
+        self._before = 0  # characters of the text before `_text`
+        self._place = 0  # the next token's place in `_text`
         self._pending = b""  # the first bytes of a character that begins at `_place`
 
     def add(self, text: str, *, is_held: bool) -> None:

@@ -23,8 +23,8 @@ LISTS_MAX: Final = 1 << 16  # arrays and objects in one body
 TEXTS_MAX: Final = 1 << 16
 STRUCTURES_CHARACTERS_MAX: Final = 1 << 20  # in tools and JSON schemas; a worker takes no more text in a prompt
 VALUES_MAX: Final = 1 << 19  # each token id of a prompt is one value
-PARAM_SHOWN: Final = 256  # characters of the path of a wrong field
-VALUE_SHOWN: Final = 64  # characters of a wrong value
+PARAM_SHOWN: Final = 256  # characters of a wrong field's path that an error shows
+VALUE_SHOWN: Final = 64  # characters of a wrong value that an error shows
 _CODINGS: Final = {b"content-encoding": (b"", b"identity"), b"transfer-encoding": (b"chunked",)}
 _FORMS: Final = {  # errors for values out of range
     "greater_than": ("gt", "must be above {}"),

@@ -16,7 +16,7 @@ _CLOSED: Final = "additionalProperties"
 _PATTERN: Final = "pattern"
 _BEYOND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # lookaround, or a back reference
 
-# A float64 keeps every number that has neither of these, where 0 stands for every digit and the point.
+# A number without either of these survives a float64. Here 0 stands for any digit or the point.
 _LONG: Final = (b"0" * 16, b"0e000")
 _MARKS: Final = bytes(
     ord("0" if sign in "0123456789." else "e" if sign in "eE" else " ") for sign in map(chr, range(256))

@@ -357,7 +357,7 @@ async def until_gone(receive: Receive, answer: Awaitable[None]) -> None:
         for task in (answering, leaving):
             task.cancel()
         await asyncio.gather(answering, leaving, return_exceptions=True)
-        del answering, leaving, task  # An error in them refers to this frame: keeping them makes a reference cycle.
+        del answering, leaving, task  # Their errors refer to this frame: keeping them makes a reference cycle.
 
 
 async def _left(receive: Receive) -> None:

@@ -102,7 +102,7 @@ class PretendedEngine:
                 assert page[slot % spec.block_size] == computed[position], (sequence, position)
 
     async def play(self, turn_count: int, *, length_max: int) -> None:
-        """Plays turns. Between them it admits prompts, forks texts and ends them."""
+        """Plays turns. Between turns it admits prompts, forks texts and ends them."""
         for _ in range(turn_count):
             chance, live = self.random.random(), self.engine.live
             if chance < 0.3:
@@ -127,7 +127,7 @@ class PretendedEngine:
             await self.turn()
 
     async def end(self) -> None:
-        """Ends every text, and sends that to the allocator."""
+        """Ends every text, and sends the frees to the allocator."""
         for sequence in self.engine.live:
             sequence.free()
         self.run_copies(await self.engine.turn())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +65,7 @@ def test_an_owner_drops_its_cache_and_is_told_what_left_and_what_others_drop(all
         assert [each.digests for each in outcome.removed] == digests(0, 1)
         with pytest.raises(ValueError, match="digests need the namespace"):
             step.drop(None, digests(0, 1))
-        for empty in (b"", []):  # As of a prompt shorter than a block. Everything would be dropped.
+        for empty in (b"", []):  # A prompt shorter than a block has such digests. Everything would be dropped.
             with pytest.raises(ValueError, match="digests must not be empty"):
                 client.drop_cache("mine", "", empty)
             with pytest.raises(ValueError, match="digests must not be empty"):
@@ -131,11 +130,9 @@ def test_a_wait_ends_though_the_allocator_is_dead_and_the_step_is_applied_once(
         answered(session, allocate(1, 4))
         allocator.process.kill()
         allocator.process.wait()
-        began = time.monotonic()
         answer = session.submit(allocate(2, 4))
         with pytest.raises(TimeoutError):
             answer.result(0.05)
-        assert time.monotonic() - began < 5
         (tmp_path / "next").mkdir()
         with allocator_process(tmp_path / "next", "--listen", f"127.0.0.1:{port}", "--check-invariants"):
             assert answer.result(ANSWER_S).free_block_count == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,15 @@ def test_a_scrape_that_is_refused_names_the_token_that_it_needs(
         assert (state.state, "401" in state.found, "--token-file" in state.advice) == (checkup.WARNING, True, True)
         (state,) = found(Caller(token, None, 10.0)).values()
         assert state.state == checkup.OK
+
+
+def test_without_the_workers_packages_only_their_lack_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "quire_cpu.library", raising=False)
+    states = {each.check: each for each in checkup.of_machine()}
+    assert states["worker packages"].state == checkup.WARNING
+    assert "torch" in states["worker packages"].found
+    assert not {"compiler", "cache", "torch"} & states.keys()
 
 
 def test_an_allocator_of_another_version_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

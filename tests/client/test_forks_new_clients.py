@@ -1,4 +1,4 @@
-"""A forked child that makes a client beside its parent's gets it or one sentence, and the parent serves on.
+"""A forked child that makes a client gets a working one or one sentence of error, and the parent keeps serving.
 
 gRPC would abort in the child, and its sockets in the shared epoll set would crash the parent.
 """

@@ -14,7 +14,7 @@ from tests.allocator.service.one_by_one import calls
 from tests.client.servers import allocator_process
 
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
-LEASES = 4  # so many leases pass without a call
+LEASES = 4  # number of leases that pass without a call
 LEASE_S = 0.3
 
 

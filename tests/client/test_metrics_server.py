@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,11 +83,12 @@ def test_a_head_is_no_longer_than_it_may_be() -> None:
         assert ask(server) == 200
 
 
-def test_a_server_is_closed_while_a_caller_holds_a_connection() -> None:
+def test_a_server_is_closed_while_a_caller_holds_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((metrics, "REQUEST_S"), (metrics._QuietHandler, "timeout")):
+        monkeypatch.setattr(owner, name, 3_600.0)  # Waiting for the caller would take longer than a test may.
     with serving() as server, half_a_request(server):
-        started = time.monotonic()
+        assert ask(server) == 200  # Connections are accepted in order, so the other one has been, too.
         server.close()
-        assert time.monotonic() - started < metrics.REQUEST_S / 2
         server.close = lambda: None  # type: ignore[method-assign]
 
 

@@ -262,7 +262,7 @@ async def test_a_watch_ends_with_not_found_when_its_pool_goes() -> None:
     ],
 )
 async def test_a_hit_is_as_long_as_every_group_can_serve(kind: str, lengths: tuple[int, int, int]) -> None:
-    """Computes a prompt of 24 tokens 4 at a time. Matches all of it, all but the last block, and half of it."""
+    """Computes a prompt of 24 tokens 4 at a time. Then matches all of it, all but its last block, and half of it."""
     spec = POOLS[kind]
     digests = block_digests(bytes(32), list(range(24)), 4)
     half = [*digests[:3], *block_digests(digests[2], [7] * 12, 4)]

@@ -62,7 +62,7 @@ SCENARIOS = {
     # 20 : 10 is 2 : 1, so each group has 10 layers, as in the reference: 1 of full attention, 2 of sliding windows.
     "a regular ratio": Scenario((Kind(FULL, 10), Kind(SLIDING, 20, 32)), ((1, 10, 16), (2, 10, 16)), 10 * SLOT, 10, 0),
     # 10 = 2 x 5 and 52 = 11 x 5 - 3: 3 of 13 x 5 = 65 slots stay empty. Groups of 10 would leave 8 of 70 slots empty.
-    # Groups of 11 would waste one of 11 growing slots in long sequences. Either costs 5 % more bytes, and saves 6 or 7
+    # Groups of 11 would waste one of 11 growing slots in long sequences. Both cost 5 % more bytes, and save 6 or 7
     # groups that are worth at most 3.5 %.
     "an irregular ratio": Scenario(
         (Kind(FULL, 10), Kind(SLIDING, 52, 1024)), ((2, 5, 16), (11, 5, 16)), 5 * SLOT, 5, 3 / 65
@@ -82,8 +82,8 @@ SCENARIOS = {
         0,
     ),
     # 5 layers of 512 bytes a token fill a page in 16 tokens, 5 layers of 256 bytes in 32. Blocks of 16 everywhere would
-    # halve the edges, worth 1.7 %. They would need 18 groups instead of 6, or leave 5 of 30 window slots empty. Either
-    # costs 5 % or more.
+    # halve the edges, worth 1.7 %. Blocks of 16 would need 18 groups instead of 6, or leave 5 of 30 window slots empty.
+    # Both options cost 5 % or more.
     "layers of two sizes": Scenario(
         (Kind(FULL, 5, heads=2), Kind(SLIDING, 25, 512)), ((1, 5, 16), (5, 5, 32)), 10 * SLOT, 5, 0
     ),
@@ -177,15 +177,15 @@ def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
     # Bytes are divided evenly, not layers: 3 large and 5 small layers count as 11 halves; 3 groups get 4, 4 and 3.
     runs = divided(layers_of(Kind(FULL, 3, 0, 2), Kind(FULL, 5)), 3)
     assert [[layer.kv_head_count for layer in run] for run in runs] == [[2, 1, 1], [2, 1, 1], [2, 1]]
-    # One layer of four heads and six layers of one head fill two pages of 5 slots. Five window layers fill one.
+    # One layer of four heads and six layers of one head fill two pages of 5 slots. Five window layers fill one page.
     layout = plan_layout(layers_of(Kind(FULL, 1, 0, 4), Kind(FULL, 6), Kind(SLIDING, 5, 512)))
     assert [group.layers for group in layout.groups] == [(0, 1), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11)]
     assert layout.padding_share(256) == 0
 
 
 def test_heads_of_different_sizes_share_groups_and_lie_apart_in_the_page() -> None:
-    # 8 layers of two heads and 8 of one are of one kind. A page holds 16 tokens of all of them in 12 slots; a slot
-    # holds one large layer or two small ones.
+    # 8 layers with two KV heads and 8 layers with one are the same kind. A page holds 16 tokens of all of them in 12
+    # slots; a slot holds one large layer or two small ones.
     layout = plan_layout(layers_of(Kind(FULL, 8, 0, 2), Kind(FULL, 8)))
     assert (layout.group_count, layout.edge_tokens, layout.page_bytes, layout.buffer_count) == (1, 16, 24 * SLOT, 12)
     assert layout.padding_share(256) == 0

@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     namespace_count: int
     long_stretch_blocks: int  # blocks of the first stretch
     stretch_count: int
-    stretch_blocks: int  # at most, in each other stretch
+    stretch_blocks: int  # most blocks of each other stretch
 
 
 SHAPES = st.builds(

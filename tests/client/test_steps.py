@@ -202,5 +202,5 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
     ids=lambda reply: ", ".join(field.name for field, _ in reply.ListFields()),
 )
 def test_a_reply_that_does_not_fit_the_step_is_refused(reply: Message) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - which of its numbers are at odds does not matter to anybody
+    with pytest.raises(ValueError):  # noqa: PT011 - it does not matter which number the error names
         read(three_grows(), reply, 1)

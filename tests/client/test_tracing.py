@@ -1,4 +1,4 @@
-"""Where trace contexts come from and go, and which options turn spans on."""
+"""Tests where trace contexts come from and go to, and which options turn spans on."""
 
 from __future__ import annotations
 

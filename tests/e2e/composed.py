@@ -64,8 +64,8 @@ class Deployment:
         self.compose("up", "--detach", "--wait", timeout_s=1500)
 
     def kill(self, service: str) -> None:
-        """Crashes a service by SIGKILL from outside. The engine does not take it for a user's wish, so it restarts the
-        service.
+        """Crashes a service by SIGKILL from outside. Docker does not take the crash for a user's wish, so it restarts
+        the service.
 
         The signal comes from a container that sees the engine's processes as the same user, so the test needs no
         privilege.

@@ -33,8 +33,8 @@ PROFILED_SERVICES = ("vllm",)
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/client.pem", "/run/quire/server.pem")
 KILLED = 128 + 9
-# Up to here the two best tokens differ by at least 0.002. Later two tie within rounding, so a recomputation may swap
-# them.
+# Up to here the two best tokens differ by at least 0.002. Later, two tokens tie within rounding, so a recomputation may
+# swap them.
 CLEAR_TOKENS = 1400
 # The first build downloads torch; everything after it takes seconds.
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]

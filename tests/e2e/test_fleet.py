@@ -32,7 +32,7 @@ ABOUT_LONG = {"model": "demo", "prompt": PROMPT, "max_tokens": 1_500, "extra_bod
 
 
 class Fleet(NamedTuple):
-    """The processes. `workers` are by pool."""
+    """The processes. `workers` has each worker by its pool's name."""
 
     allocator: ServerProcess
     workers: dict[str, ServerProcess]
@@ -101,7 +101,7 @@ def test_two_gateways_route_as_one_and_another_worker_answers_for_a_killed_one(t
             assert here.ready(pool) == [1, 1]
         first = here.ask(0, PROMPT)
         pool, other = sorted(here.workers, key=here.sent_to, reverse=True)
-        for number in range(4):  # Both gateways send it where the first one sent the prefix.
+        for number in range(4):  # Both gateways send the prompt where the first gateway sent the prefix.
             answer = here.ask(number % 2, [*PROMPT, 300 + number])
             assert answer.usage.prompt_tokens_details.cached_tokens == len(PROMPT)
         assert (here.sent_to(pool), here.sent_to(other)) == (5, 0)

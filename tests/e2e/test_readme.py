@@ -67,7 +67,8 @@ def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> N
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
-# The page leaves the pages and the model to its reader. Here pages are lists, and the model hashes their contents.
+# The document leaves the KV pages and the model to its reader. Here pages are lists, and the model hashes their
+# contents.
 ENGINE = """
 import asyncio, hashlib
 prompt_tokens = list(range(40))
@@ -120,7 +121,7 @@ def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalSt
     words = {"fork", "extend", "generate", "score", "best_of", "cli", "allocator", "worker", "gateway", "transformers"}
     by_make = {span for span in spans if re.search(r"(^|=\.\.\. )make [a-z-]+$", span)}
     under_vllm = "vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler"  # run by `make test-vllm`
-    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda", under_vllm}  # The third needs a GPU.
+    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda", under_vllm}  # `--device cuda` needs a GPU.
     here: dict[str, Callable[[], object]] = {
         "pip install .": lambda: installed(tmp_path / "installed"),
         "pip install '.[all]'": extras,

@@ -65,8 +65,8 @@ class Proxy:
         self._connections.clear()
 
     def cut_after(self, byte_count: int, text: str = "") -> None:
-        """Closes every connection in the middle of a message to the target: after this many more bytes, or after this
-        many bytes that follow `text`."""
+        """Closes every connection in the middle of a message to the target, this many bytes from now, or this many
+        bytes after `text`."""
         self._bytes_left, self._counted_from = byte_count, text.encode()
 
     def swallow(self) -> None:

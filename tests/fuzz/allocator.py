@@ -40,7 +40,7 @@ from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
 UNARY = ("OpenSession", "Apply", "DropCache", "CloseSession")
-INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # in accepted requests; in messages
+INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # intervals: in accepted requests, and in messages
 
 
 class ViolationError(AssertionError):

@@ -92,7 +92,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]],
 def test_a_new_connection_ends_the_oldest_handshake_and_is_served(
     run: Callable[[Coroutine[Any, Any, None]], None], certs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 600.0)  # Only the limit ends them in this test.
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 600.0)  # Only the limit ends handshakes in this test.
 
     async def scene() -> None:
         async with listening(certs, handshakes_max=4) as (port, _):
@@ -148,7 +148,7 @@ def test_closing_ends_handshakes(
         async with listening(certs, handshakes_max=4) as (port, door):
             await assert_served(port, certs)
             silent = await half_shaken(port)
-            await assert_served(port, certs)  # The one before was accepted, too.
+            await assert_served(port, certs)  # The previous connection was accepted, too.
             door.close()
             await asyncio.wait_for(door.wait_closed(), 60)
             await assert_ended(silent)

@@ -143,7 +143,7 @@ def test_greedy_answers_are_the_same_and_have_the_same_fields(
     assert texts(mine) == texts(peer)
     assert OPENAI_FIELDS[path] <= mine.keys()
     assert set(missing(fields(mine), fields(peer))) <= OPENAI_ONLY, "else we have no field that vLLM lacks"
-    # vLLM also counts the end-of-text token. Quire does not, because it is no part of the text.
+    # vLLM also counts the end-of-text token. Quire does not, because the token is not part of the text.
     ends = 0 if "stop" in ask else sum(choice["finish_reason"] == "stop" for choice in mine["choices"])
     for name, more in (("prompt_tokens", 0), ("completion_tokens", ends), ("total_tokens", ends)):
         assert mine["usage"][name] + more == peer["usage"][name]

@@ -1,4 +1,4 @@
-"""An answer whose worker has ended is continued by another worker, where that one would give the same answer."""
+"""If a worker ends, another one continues its answer, provided that it would give the same answer."""
 
 from __future__ import annotations
 

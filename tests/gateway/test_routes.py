@@ -123,7 +123,7 @@ def test_a_worker_that_refuses_loses_the_reservation_and_another_one_is_asked(tm
 def test_an_allocator_that_refuses_leaves_the_choice_to_the_gateway(
     tmp_path: Path, code: grpc.StatusCode, route_count: int
 ) -> None:
-    """An older allocator is not asked again. One that knows no worker now may know one later."""
+    """An older allocator is not asked again. An allocator that knows no worker now may know one later."""
     with scene(tmp_path, summary("p"), summary("q")) as fleet:
         fleet.allocator.answers["Route"] = failing(code, times=10)
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Objects are limited to the properties that their schema lists, if it then still allows any value."""
+"""Objects are limited to the properties that their schema lists, if the limited schema still allows some value."""
 
 from __future__ import annotations
 

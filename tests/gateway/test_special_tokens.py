@@ -1,4 +1,4 @@
-"""Text that spells a special token becomes ordinary text or the token, as the key or else the worker sets."""
+"""Text that spells a special token becomes ordinary text or the token, as set for the key or else for the worker."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from tests.security.test_hostile_doors import (
 
 ATTACKER = "attacker"
 NUMBERS = itertools.count()
-LARGE_POOL_BLOCKS = 1 << 20  # One answer of GetPoolBlocks has a byte for each.
+LARGE_POOL_BLOCKS = 1 << 20  # One answer of GetPoolBlocks has a byte for each block.
 UNREAD = 200  # number of calls of each kind with unread answers
 HALF_SENT = 500  # calls with a half-sent message of the largest size
 STREAMS = 64  # attached streams
@@ -221,9 +221,7 @@ async def test_messages_that_are_cut_anywhere_keep_nobody_from_an_answer(scene: 
 
 
 def alike() -> Iterator[tuple[str, list[str]]]:
-    """Yields servers and calls: all unary calls of a server together, because it reads their messages in the same way,
-    and each stream alone.
-    """
+    """Yields each server with calls that it reads alike: all its unary calls together, and each stream alone."""
     for server, methods in METHODS.items():
         yield server, [method for method in methods if method not in CONVERSATIONS]
         yield from ((server, [method]) for method in methods if method in CONVERSATIONS)

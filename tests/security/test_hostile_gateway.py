@@ -263,7 +263,7 @@ def test_every_list_has_a_limit_and_one_beyond_it_is_said(served: ServerProcess,
     assert found >= 40, "the description has the limits"
 
 
-# Lists within what the description calls an object, which have no limits of their own: (path, field, value with one).
+# Lists without limits of their own, inside fields that the API description calls objects: (path, field, value).
 WITHIN: list[tuple[str, str, Callable[[list[Any]], Any]]] = [
     ("/v1/chat/completions", "messages", lambda items: [{"role": "user", "content": items}]),
     ("/v1/chat/completions", "messages", lambda items: [{"role": "assistant", "tool_calls": items}]),
@@ -336,7 +336,7 @@ def curl_post(served: ServerProcess, path: str, body: object) -> dict[str, Any]:
 def test_places_and_bodies_of_one_are_not_those_of_another(
     served: ServerProcess, worker: ScriptedServer, path: str, options: dict[str, bool]
 ) -> None:
-    """One caller takes as many answers as it gets, reads none of them, and sends bodies for as many more."""
+    """One caller takes as many answers as it gets without reading them, and keeps sending bodies for more."""
     body = json.dumps({**NEEDED[path], **options}).encode()
     begun, ended = threading.Semaphore(0), threading.Event()
 

@@ -1,4 +1,4 @@
-"""One caller of a gateway holds every wait that its routes have. Another caller is served.
+"""One caller occupies every kind of wait at a gateway's routes. Another caller is served.
 
 The waits come from the gateway's route table: a new route that takes a body needs a smallest body in `NEEDED`.
 """
@@ -24,7 +24,7 @@ from tests.security.gateway_callers import HONEST, HOSTILE, NEEDED, as_many, con
 from tests.security.test_hostile_gateway import kinds, others_are_served, routes
 
 HELD = 6  # requests that wait at the worker
-MORE = 7  # times as many requests beyond them
+MORE = 7  # further requests, as a multiple of `HELD`
 WITHOUT_BODY = {"/v1/responses/branch_00/cancel"}
 ANSWERS: dict[str, Any] = {
     "Tokenize": pb.TokenizeResponse(token_ids=[1, 2, 3]),

@@ -330,7 +330,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }
-# Calls that name no pool. The pools of a caller's certificate do not matter for them.
+# Calls that name no pool. The pools of a caller's certificate do not matter for these calls.
 WITHOUT_POOL = {
     "MatchPrefix",
     "Route",
@@ -340,7 +340,7 @@ WITHOUT_POOL = {
         for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods
         if not method.name.endswith(
             ("Adapter", "Adapters", "ListBranches", "ListRequests")
-        )  # These concern the worker's own pool.
+        )  # These calls concern the worker's own pool.
     ),
     "health of the allocator",
     "health of the worker",

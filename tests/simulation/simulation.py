@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Simulation:
-    """One pool, two allocators behind one name, one worker life after another, and rivals."""
+    """One pool, two allocators behind one name, one worker process after another, and rival processes."""
 
     def __init__(self, seed: int, *, kinds: str = "", fault_rate: float | None = None) -> None:
         self.rng = rng = random.Random(seed)
@@ -272,8 +272,8 @@ class Simulation:
             self.worker.leave()
 
     def _worker_crashes(self) -> None:
-        """Crashes the worker, which loses its memory. Its old streams may still deliver. The next life waits for the
-        lease to end."""
+        """Crashes the worker, which loses its memory. Its old streams may still deliver. The next worker process waits
+        for the lease to end."""
         if self.worker.link is not None:
             self.dead_links.append(self.worker.link)
             self.worker.leave()

@@ -43,7 +43,7 @@ def test_nothing_is_violated_where_tables_are_append_only(kinds: str, seed: int)
 
 @pytest.mark.parametrize(("kinds", "seed"), [("everything", 9)])
 def test_a_rebuilt_pool_keeps_what_quotas_let_it_keep(kinds: str, seed: int) -> None:
-    # If the report contained blocks that a quota had emptied, it would do so at step 618.
+    # At step 618, a faulty report would contain blocks that a quota had emptied.
     outcome = Simulation(seed, kinds=kinds).run(700)
     assert not outcome.violation, f"seed {seed}: {outcome.violation}"
     assert outcome.reports > 0

@@ -124,7 +124,7 @@ def test_texts_share_their_prefix_and_both_sides_have_the_same_tables(allocator:
         assert shell.ask(admit=PROMPT) == {"text": 1, "matched": 0}
         assert shell.ask(admit=[*PROMPT, 7]) == {"text": 2, "matched": 20}
         assert shell.ask(admit=PROMPT, namespace="other") == {"text": 3, "matched": 0}
-        texts = shell.ask(decode=70)["texts"]  # Decoding passes step 64. The answer to that step has a digest.
+        texts = shell.ask(decode=70)["texts"]  # Decoding passes step 64. The answer to step 64 has a digest.
         assert texts["1"] == text_of(1, PROMPT, 70)
         assert texts["2"] == text_of(2, [*PROMPT, 7], 70)
         assert texts["3"] == text_of(3, PROMPT, 70)

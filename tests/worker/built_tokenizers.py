@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_worker.model.tokenizer import Tokenizer
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -154,6 +154,18 @@ def word_ends_in_a_sequence() -> Backend:
     return backend
 
 
+def bytes_before_single_spaces() -> Backend:
+    spaces = decoders.Replace(Regex(" +"), " ")
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), spaces]
+    return _with_pieces(_sentencepiece_pieces(), decoders.Sequence(parts), prepends=False)
+
+
+def byte_level_with_other_words() -> Backend:
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("hello", "HELLO")])  # type: ignore[assignment]
+    return backend
+
+
 KINDS: dict[str, Callable[[], Backend]] = {
     "llama_2": llama_2, "gemma": gemma, "metaspace": metaspace, "metaspace_with_bytes": metaspace_with_bytes,
     "unigram": unigram, "byte_level": byte_level, "word_piece": word_piece, "word_ends": word_ends,
@@ -165,9 +177,16 @@ KINDS: dict[str, Callable[[], Backend]] = {
 }  # fmt: skip
 
 
+# Decoders that change texts of several tokens, and know bytes.
+OF_TEXTS_AND_BYTES = {
+    "bytes_before_single_spaces": bytes_before_single_spaces,
+    "byte_level_with_other_words": byte_level_with_other_words,
+}
+
+
 def built(kind: str, folder: Path) -> tuple[Tokenizer, Backend]:
     """Returns the tokenizer that a worker loads from a folder, and the tokenizers library's object."""
-    backend = KINDS[kind]()
+    backend = (KINDS | OF_TEXTS_AND_BYTES)[kind]()
     backend.add_special_tokens([AddedToken(each, special=True) for each in ("<s>", "</s>", "<|user|>")])
     wrapped: Any = PreTrainedTokenizerFast
     wrapped(tokenizer_object=backend).save_pretrained(folder)

@@ -162,7 +162,7 @@ def test_decoding_goes_on_while_others_have_no_room_yet() -> None:
     older = decoding(worker, prompts[0], max_tokens=30)
     newer = worker.submit(prompts[1], max_tokens=30)
     worker.turn()
-    worker.is_silent = True  # from now on no answers, and the newer one is asking for its second token's block
+    worker.is_silent = True  # no answers from now on; the newer request asks for its second token's block
     for _ in range(14):
         worker.turn()
     assert (older.usage.output_token_count, newer.usage.output_token_count) == (2 + 14, 1)

@@ -44,7 +44,8 @@ async def test_who_waits_too_long_is_told_so_and_never_computed(folder: Path) ->
         while first.usage.output_token_count < 10:
             await asyncio.sleep(0)
         pass_s = harness.engine.scheduler.roster.pace.pass_s
-        # The late request needs 12 blocks, so it waits for the first. It also needs 20 passes, one per token.
+        # The late request needs 12 blocks, so it waits for the first. The late request also needs 20 passes, one per
+        # token.
         late = harness.submit(prompt(170, seed=1), time_left_s=21 * pass_s, max_tokens=20, ignore_eos=True)
         with pytest.raises(DeadlineExceededError) as caught:
             await harness.collect(late)

@@ -133,7 +133,7 @@ async def test_a_seed_gives_the_same_text_alone_in_company_and_after_a_preemptio
         crowded = await harness.generate(tokens, n=3, **sampling)
         for request in company:
             await harness.collect(request)
-    async with running(folders["demo"], blocks=8) as harness:  # fewer than the ten that its samples need
+    async with running(folders["demo"], blocks=8) as harness:  # fewer blocks than the ten that the samples need
         older = asyncio.gather(*(harness.generate(prompt(40, seed=i), max_tokens=30) for i in range(2)))
         await asyncio.sleep(0)
         preempted = await harness.generate(tokens, n=3, **sampling)

@@ -125,7 +125,7 @@ async def test_a_result_that_stays_ends_only_who_asks_for_it(
         await company.decoding()
         for seed in range(5):
             bad = [harness.submit(prompt(20, seed=seed), namespace="other", n=2, max_tokens=5) for _ in range(2)]
-            # Shares the allocator step with the bad ones.
+            # This request shares the allocator's step with the bad ones.
             good = harness.submit(prompt(25, seed=seed), max_tokens=20, ignore_eos=True)
             for request in bad:
                 await fails(harness, request, reason)
@@ -186,7 +186,7 @@ async def test_nothing_is_published_of_a_prompt_that_gave_nan_in_an_early_chunk(
 
 
 async def test_pages_full_of_nan_do_no_harm_to_whoever_gets_them_next(poisoned: Path) -> None:
-    async with running(poisoned, blocks=8) as harness:  # so few that every page is reused
+    async with running(poisoned, blocks=8) as harness:  # so few blocks that every page is reused
         for turn in range(4):
             bad = harness.submit([POISON, *prompt(100, seed=turn)], max_tokens=5, namespace=str(turn))
             await fails(harness, bad, Reason.MODEL_FAILED)

@@ -26,7 +26,7 @@ from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Allowed difference of logits from those with plain pages, as a share of their norm, for a model with random weights
-# that are ten times larger than usual. The measured difference is half of this.
+# that are ten times larger than usual. The measured difference is half of this limit.
 LOGITS_DIFFER_MAX = {"fp8_e4m3": 0.2, "fp8_e5m2": 0.4}
 SCALES = Scales(0.5, 0.25)
 

@@ -68,7 +68,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "Phimoe": {
         "num_local_experts": 4,
         "sliding_window": 512,
-    },  # its window is as long as its context, and it does not pass the window on
+    },  # This model's window is as long as its context, and the model does not pass the window on.
     "Qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 3},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "SeedOss": {},

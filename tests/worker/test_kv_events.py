@@ -353,7 +353,7 @@ async def test_the_end_of_a_worker_clears_its_blocks() -> None:
         await harness.generate(tokens, max_tokens=1)
         await until(subscriber, lambda: prefixes(tokens) <= subscriber.reader.prompts())
         number = 0
-        while not subscriber.is_live:  # else its subscription may still be on its way
+        while not subscriber.is_live:  # Otherwise the subscription may still be on its way.
             number += 1
             await harness.generate(prompt(20, seed=number), max_tokens=1)
             await harness.free_block_count()

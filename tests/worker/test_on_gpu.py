@@ -23,7 +23,7 @@ from tests.worker.tiny_models import FAMILIES, write_tiny, write_tiny_llama, wri
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# Models that can be captured. Not among them are models with recurrent states (the host moves them), with float32
+# Models that can be captured. The list leaves out models with recurrent states (the host moves them), with float32
 # experts (torch picks them on the host), and Gemma-3n (it computes values on the host in each pass).
 CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gemma3"]
 LAUNCHED = ["llama", "qwen3", *FAMILIES, *STATE_FAMILIES]

@@ -25,7 +25,7 @@ def test_vllms_names_mean_the_same_and_are_left_out_of_help_and_completion() -> 
             assert name not in completed
 
 
-VLLMS_WORDS = {"--prompt-lookup-max", "--prompt-lookup-min"}  # keys of its speculative configuration
+VLLMS_WORDS = {"--prompt-lookup-max", "--prompt-lookup-min"}  # keys of vLLM's speculative configuration
 
 
 @pytest.mark.parametrize(

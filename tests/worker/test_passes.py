@@ -154,9 +154,9 @@ def test_who_has_ended_keeps_room_behind_what_it_commits_so_that_no_checkpoint_i
     while len(sample.tokens) < 32:
         worker.turn()
     assert sample.granted > 32
-    sample.computed = 32  # the next pass has also computed the token that ended it
+    sample.computed = 32  # The next pass has also computed the token that ended the sample.
     worker.scheduler.roster.finish(sample, FinishReason.STOP)
-    worker.submit(numbers(150, seed=2), max_tokens=1)  # makes others give back their room ahead
+    worker.submit(numbers(150, seed=2), max_tokens=1)  # This request makes others give back their room ahead.
     plan = worker.scheduler.plan()
     assert sample in [commit.sample for commit in plan.commits]
     assert sample.granted > 32

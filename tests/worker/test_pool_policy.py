@@ -43,7 +43,7 @@ def test_a_request_beyond_the_quota_of_what_is_held_is_refused_and_others_are_se
     ):
         with pytest.raises(ResourceExhaustedError, match="quota") as refused:
             client.generate(PROMPT, namespace="small", max_tokens=1)
-        with pytest.raises(ResourceExhaustedError, match="quota"):  # the limit is reached while it decodes
+        with pytest.raises(ResourceExhaustedError, match="quota"):  # The request reaches the limit while it decodes.
             client.generate(PROMPT[:20], namespace="small", max_tokens=200, ignore_eos=True)
         assert len(client.generate(PROMPT[:10], namespace="small", max_tokens=4).samples[0].token_ids) == 4
         assert client.generate(PROMPT, namespace="large", max_tokens=1).samples

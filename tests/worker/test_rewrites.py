@@ -105,25 +105,26 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
     ),
     # Queries have a temperature from position 32 on, but modules are compared on fewer tokens.
     "ministral": (lambda: Ministral3ForCausalLM(Ministral3Config(**SHAPE, rope_parameters=LATE)), WITHOUT_ATTENTION),
-    # It clips elements of queries and keys, but none of them is as large as the limit.
+    # OLMo clips elements of queries and keys, but none of these elements reaches the limit.
     "olmo": (
         lambda: OlmoForCausalLM(OlmoConfig(**SHAPE, clip_qkv=1000.0)),
         WITHOUT_ATTENTION - Counter(NormRewrite=5),
     ),
-    # Its activation is an approximate GELU, and its norms multiply by 1 + weight. Its embedding is scaled, so the
-    # embedding and the head that shares its weights are not replaced.
+    # Gemma's activation is an approximate GELU, and its norms multiply by 1 + weight. Gemma's embedding is scaled, so
+    # the embedding and the head that shares its weights are not replaced.
     "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**TIED)), LAYERS),
-    # Its activation is the exact GELU, so its layers stay, and the three products of each layer are packed separately.
+    # This model's activation is the exact GELU, so its layers stay, and the three products of each layer are packed
+    # separately.
     "llama, exact gelu": (
         lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")),
         Counter(AttentionRewrite=2, LinearRewrite=7, NormRewrite=5),
     ),
-    # It reads the device of its embedding's weight before any lookup.
+    # This model reads the device of its embedding's weight before any lookup.
     "llama4, tied": (
         lambda: Llama4ForCausalLM(Llama4TextConfig(**TIED, num_local_experts=2, intermediate_size_mlp=96)),
         Counter(TiedHead=1, NormRewrite=5, LinearRewrite=12),
     ),
-    # Its layers use `Conv1D`, which no rewrite supports.
+    # GPT-2's layers use `Conv1D`, which no rewrite supports.
     "gpt2": (
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)),
         Counter(TiedHead=1),

@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
 }
-# Lengths around the limit and far from it. With 40 more tokens, prompts from 32 tokens on cross it.
+# Lengths around the limit and far from it. With 40 more tokens, prompts of 32 tokens or more cross the limit.
 LENGTHS = [1, 17, 32, 48, 63, 64, 65, 66, 80, 130, 200]
 MORE = 40
 

@@ -112,7 +112,7 @@ async def test_counts_and_random_numbers_outlive_the_allocator(folder: Path) -> 
 async def test_logprobs_of_prompt_and_text_are_those_of_transformers(folder: Path, batch_tokens: int) -> None:
     tokens, ignoring = prompt(70, seed=3), {"max_tokens": 9, "ignore_eos": True}
     async with running(folder, batch_tokens=batch_tokens) as harness:
-        # Caches the prompt. Its tokens must be computed again for their logprobs.
+        # Caches the prompt. The prompt's tokens must be computed again for their logprobs.
         await harness.generate(tokens, **ignoring)
         options = {
             "logprobs": 3,

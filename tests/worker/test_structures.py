@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
@@ -286,61 +285,6 @@ def test_a_request_is_refused_with_its_structure(channel: grpc.Channel, structur
     assert error is not None
     assert error.reason is Reason.BAD_PARAMETER
     assert error.message.startswith(next(iter(structure)))
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        '{"const": 9007199254740993}',
-        '{"enum": ["a", 18446744073709551615]}',
-        '{"type": "integer", "minimum": 9007199254740993}',
-        '{"type": "integer", "exclusiveMaximum": -9007199254740993}',
-        '{"properties": {"a": {"items": {"multipleOf": 9007199254740993}}}}',
-        '{"const": 0.1234567890123456789}',
-        '{"type": "number", "maximum": 1e20}',
-        '{"const": 1e400}',
-        '{"const": 1' + "0" * 5_000 + "}",
-    ],
-)
-def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: str) -> None:
-    with pytest.raises(GrammarError, match=r"json_schema has the number .* which would be rounded"):
-        grammars.compile(Structure(StructureKind.JSON_SCHEMA, (schema,)))
-    with pytest.raises(GrammarError, match=r"grammar has the number .* which would be rounded"):
-        grammars.compile(Structure(StructureKind.GRAMMAR, (f"start: %json {schema}",)))
-
-
-@pytest.mark.parametrize(
-    ("schema", "text", "others"),
-    [
-        ('{"const": 9007199254740992}', "9007199254740992", ["9007199254740993"]),
-        ('{"const": -9007199254740992}', "-9007199254740992", ["-9007199254740991"]),
-        ('{"const": 0.1}', "0.1", ["0.10000000000000001"]),
-        ('{"const": 1.50}', "1.5", ["1.51"]),
-        (
-            '{"type": "integer", "minimum": 0, "maximum": 9223372036854775807}',
-            "9223372036854775807",
-            ["9223372036854775808"],
-        ),
-        ('{"type": "integer", "minimum": 9007199254740991}', "9007199254740991", ["9007199254740990"]),
-    ],
-)
-def test_numbers_at_the_edge_are_kept_exactly(
-    grammars: Grammars, tokenizer: Tokenizer, schema: str, text: str, others: list[str]
-) -> None:
-    for each, fits in ((text, True), *((other, False) for other in others)):
-        matcher = grammars.compile(Structure(StructureKind.JSON_SCHEMA, (schema,)))
-        tokens = [*tokenizer.encode(each), EOS]
-        words = np.empty(VOCABULARY // 32, dtype=np.int32)
-        is_allowed = True
-        for token in tokens:
-            matcher.fill(words)
-            is_allowed = is_allowed and bool(words.view(np.uint32)[token // 32] >> (token % 32) & 1)
-            if is_allowed:
-                matcher.take(token)
-        assert is_allowed == fits
 
 
 def test_structures_that_requests_use_have_a_bound_and_unused_ones_make_room(

@@ -93,7 +93,7 @@ async def test_vllms_names_have_the_numbers_of_the_worker() -> None:
 
         asked = [prompt(40, seed=seed) for seed in range(6)]
         tasks = [asyncio.create_task(harness.generate(each, max_tokens=56, ignore_eos=True)) for each in asked]
-        while True:  # Two of them fit.
+        while True:  # Two of the requests fit.
             found = await scraped()
             used = found["vllm:kv_cache_usage_perc", "0", "demo"]
             if used and found["vllm:num_requests_waiting_by_reason", "0", "demo", "capacity"] >= 1:

@@ -11,7 +11,7 @@ from quire_worker.model.spelling import Spelling
 from quire_worker.model.tokenizer import Tokenizer
 from tokenizers import Tokenizer as Backend
 
-from tests.worker.built_tokenizers import BYTES, KINDS, built
+from tests.worker.built_tokenizers import BYTES, KINDS, OF_TEXTS_AND_BYTES, built
 
 
 def pieces_of(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> list[str]:
@@ -47,7 +47,7 @@ def test_an_answer_is_what_decoding_prompt_and_answer_together_adds(kind: str, t
 def test_the_bytes_of_an_answers_tokens_are_its_text(kind: str, keeps_special: bool, tmp_path: Path) -> None:
     tokenizer, backend = built(kind, tmp_path)
     raw = set[int]()
-    if kind == "bytes_before_spaces":  # The library decodes it, and drops valid bytes beside a broken one.
+    if kind == "bytes_before_spaces":  # The library decodes this text, and drops valid bytes beside a broken one.
         raw = {backend.token_to_id(piece) for piece in BYTES}
     tokens = [token for token in range(backend.get_vocab_size()) if token not in raw]
     special = tokenizer.special_ids
@@ -75,6 +75,21 @@ def test_the_bytes_of_other_tokens_are_what_the_text_would_have(kind: str, tmp_p
         for token in {*backend.encode("the hello for").ids, *prompt}:
             (spelled,) = tokenizer.spell_in_text([token], text, [len(text)])
             assert spelled.decode() == "".join(pieces_of(tokenizer, text, [token]))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OF_TEXTS_AND_BYTES])
+def test_a_text_is_the_same_in_whatever_parts_its_tokens_come(kind: str, tmp_path: Path) -> None:
+    """The outbox decodes many tokens at once if nobody has taken the text for a while. Some are broken bytes."""
+    tokenizer, backend = built(kind, tmp_path)
+    dice = random.Random(kind)
+    tokens = [backend.token_to_id(piece) for piece in BYTES if backend.token_to_id(piece) is not None]
+    tokens += [*range(backend.get_vocab_size())]
+    for _ in range(300):
+        prompt, answer = dice.choices(tokens, k=dice.randrange(4)), dice.choices(tokens, k=dice.randrange(1, 9))
+        cut = dice.randrange(len(answer))
+        in_two = tokenizer.new_stream(prompt)
+        text = in_two.push(answer[:cut]) + in_two.push(answer[cut:]) + in_two.flush()
+        assert text == "".join(pieces_of(tokenizer, prompt, answer)), (prompt, answer)
 
 
 def test_bytes_that_no_neighbor_changes_are_settled(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def test_the_first_that_does_not_fit_is_short_of_as_many_blocks_as_are_missing()
     worker.turn()  # the allocator reports how many blocks are free
     wait = waits_of(worker.scheduler)[request]
     assert wait.reason is WaitReason.BLOCKS
-    # It needs 15 blocks, and one for the next token of each of both samples. The running request holds the others.
+    # The head needs 15 blocks, and each of both samples needs one more for its next token. The running request holds
+    # the other blocks.
     assert wait.missing_block_count == 15 + 2 - (20 - running.block_count)
     while not running.is_done:
         worker.turn()

@@ -58,7 +58,8 @@ def test_text_through_the_kernels_is_that_of_transformers(
     arguments = ["--blocks", "64", "--max-batch-tokens", "24", "--log-format", "json"]
     stack = LocalStack(folder, worker_arguments=arguments, log_folder=logs)
     with stack, Client(stack.worker_address) as client:
-        # The longest prompt takes two chunks. The second time its prefix is a hit, and two samples share it.
+        # The longest prompt takes two chunks. The second time, the longest prompt's prefix is a hit, and two samples
+        # share it.
         outputs = [client.generate(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
         again = client.generate(prompts[3], max_tokens=OUTPUT_TOKENS, n=2)
         drawn = client.generate(

@@ -373,7 +373,7 @@ class Engine:
         """Ends the requests that could not be computed. Must run before their tokens count as computed and publish."""
         self.telemetry.retry_count += computed.retry_count
         failures = dict(computed.failures)
-        if computed.lost_blocks:  # samples outside this pass may hold them, too
+        if computed.lost_blocks:  # Samples outside this pass may hold the lost blocks, too.
             for holder in self.scheduler.roster.running:
                 for block in computed.lost_blocks.keys() & holder.held_blocks():
                     failures.setdefault(holder.request, computed.lost_blocks[block])

@@ -61,8 +61,8 @@ class WorkerTelemetry:
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None
 
     def observe_pass(self, sample_count: int, forward_s: float, sampling_s: float, step_s: float) -> None:
-        """Records a step that ran the model for `sample_count` samples: `step_s` in all, of which `forward_s` in the
-        model, of which `sampling_s` in choosing tokens."""
+        """Records a step that ran the model for `sample_count` samples: all its seconds, those in the model, and those
+        of choosing tokens."""
         self.batch_samples.observe(sample_count)
         self.forward_s += forward_s
         self.sampling_s += sampling_s

@@ -31,8 +31,8 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
-TAKEOVERS_EXAMINED_MAX: Final = 1024  # looks only at the oldest sequences: the reply to a step names each takeover
-VICTIMS_EXAMINED_MAX: Final = 1024  # looks only at the newest sequences: searching all of them would delay every step
+TAKEOVERS_EXAMINED_MAX: Final = 1024  # only the oldest sequences are examined: a step's reply names each takeover
+VICTIMS_EXAMINED_MAX: Final = 1024  # only the newest sequences are examined: searching all would delay every step
 
 
 class Applicant(NamedTuple):
@@ -122,7 +122,7 @@ class Admission:
         footprint = sum([m.footprint(part, token_count) for m, part in zip(self._managers, sequence.parts)])
         if footprint > self._spec.block_count:
             return self._too_long(token_count, 1, footprint - self._spec.block_count)
-        over = self._over_quota(sequence.namespace, needed - self._let_go(sequence))
+        over = self._over_quota(sequence.namespace, needed - self._replaced_count(sequence))
         if over > 0:
             return GrowResult(Result.QUOTA, shortfall=over)
         missing = needed - self._blocks.free_count
@@ -166,7 +166,7 @@ class Admission:
     def give_up_checkpoints(self, sequence: SequenceState, missing: int) -> bool:
         """Lets a sequence overwrite its own checkpoints if copies would need the `missing` blocks; returns whether."""
         in_place = [(m, part) for m, part in zip(self._managers, sequence.parts) if m.in_place]
-        if missing > sum([m.let_go(part, sequence.token_count) for m, part in in_place]):
+        if missing > sum([m.replaced_count(part, sequence.token_count) for m, part in in_place]):
             return False
         for manager, part in in_place:
             manager.give_up(part)
@@ -221,12 +221,12 @@ class Admission:
         """Returns the tokens of the largest pass of a prompt that begins with a pass of `chunk` tokens."""
         return max(chunk, self._spec.chunk_token_count_max)
 
-    def _let_go(self, sequence: SequenceState) -> int:
+    def _replaced_count(self, sequence: SequenceState) -> int:
         """Counts the blocks that the sequence's next grow copies and takes out of its tables."""
         if sequence.namespace.quota is None:
             return 0
         parts = zip(self._managers, sequence.parts)
-        return sum([manager.let_go(part, sequence.token_count) for manager, part in parts])
+        return sum([manager.replaced_count(part, sequence.token_count) for manager, part in parts])
 
     def _over_quota(self, space: Namespace, added: int) -> int:
         if added <= 0 or space.quota is None or space.quota.held_blocks_max is None:

@@ -205,7 +205,7 @@ class Blocks:
                 key = victim.name, taker.name
                 self.foreign_evicted_count += evicted
                 self.foreign_evictions[key] = self.foreign_evictions.get(key, 0) + evicted
-            count -= cached - self.cached_count  # includes blocks that were useful only together with these
+            count -= cached - self.cached_count  # This includes blocks that were useful only with the evicted ones.
 
     def check_counts(self) -> None:
         """Raises AssertionError unless every block counts as exactly one of empty, cached and held. The cost does not

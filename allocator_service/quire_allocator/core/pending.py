@@ -26,7 +26,7 @@ class Announcement:
         self.digests = digests
         self.next_digest = next_digest
         self.digest_count = digest_count
-        self.places: list[int] = []  # the announcement's first digest count, and those that it advanced to
+        self.places: list[int] = []  # digest counts that the announcement has had, the first one included
 
     def key(self, place: int) -> bytes:
         """Returns the digest at `place`. Other prompts find this announcement under it."""

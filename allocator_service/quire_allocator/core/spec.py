@@ -14,7 +14,7 @@ NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the wind
 RETENTIONS: Final = ("auto", "dense")
 OTHERS: Final = "*"  # in a quota: every namespace without its own
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
-NO_BLOCKS: Final = array("I")  # an empty array to copy, at half the cost of making one
+NO_BLOCKS: Final = array("I")  # an empty array to copy; copying it costs half as much as making a new one
 
 
 class Result(enum.IntEnum):

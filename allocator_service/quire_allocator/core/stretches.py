@@ -61,7 +61,7 @@ class Stretch(Scoped):
         self.size = size
         if size:
             del self.blocks[kept:]
-        else:  # a walk that has noted this stretch sees that it was removed
+        else:  # Code that has noted this stretch sees that it was removed.
             self._digests, self.blocks = b"", array("I")
         return source, blocks
 

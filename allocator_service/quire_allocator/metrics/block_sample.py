@@ -281,7 +281,7 @@ class BlockSample:
 
 
 def _room(spec: PoolSpec) -> int:
-    """Returns how many digests fit into a pool's blocks, as if it had only its groups of full attention."""
+    """Returns how many digests a pool's blocks can hold if only its groups of full attention use them."""
     sizes = [group.block_size for group in spec.groups if group.kind is GroupKind.FULL_ATTENTION]
     blocks = sum([spec.block_size / size for size in sizes])  # blocks per digest
     return int(spec.block_count / blocks) if blocks else 0

@@ -120,7 +120,7 @@ class Reservations:
             self.pending.drop(reservation.announcement)
         self.uncached_token_count -= reservation.uncached_token_count
         self._count -= 1
-        # The reservation's entry in the heap stays until that time. Without this line its digests would stay as long.
+        # The reservation's entry in the heap stays until that time. Without this line, the digests would stay as long.
         reservation.is_gone, reservation.digests, reservation.announcement = True, b"", None
 
     def expire(self, now: float) -> list[RouteReservation]:

@@ -14,7 +14,7 @@ import enum
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-# Less makes copies for which a busy fleet has no time, more makes queues: benchmarks/fleet.py.
+# A lower weight copies more prefixes than a busy fleet has time for; a higher one makes queues (benchmarks/fleet.py).
 UNCACHED_WEIGHT: Final = 1.5
 SEQUENCE_TOKENS: Final = 50  # tokens to compute that a live sequence counts as
 

@@ -76,7 +76,8 @@ def answer_step(
     owner.untold_drops.clear()
     owner.steps.record(step, answer)
     owner.steps.forget(ack)
-    # An owner has at most `window` unanswered steps. Without this bound, events of one that never acknowledges pile up.
+    # An owner has at most `window` unanswered steps. Without this bound, events of an owner that never acknowledges
+    # pile up.
     sessions.publish(owner, max(ack, number - owner.window))
     return Answered(answer, columns)
 

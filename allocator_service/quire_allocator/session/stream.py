@@ -131,9 +131,9 @@ class SessionStream:
             await self._send(self._apply(await self._read_first()))
             while machine.phase is not Phase.DETACHED and (message := await self._read()) is not None:
                 answers = self._apply(message)
-                del message  # the memory of the step, while the owner reads the answers
+                del message  # frees the step's memory while the owner reads the answers
                 await self._send(answers)
-                del answers  # the memory of the answers, while this waits for the next message
+                del answers  # frees the answers' memory while this waits for the next message
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
             code = error.code.name
@@ -187,7 +187,7 @@ class SessionStream:
         try:
             for answer in answers.encoded:
                 await self._write(answer)
-        finally:  # counted after the write, because the owner waits for the write; also if it fails
+        finally:  # The owner waits for the write, so counting follows it. A failed write counts, too.
             if answers.observe is not None:
                 answers.observe()
         if self._beating is None and machine.phase is Phase.REPORTING:

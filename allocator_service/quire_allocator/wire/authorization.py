@@ -1,9 +1,9 @@
 """Checks a caller's permissions for each request of the protocol. Pure: no function here changes anything.
 
-Namespaces come into a session in three places: with the live sequences of a session that another stream or caller
-continues, with a report, and with a grow that makes a sequence. This module checks all three. So all live sequences of
-an open session are in permitted namespaces, and operations on them need no check. A fork is in its parent's namespace,
-and a grow never makes a sequence with the id of one of its step's forks.
+Namespaces enter a session in three ways. Another stream or caller continues a session with live sequences, a report
+lists sequences, or a grow makes a sequence. This module checks all three. So all live sequences of an open session are
+in permitted namespaces, and operations on them need no check. A fork is in its parent's namespace, and a grow never
+makes a sequence with the id of one of its step's forks.
 """
 
 from __future__ import annotations

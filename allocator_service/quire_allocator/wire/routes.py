@@ -31,7 +31,7 @@ def worker(message: pb.RoutedWorker) -> Worker:
 
 
 def worker_of(message: pb.Attach | pb.OpenSessionRequest | pb.Heartbeat) -> Worker | None:
-    """Returns what an owner says of its worker; None if it says nothing.
+    """Returns an owner's description of its worker; None if it gives none.
 
     Raises:
         Refusal: MALFORMED.

@@ -216,7 +216,7 @@ def _is_told_more(grown: GrowResult) -> bool:
 
 def _any_refused(results: Sequence[int]) -> bool:
     """Tells whether any result is not OK; only then the column is sent, since even an empty one costs time."""
-    return any(result for result in results)  # compiled to a loop
+    return any(result for result in results)  # mypyc compiles this to a loop
 
 
 def _wire(result: Result) -> pb.Result.ValueType:

@@ -25,7 +25,7 @@ from quire_allocator.routing.router import Worker
 from quire_allocator.wire import translate
 
 _VIEW_FIELDS: Final = range(2, 6)  # reserved in GetPoolRequest
-_OLD_BYTES_MAX: Final = 256  # of an old GetPoolRequest; a million unknown fields would take a second to look at
+_OLD_BYTES_MAX: Final = 256  # bytes of an old GetPoolRequest; a million unknown fields would take a second to look at
 _NO_SEQUENCE: Final = 1 << 64  # higher than any id
 _PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 

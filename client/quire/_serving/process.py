@@ -70,7 +70,8 @@ def check_ready_file(path: str | None) -> None:
     if path is None:
         return
     target = Path(path)
-    # Writing replaces the target with a new file. As root, it would replace /dev/null for the whole machine.
+    # Writing replaces the target with a new file. A server that runs as root would replace /dev/null for the whole
+    # machine.
     if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
         raise UsageError(f"cannot write the ready file {path}: it exists and is not a regular file")
     if not os.access(target.parent, os.W_OK | os.X_OK):

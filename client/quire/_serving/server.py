@@ -30,7 +30,7 @@ from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
 
-# Concurrent calls, streams included. One caller has at most half of them. The services' own limits are far lower
+# Concurrent calls, streams included. One caller has at most half of these calls. The services' own limits are far lower
 # (a worker's queue: 1,088) and refuse with a more specific reason.
 CALLS_MAX: Final = 4_096
 CONNECTIONS_MAX: Final = 1_024

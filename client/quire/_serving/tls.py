@@ -73,7 +73,7 @@ class ServerTls:
                     return
                 self._context, self._grpc = self._read()
             except UsageError as error:
-                if str(error) != self._fault:  # Every handshake comes here, those of strangers included.
+                if str(error) != self._fault:  # Every handshake comes here, even a stranger's.
                     self._fault = str(error)
                     log.warning(
                         "the replaced certificate files are unusable; the previous certificates stay in use",

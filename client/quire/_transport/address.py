@@ -14,7 +14,7 @@ from quire.errors import UsageError
 UNIX_PATH_BYTES_MAX: Final = 107
 _SCHEMES = ("http", "https", "grpc", "grpcs", "tcp")
 _GRPC_FORMS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:")
-_IPV4: Final = re.compile(r"[0-9a-fA-FxX.]*[0-9][0-9a-fA-FxX.]*")  # every form that the C library accepts
+_IPV4: Final = re.compile(r"[0-9a-fA-FxX.]*[0-9][0-9a-fA-FxX.]*")  # every form that the C library accepts for IPv4
 
 
 def split(address: str) -> tuple[str, int]:

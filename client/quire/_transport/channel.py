@@ -158,7 +158,7 @@ class Link:
     """
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
-        check_channels_work()  # before the credentials, which use gRPC, too
+        check_channels_work()  # This check precedes the credentials, because they use gRPC, too.
         self.address = address = canonical(address)
         self.server = ANY_SERVER  # the kind of server expected at this address, for error messages
         self._found = (-math.inf, "")

@@ -189,7 +189,7 @@ def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchP
     return pb.MatchPrefixRequest(namespace=namespace, digests=concatenated(digests))
 
 
-RESERVATION_S: Final = 5.0  # more than a request takes from a gateway to its worker's scheduler
+RESERVATION_S: Final = 5.0  # longer than a request takes from the gateway to its worker's scheduler
 _RESERVATION_S: Final = Range(0, 60.0)
 
 

@@ -47,5 +47,5 @@ def warn_of_equal_samples(params: SamplingParams) -> None:
     if params.n > 1 and params.temperature == 0 and params.num_beams == 1:
         warnings.warn(
             f"n={params.n} greedy samples would all have the same text; set temperature above 0, or num_beams",
-            stacklevel=4,  # skips this function, generate_request, and `stream` or `generate`
+            stacklevel=4,  # skips the frames of this function, generate_request, and `stream` or `generate`
         )

@@ -18,7 +18,7 @@ from quire.hashing import DIGEST_BYTES, split_digests
 from quire.protocol.limits import WATCH_BEAT_S
 from quire.v1 import allocator_pb2 as pb
 
-BACKOFF_S_MAX: Final = 5.0  # longer than the pause of calls, because no caller waits for one answer
+BACKOFF_S_MAX: Final = 5.0  # longer than the pause between attempts of a call, because no caller waits here
 SILENCE_S: Final = 3 * WATCH_BEAT_S  # An attempt without a message for this long is replaced.
 
 

@@ -41,13 +41,14 @@ def of_machine() -> Iterator[Finding]:
     pure = core() == "python"
     advice = "a wheel for this Python and machine has a compiled core: build one with make release" if pure else ""
     yield Finding("core", WARNING if pure else OK, core() or "the allocator is not installed", advice)
-    for server in PACKAGES:
-        yield _tried(f"{server} packages", partial(require_extra, server), WARNING)
-    yield _tried(
-        "compiler", _compiler, WARNING, "install g++ or clang++: without a compiler a worker on a CPU is slower"
-    )
-    yield _tried("cache", _cache, WARNING, "set QUIRE_CACHE to a folder that you can write")
-    yield _tried("torch", _torch, WARNING, f"a worker needs it: {how_to_install('worker')}")
+    packages = {server: _tried(f"{server} packages", partial(require_extra, server), WARNING) for server in PACKAGES}
+    yield from packages.values()
+    if packages["worker"].state == OK:
+        yield _tried(
+            "compiler", _compiler, WARNING, "install g++ or clang++: without a compiler a worker on a CPU is slower"
+        )
+        yield _tried("cache", _cache, WARNING, "set QUIRE_CACHE to a folder that you can write")
+        yield _tried("torch", _torch, WARNING, f"a worker needs it: {how_to_install('worker')}")
     yield _clock()
 
 
@@ -163,7 +164,7 @@ def _clock() -> Finding:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     if state == _TIME_ERROR:
         return Finding("clock", WARNING, f"{now}, not synchronized", "run chrony, or timedatectl set-ntp true")
-    return Finding("clock", OK, f"{now}, {'state unknown' if state < 0 else 'synchronised'}")
+    return Finding("clock", OK, f"{now}, {'state unknown' if state < 0 else 'synchronized'}")
 
 
 def _certificate(variable: str, path: str) -> Finding:

@@ -49,7 +49,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "banned_token_id": (_option(list[int], "A token that is never chosen; may be repeated."), []),
     "seed": (_option(int | None, "Seed that makes the random choices repeatable.", min=0), None),
     "n": (_option(int, "Number of samples; they share the prompt's blocks.", "-n", min=1), 1),
-    "best_of": (_option(int | None, "Number of samples to generate, of which the n likeliest are shown.", min=1), None),
+    "best_of": (_option(int | None, "Number of samples to generate; the n likeliest are shown.", min=1), None),
     "num_beams": (_option(int, "Number of beams of a beam search, which shows the n best texts; 1 is off.", min=1), 1),
     "length_penalty": (_option(float, "A beam's score is its logprob divided by its length to this power."), 1.0),
     "early_stopping": (

@@ -39,7 +39,7 @@ def watch(
     snapshot: Annotated[bool, typer.Option("--snapshot", help="End after the snapshot.")] = False,
     session: Annotated[
         str,
-        typer.Option(metavar="HEX", help="With --cursor: continue after an event that was printed after a snapshot."),
+        typer.Option(metavar="HEX", help="Session printed with an event: continue after the event of --cursor."),
     ] = "",
     cursor: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Cursor of that event.")] = 0,
     as_json: options.Json = False,

@@ -178,7 +178,7 @@ class EngineSequence:
                 f"{len(self.tokens)} are known, {self.room} have room"
             )
         if token_count > self.computed and self._host.is_waiting(self):
-            raise RuntimeError(f"sequence {self.id} must wait for the next turn, which has copies to run or its fork")
+            raise RuntimeError(f"sequence {self.id} must wait for the next turn, which runs its copies or its fork")
         self.computed = token_count
 
     def fork(self) -> EngineSequence:

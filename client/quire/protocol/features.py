@@ -17,7 +17,7 @@ FIRST_BLOCK_ID: Final = "first-block-id"
 TELLS_REMOVED: Final = "tells-removed"
 FEATURES: Final = (APPEND_ONLY, FIRST_BLOCK_ID, TELLS_REMOVED)
 
-ROUTE: Final = "route"  # the allocator answers Route; no owner relies on it, because it concerns callers of Route alone
+ROUTE: Final = "route"  # The allocator answers Route. Only callers of Route need this feature; no owner does.
 
 
 def check_served(asked: Iterable[str], served: Iterable[str]) -> None:

@@ -63,7 +63,7 @@ class Verdict(enum.Enum):
     AGAIN = enum.auto()  # attach again at once
     LATER = enum.auto()  # attach again later, after a lease has ended or a place is free
     LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
-    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. It was not applied, nor any later step.
+    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither it nor any later step was applied.
     # This allocator refuses an owner that was admitted earlier. A later allocator may accept it, so the owner retries.
     REFUSED = enum.auto()
     FINAL = enum.auto()  # The allocator refuses an owner that was never admitted. The owner gives up.

@@ -48,7 +48,7 @@ from quire.types import RoutedWorker
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
-TICKS_PER_HEARTBEAT: Final = 4  # Silence is checked this often.
+TICKS_PER_HEARTBEAT: Final = 4  # checks for silence per heartbeat
 # Seconds between streams, before jitter. While no stream succeeds, the pause grows from 0.01 to 0.16.
 BACKOFF_S, BACK_S = (0.01, 0.16), 0.5  # `close` waits up to BACK_S for a lost stream to come back.
 WINDOW: Final = 4

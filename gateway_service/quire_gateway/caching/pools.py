@@ -37,7 +37,7 @@ async def matched(fleet: Fleet, call: Call) -> dict[Backend, int]:
     """
     backends = [backend for backend in fleet.backends if backend.serves(call.model)]
     found = dict.fromkeys(backends, 0)
-    alike: dict[tuple[bytes, int], list[Backend]] = {}  # by the root and size of their digests
+    alike: dict[tuple[bytes, int], list[Backend]] = {}  # workers by the root and size of their digests
     for backend in backends:
         alike.setdefault((_root(backend, call), _status(backend).block_size), []).append(backend)
     for (root, block_size), same in alike.items():

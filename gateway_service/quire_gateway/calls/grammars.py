@@ -91,7 +91,7 @@ class _Writer:
         self._space = "" if held.is_compact else "SPACE?"
         # names of rules, by the rule before a trigger and the trigger's text
         self._triggers: dict[tuple[str, str], str] = {}
-        # Only whitespace may precede a required part. With channels, text of other channels may, too.
+        # Only whitespace may precede a required part. With channels, text of other channels may also precede it.
         self._is_due = held.is_called or held.content is not None
         self._before = "PADDING" if self._is_due and form.answer is None else "TEXT"
 

@@ -22,7 +22,7 @@ class Status(enum.Enum):
     """The state of elements at a place of a text: whole, begun or absent."""
 
     WHOLE = "whole"
-    BEGUN = "begun"  # the text ends before them
+    BEGUN = "begun"  # the text ends before the elements do
     ABSENT = "absent"
 
 

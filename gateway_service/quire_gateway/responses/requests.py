@@ -88,7 +88,7 @@ def of_response(
     fields["logprobs"] = LOGPROBS in (body.include or ())
     fields["top_logprobs"] = body.top_logprobs
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
-        fields["truncate_prompt_tokens"] = -1  # Only as much of its end as fits is kept.
+        fields["truncate_prompt_tokens"] = -1  # Only as much of the conversation's end as fits is kept.
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
     fields["verbosity"] = body.text and body.text.verbosity
     fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None
@@ -122,7 +122,7 @@ def _check(body: ResponseBody) -> None:
     if body.stream_options is not None and (
         body.stream_options.include_usage or body.stream_options.continuous_usage_stats
     ):
-        raise unsupported("stream_options", "may only have include_obfuscation: the last event always has the usage")
+        raise unsupported("stream_options", "may have only include_obfuscation; the usage is always in the last event")
     if body.background:
         if body.store is False:
             raise invalid(

@@ -92,7 +92,8 @@ class QuireCacheManager(KVCacheManager):
         self._digest_tokens = pool.shape.digest_tokens
         budget: int = scheduler.max_num_scheduled_tokens
         self._pass_tokens = pool.shape.digest_tokens if pool.shape.caches_states else budget
-        # Without a prefix cache vLLM makes no hashes. Only committed blocks leave windows, so digests are made up.
+        # Without a prefix cache vLLM makes no hashes. A block must be committed to leave its window, and commits need
+        # digests, so this class makes them up.
         self._windows = [group for group in pool.shape.groups if group.window]
         self._makes_digests_up = not self.enable_caching and bool(self._windows)
         self._held: dict[str, Held] = {}

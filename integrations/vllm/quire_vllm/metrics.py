@@ -25,7 +25,7 @@ from quire_vllm.releases import UnsupportedError
 if TYPE_CHECKING:
     from quire_vllm.remote import RemotePool
 
-# The allocator's metrics that a pool without steps and sessions has, by the names of their families.
+# Names of the allocator's metric families that also describe a pool without steps and sessions.
 OF_POOLS: Final = frozenset(
     {
         "quire_allocator_blocks",

@@ -14,8 +14,8 @@ KINDS: Final = {  # vLLM's specification -> kind of Quire's group, attribute tha
 }
 
 
-# A state holds all that its layers know of the tokens before it, and lies in the block of the last token. So a prompt
-# that continues needs exactly one block of the prefix. A window of 2 tokens needs the same, because it reads one token
+# A state summarizes all previous tokens for its layers. The block of the last token holds it. So a prompt that
+# continues a prefix needs exactly one of its blocks. A window of 2 tokens needs the same, because it reads one token
 # back.
 STATE_WINDOW: Final = 2
 

@@ -12,7 +12,7 @@ from typing import Final
 
 TESTED: Final = ("0.32.0",)
 ANY_RELEASE: Final = (
-    "QUIRE_VLLM_ANY_RELEASE"  # Set it to 1 to try another release. The names below are checked all the same.
+    "QUIRE_VLLM_ANY_RELEASE"  # Set it to 1 to try another release. Even then, the names below are checked.
 )
 
 # Methods of the manager that the scheduler calls, with the parameters of this package's versions.

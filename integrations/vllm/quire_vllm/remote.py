@@ -36,7 +36,7 @@ from quire_vllm.releases import UnsupportedError
 
 WAIT_S: Final = 0.02
 UNANSWERED_MAX: Final = 2  # With this many steps unanswered, a turn sends nothing that can wait.
-AHEAD_SHARE: Final = 16  # Room ahead takes at most one block in this many.
+AHEAD_SHARE: Final = 16  # At most one block in this many is room ahead.
 
 
 class PoolLostError(RuntimeError):
@@ -109,7 +109,7 @@ class RemotePool:
                 f"{self._options.open_timeout_s:g} s: it is down, or another engine owns the pool"
             ) from None
         self._tables: dict[int, Table] = {}
-        # request -> the allocator's answer, None before it comes. A refusal is forgotten when the next turn begins.
+        # request -> the allocator's answer, or None until it arrives. A refusal is forgotten when the next turn begins.
         self._prompts: dict[str, GrowOutcome | None] = {}
         self._dropped: set[str] = set()  # requests that no longer need their answer
         self._enough: dict[str, int] = {}  # refused prompt -> free blocks that it needs

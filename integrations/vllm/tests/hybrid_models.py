@@ -18,7 +18,7 @@ BASE: Final[dict[str, Any]] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.3,  # A smaller range gives equal texts, which compare nothing.
+    "initializer_range": 0.3,  # With a smaller range all texts are equal, and comparing them shows nothing.
 }
 WINDOW: Final = 64  # tokens of a window or chunk: two of the smallest blocks of vLLM's CPU backend
 MAMBA: Final[dict[str, Any]] = {

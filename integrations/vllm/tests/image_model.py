@@ -29,7 +29,7 @@ from transformers import (
 )
 
 VOCABULARY: Final = 2048
-IMAGE_TOKENS: Final = 16  # tokens of an image, which begins the prompt
+IMAGE_TOKENS: Final = 16  # tokens of the image at the beginning of a prompt
 SIDE: Final = 32  # pixels
 WIDTH: Final = 128
 

@@ -37,7 +37,7 @@ BLOCKS: Final = [block.text.replace("\\\n", " ") for block in blocks_of(ROOT / "
 
 
 def commands(beginning: str) -> list[str]:
-    """Returns the page's commands that begin so, without their comments."""
+    """Returns the page's commands with this beginning, without their comments."""
     lines = [line.partition("  #")[0].strip() for text in BLOCKS for line in text.splitlines()]
     return [line for line in lines if line.startswith(beginning)]
 

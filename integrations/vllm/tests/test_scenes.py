@@ -109,7 +109,7 @@ LAYERS: Final = (
     "full states",
     "full, long states",
 )
-ALONE: Final = (  # Only turns differ: passes end at each block of a state, and an equal prefix waits a turn.
+ALONE: Final = (  # Only turns differ: a pass ends at each block of a state, and equal prefixes wait a turn.
     "ahead_the_same_prompt_is_computed_once",
     "ahead_states_are_hit_where_blocks_end",
     "events_have_the_keys_that_separate_caches",
@@ -141,10 +141,10 @@ RANDOM: Final = (
     "windows as vLLM keeps them",
     "states as vLLM keeps them",
 )
-HURRY: Final = "in a hurry"  # a play with turns that do not wait for the allocator's answers
+HURRY: Final = "in a hurry"  # name of a run whose turns do not wait for the allocator's answers
 TURNS_OVER_STOCK_MAX: Final = 1.02
 PREEMPTIONS_OVER_STOCK_MAX: Final = 1.05
-PREEMPTIONS_ELSEWHERE_AHEAD_MAX: Final = 1.15  # for passes ahead, allocator in another process
+PREEMPTIONS_ELSEWHERE_AHEAD_MAX: Final = 1.15  # limit for passes ahead with the allocator in another process
 RANDOM_REQUESTS: Final = 6_000  # requests of all seeds, in 39 blocks
 OURS: Final = "quire_vllm.QuireScheduler"
 

@@ -1,4 +1,4 @@
-"""Helpers for tests on the compiled core as on its sources: trying an operation without a copy of native objects."""
+"""Helps tests that also run on the compiled core: tries an operation without copying native objects."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _what_never_came_back_teaches_nothing(original: Any, self: Any, *args: Any) 
 @plant(ReuseModel, "learn", ERRORS)
 def _what_began_is_not_forgotten(original: Any, self: Any, *times: int) -> None:
     started = self._started
-    with mock.patch.object(type(self), "_learn"):  # the original forgets before it learns
+    with mock.patch.object(type(self), "_learn"):  # The original method forgets before it learns.
         due = dict(self._due)
         original(self, *times)
     self._started = started
@@ -207,7 +207,7 @@ def _what_leads_much_is_worth_as_much_as_what_leads_nothing(original: Any, self:
     return float(original(self, entry)) * 2**entry.burden
 
 
-@plant(FullAttentionManager, "goes_on", ERRORS)
+@plant(FullAttentionManager, "cut_after", ERRORS)
 def _a_prompt_leaves_behind_what_other_groups_do_not_serve(original: Any, self: Any, hit: Any) -> None:
     return None
 

@@ -68,7 +68,7 @@ def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_ca
 
 
 def test_prompts_whose_attention_takes_fewer_blocks_than_a_state_have_none() -> None:
-    assert answer_stops(STATES_OF_16, 16, 32) == ()  # one block of attention, and two of states
+    assert answer_stops(STATES_OF_16, 16, 32) == ()  # The answer takes one block of attention, and two of states.
     assert answer_stops(STATES_OF_16, 16, 33)
     groups = (full(16), full(32), *[state(1024)] * 4)
     assert answer_stops(groups, 32, 65)  # 4 + 2 blocks of attention, and 4 of states

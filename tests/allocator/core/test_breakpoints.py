@@ -1,4 +1,4 @@
-"""Breakpoints of an owner: the first prompt that parts there hits."""
+"""Breakpoints of an owner: the first prompt that diverges there hits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_state_at_a_breakpoint_serves_the_first_prompt_that_parts_there(given:
     pool = make_pool(400, *STATES)
     told = pool.allocate(1, 33, d("abcdefgh"), breakpoints=given).stops
     assert {stop // 4 * 4 for stop in given} <= set(told)
-    for end in (*told, 33):  # as an owner that ends its passes at stops
+    for end in (*told, 33):  # Commits like an owner that ends its passes at stops.
         commit(pool, 1, "abcdefgh", end, keep=end)
         assert grow(pool, 1, 33).result is Result.OK
     pool.free(1, MINUTE_MS, given[-1] if given else 0)

@@ -236,7 +236,7 @@ def test_a_cut_through_the_spare_end_leaves_the_rest_of_it_to_the_upper_part() -
     policy = ReuseValue(POOL_BLOCKS)
     policy._left_behind = [6] * 4
     entry = release(policy, entry_of(policy, blocks=10))
-    entry.live = 1  # held by a sequence that computed the same text again: not shared
+    entry.live = 1  # The holder computed the same text again, so the entry is not shared.
     upper, _ = cut(policy, entry, 7)
     assert (upper.left_behind, entry.left_behind) == (3, 3)
 
@@ -273,7 +273,7 @@ def test_hits_of_what_was_evicted_are_remembered() -> None:
         hit_after(policy, entry, 10)
     policy.evicted(entry, 4)
     again = release(policy, entry_of(policy))
-    assert again.hits == 3  # the two hits, and one because it returned
+    assert again.hits == 3  # two hits, and one more because the entry returned
 
 
 def test_what_is_forgotten_without_having_come_back_lowers_the_value_of_its_kind() -> None:

@@ -1,4 +1,4 @@
-"""Every place that tells kinds of groups apart knows every kind: a new one that is forgotten somewhere fails here."""
+"""Every place that distinguishes kinds of groups knows every kind; a kind that is missing somewhere fails here."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def bytes_of(items: frozenset[Item]) -> int:
 
 
 def choices(items: frozenset[Item], room: int) -> Iterator[frozenset[Item]]:
-    """Yields every part of the items that fits."""
+    """Yields every subset of the items that fits."""
     for count in range(len(items) + 1):
         for kept in itertools.combinations(sorted(items), count):
             if bytes_of(frozenset(kept)) <= room:

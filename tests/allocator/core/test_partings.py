@@ -1,4 +1,4 @@
-"""The places where prompts part from cached ones, and the windows that stay for them. Numbers worked out by hand."""
+"""Pools learn where prompts diverge from cached ones, and keep windows cached there. Numbers worked out by hand."""
 
 from __future__ import annotations
 

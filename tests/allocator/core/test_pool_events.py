@@ -1,4 +1,4 @@
-"""The log of a pool's index: in order, after the acknowledgment, once for all copies. Blocks of 4 tokens."""
+"""A pool's events are in order, follow the acknowledgment, and occur once for all copies. Blocks of 4 tokens."""
 
 from __future__ import annotations
 

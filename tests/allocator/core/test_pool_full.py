@@ -144,7 +144,7 @@ def test_the_eviction_order_outlives_many_hits() -> None:
         computed(pool, sequence_id, letter)
     for sequence_id in (1, 2, 3):
         pool.free(sequence_id)
-    for sequence_id in range(4, 304):  # each leaves an outdated item in the queue
+    for sequence_id in range(4, 304):  # Each sequence leaves an outdated item in the queue.
         pool.allocate(sequence_id, 5, d("a" if sequence_id % 2 else "p"))
         pool.free(sequence_id)
     invariants.check(pool)
@@ -186,7 +186,7 @@ def test_the_hits_of_a_new_sequence_are_not_evicted_to_make_room_for_its_own_tai
     pool = make_pool(4)
     computed(pool, 1, "ab")
     computed(pool, 2, "xy")
-    pool.free(1)  # its blocks are evicted first
+    pool.free(1)  # Sequence 1's blocks are evicted first.
     pool.free(2)
     grown = pool.allocate(3, 16, d("ab"))
     assert [list(table) for table in grown.blocks] == [[0, 1, 2, 3]]

@@ -64,8 +64,9 @@ def test_full_and_sliding_agree_on_the_longest_prefix_that_both_have() -> None:
 
 
 def test_three_kinds_are_asked_again_until_none_of_them_gives_way() -> None:
-    # Blocks of one token. Full attention has all 12. A window of 3 needs the last two and has 2, 3, 8, 9: prefixes of 4
-    # and 10. Chunks of 4 need the tokens since the last multiple of 4, and 8 is missing, so the prefix of 10 shrinks to
+    # Blocks of one token. Full attention has all 12 blocks. A window of 3 needs the last two and has 2, 3, 8, 9:
+    # prefixes of 4 and 10. Chunks of 4 need the tokens since the last multiple of 4, and 8 is missing, so the prefix of
+    # 10 shrinks to
     # 8. The window cannot serve 8, so 4 is left.
     pool = make_pool(60, full(1), sliding(1, 3), chunked(1, 4))
     computed(pool, 1, LETTERS[:12])
@@ -130,8 +131,9 @@ def test_no_group_grows_if_one_of_them_cannot() -> None:
 
 
 def test_eight_identical_prompts_with_every_kind_of_group_share_all_that_can_be_shared() -> None:
-    # 17 tokens: 4 full blocks and one token. Full: 4 + 1 each. Window of 8: the token at 16 reads 9 to 16: 2 + 1 each.
-    # Chunk of 8: 16 is an edge: 1 each. State: 1 each.
+    # 17 tokens: 4 full blocks and one token. Each group of full attention holds 4 + 1 blocks. Window of 8: token 16
+    # reads tokens 9 to 16, so each group holds 2 + 1 blocks. Chunks of 8: token 16 begins a chunk, so each group holds
+    # 1 block. State: 1 each.
     pool = make_pool(80, full(4), sliding(4, 8), chunked(4, 8), state(4))
     pool.allocate(1, 16, d("abcd"), prompt_token_count=17)
     commit(pool, 1, "abcd", 16)

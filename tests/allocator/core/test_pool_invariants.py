@@ -1,4 +1,4 @@
-"""Invariants of a pool: no owner can break them, and a defect that did is noticed and named."""
+"""Invariants of a pool: no owner can break them, and a defect that breaks one is noticed and named."""
 
 from __future__ import annotations
 

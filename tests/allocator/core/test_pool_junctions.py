@@ -32,7 +32,7 @@ def told(answer: GrowResult) -> tuple[Result, int, int]:
 
 
 def served(pool: Pool, sequence_id: int, letters: str) -> tuple[int, int]:
-    """Serves a prompt as an owner that cuts its passes at stops; returns the matched tokens, and the junction."""
+    """Serves a prompt like an owner that ends its passes at stops; returns the matched tokens, and the junction."""
     size, length = pool.digest_tokens, len(letters) * pool.digest_tokens
     answer = pool.allocate(sequence_id, length, d(letters))
     assert answer.result is Result.OK

@@ -1,5 +1,5 @@
 """A commit without digests of some blocks publishes the blocks before them, for all groups. The other blocks stay the
-sequence's own. Owners cannot send one: the wire refuses it.
+sequence's own. Owners cannot send such a commit: the wire refuses it.
 """
 
 from __future__ import annotations

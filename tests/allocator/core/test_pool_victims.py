@@ -1,4 +1,4 @@
-"""The victim that NO_SPACE names, the sequence that loses least; and its return. Worked out by hand; blocks of 4
+"""The victim that NO_SPACE names is the sequence that loses least; it returns later. Worked out by hand; blocks of 4
 tokens, one group."""
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def test_blocks_that_fell_out_make_room_for_the_ones_that_come() -> None:
 
 @pytest.mark.parametrize(("limit", "hit"), [(14, 14), (13, 6), (6, 6), (5, 5), (4, 0)])
 def test_a_window_of_4_over_15_tokens_is_hit_at_5_6_and_14(limit: int, hit: int) -> None:
-    # Among blocks of one token, 2 to 5 and 11 to 13 are cached. A prefix needs its last 3: 14 has 11 to 13, 6 has 3 to
-    # 5, 5 has 2 to 4; 4 would need 1, and 13 would need 10.
+    # Among blocks of one token, 2 to 5 and 11 to 13 are cached. A hit needs its last 3 blocks. Hits of 14, 6 and 5 have
+    # them; 4 lacks block 1, and 13 lacks block 10.
     pool = make_pool(20, sliding(1, 4))
     computed(pool, 1, LETTERS[:15])
     pool.free(1)
@@ -173,7 +173,8 @@ def test_a_chunk_is_hit_from_its_own_beginning_on() -> None:
     commit(pool, 1, "abcde", 21)
     pool.free(1)
     forget(pool, 0, [0, 1, 2])
-    # 20 tokens: chunk 16 to 23 needs block 4. 16 and 8: a chunk's edge needs nothing. 12: block 2, which is gone.
+    # A hit of 20 tokens needs block 4. Hits of 16 and 8 end at a chunk's edge and need nothing. A hit of 12 needs block
+    # 2, which is gone.
     assert [pool.match("", d("abcde")[: 32 * count]) for count in range(6)] == [0, 0, 8, 8, 16, 20]
     grown = pool.allocate(2, 21, d("abcde"))
     assert [list(table) for table in grown.blocks] == [[NULL, NULL, NULL, NULL, 4, 2]]  # block 2 was emptied last

@@ -165,7 +165,7 @@ def shape(pool: Pool) -> set[tuple[Any, ...]]:
 
 
 def cut_up(chunks: list[pb.ReportChunk], dice: random.Random) -> list[pb.ReportChunk]:
-    """Returns an equal report with other cuts of stretches, in another order, one stretch in each chunk."""
+    """Returns an equal report with stretches cut elsewhere, in another order, one stretch in each chunk."""
     single = []
     for chunk in chunks:
         for whole in chunk.prefixes:

@@ -1,5 +1,4 @@
-"""One digest at two positions of windows or states, which only an owner with made-up digests has: both are kept
-apart."""
+"""Only an owner with made-up digests has one digest at two positions of windows or states; both are kept apart."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ FIVE_WINDOWS = (full(16), *(sliding(16, 1024),) * 5)
 
 @pytest.mark.parametrize("chat_count", [16, 24, 26])
 def test_a_pool_of_24576_blocks_holds_26_chats_of_8192_tokens_with_5_windows_of_1024(chat_count: int) -> None:
-    # A chat keeps 512 + 5 x 64 blocks. The chat being computed takes at most 3,072, and 25 others stay: 23,872. If all
-    # fallen blocks of windows were kept, 8 chats would fill the pool.
+    # A chat keeps 512 + 5 x 64 blocks. The chat being computed takes at most 3,072 blocks, and 25 others stay: 23,872.
+    # If all fallen blocks of windows were kept, 8 chats would fill the pool.
     assert in_turn(pool_of(24_576, FIVE_WINDOWS), chat_count, 8_192, 3) > 0.99
 
 
 @pytest.mark.parametrize(("chat_count", "ratio"), [(3, 0.99), (4, 0.99), (5, 0.6), (6, 0.45), (8, 0.25)])
 def test_beyond_what_a_cache_holds_the_hit_ratio_falls_without_a_cliff(chat_count: int, ratio: float) -> None:
-    # A chat keeps 20 + 5 x 2 blocks, and 5 aside. Computing one takes 126 of 240.
+    # A chat keeps 20 + 5 x 2 blocks, and 5 aside. Computing a chat takes 126 of 240 blocks.
     groups = (full(16), *(sliding(16, 32),) * 5)
     assert in_turn(pool_of(240, groups), chat_count, 321, 60) > ratio
 

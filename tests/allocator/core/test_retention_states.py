@@ -63,7 +63,7 @@ def in_turn(pool: Pool, chat_count: int, token_count: int, round_count: int) -> 
 
 @pytest.mark.parametrize(("chat_count", "ratio"), [(3, 0.98), (4, 0.98), (5, 0.5), (6, 0.35), (8, 0.2)])
 def test_beyond_what_a_cache_holds_the_hit_ratio_of_states_falls_without_a_cliff(chat_count: int, ratio: float) -> None:
-    # A chat keeps 20 blocks of attention and a checkpoint of 20. Computing one takes 21 blocks and three states.
+    # A chat keeps 20 blocks of attention and a checkpoint of 20. Computing a chat takes 21 blocks and three states.
     assert in_turn(Pool(PoolSpec(240, (full(4), *(state(16),) * 20))), chat_count, 81, 40) > ratio
 
 
@@ -178,7 +178,7 @@ def test_what_a_prompt_has_since_the_stop_before_bears_its_checkpoint() -> None:
     shared = text(0, 9)
     for user in (1, 2, 3):
         serve(pool, shared + text(user, 2), 45)
-    # The 9 shared blocks lead 6 blocks of states: burden 0. The 2 blocks after them lead as many: burden 2.
+    # The 9 shared blocks lead 6 blocks of states: burden 0. The 2 blocks after them also lead 6 blocks: burden 2.
     assert burdens(pool, shared + text(3, 2))[-2:] == [0, 2]
 
 

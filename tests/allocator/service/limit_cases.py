@@ -1,4 +1,4 @@
-"""One way to ask a running allocator for a number of each thing that is limited.
+"""Requests to a running allocator that use a given number of each limited thing.
 
 Each case prepares the limit, marks the moment before the last request (`last`), and makes that request.
 """

@@ -1,4 +1,4 @@
-"""Answers must fit a message, memory must have an end: large answers, pools and prompts."""
+"""Answers must fit into a message, and memory must be bounded: large answers, pools and prompts."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def test_a_large_pool_is_read_in_answers_that_fit() -> None:
         owner = await UnaryOwner.open(allocator, block_count=block_count, block_size=1)
         await owner.allocate(sequence_id=4, token_count=5)
         for token_count in (400_000, 800_000, EVERY_BLOCK):
-            await owner.grow(5, token_count)  # the first of them creates it
+            await owner.grow(5, token_count)  # The first grow creates the sequence.
         await owner.allocate(sequence_id=9, token_count=7)
         async with AsyncAllocator(allocator.address) as client:
             seen = await client.get_pool_blocks("a")

@@ -125,7 +125,7 @@ async def test_a_session_registers_and_repeats_it_after_an_outage(
         session.register(second := replace(first, prefill_tokens_per_s=7, draining=True))
         await heard(second)
         allocator.service.sessions.router.register("s", None)
-        session._drop()  # as if the connection had broken
+        session._drop()  # drops the stream, as if the connection had broken
         await heard(second)
     await opened(allocator, "a")
     assert (await client.get_pool("a")).worker == RoutedWorker("a:1", "m", (), 1_000)

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -168,7 +167,7 @@ def test_a_cpu_of_its_own_is_where_all_its_threads_run_without_interrupting_each
     with started(tmp_path, "--cpu", str(cpu)) as running:
         pid = running.process.pid
         threads = {int(task.name): (task / "comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
-        own = [thread for thread, name in threads.items() if name == threads[pid]]  # not gRPC's own threads
+        own = [thread for thread, name in threads.items() if name == threads[pid]]  # leaves out gRPC's own threads
         assert len(own) >= 3  # the event loop, gRPC's completion thread, the metrics server
         assert {os.sched_getscheduler(thread) for thread in own} == {os.SCHED_BATCH}
         assert {frozenset(os.sched_getaffinity(thread)) for thread in own} == {frozenset({cpu})}
@@ -379,7 +378,7 @@ def test_an_allocator_that_cannot_watch_leases_ends_with_an_error() -> None:
 
 def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_it(tmp_path: Path) -> None:
     with (
-        started(tmp_path, "--log-format", "json") as running,
+        started(tmp_path, "--log-format", "json", "--drain-timeout", f"{10 * WAIT_S}") as running,
         grpc.insecure_channel(running.address) as channel,
     ):
         attach = pb.Attach(version=3, pool="a", incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
@@ -387,13 +386,11 @@ def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_
         messages.put(pb.SessionRequest(attach=attach))
         stream = pb_grpc.AllocatorServiceStub(channel).Session(iter(messages.get, None))
         assert next(stream).HasField("report_required")
-        began = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.RpcError) as caught:
             next(stream)
         assert from_rpc_error(caught.value).reason is Reason.DRAINING
         assert running.process.wait(WAIT_S) == 0
-        assert time.monotonic() - began < 4  # well below the 5 s that calls under way may take
         messages.put(None)
 
 

@@ -39,7 +39,7 @@ class Scene:
         apply_step(self.pool, columns, reply)
         self.counters.observe_step(self.pool, columns, reply, 0.001)
         self.counters.observe_blocks(self.pool, columns, reply, self.now)
-        self.pool.log.publish(1)  # like the owner of a unary session
+        self.pool.log.publish(1)  # acknowledges the step, like the owner of a unary session
         return reply
 
     def ask(self, digests: bytes, **options: int | bool) -> int:

@@ -132,7 +132,7 @@ def test_who_sends_no_report_loses_its_place_whatever_else_it_sends(sessions: Se
     for stream in idle:
         assert stream.ending is not None
         assert stream.ending.reason == "IDLE"
-        stream.close()  # the handler of the waiting stream does the same
+        stream.close()  # The handler of the waiting stream also closes it.
     assert claimed(sessions, "honest", limits.REPORT_PAUSE_S).phase is Phase.REPORTING
 
 

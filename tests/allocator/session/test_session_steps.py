@@ -262,7 +262,7 @@ async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator
 async def test_steps_are_counted_by_operation_and_result(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=[9]))
-    await owner.hang_up()  # a step is counted once its answer is out
+    await owner.hang_up()  # A step is counted after its answer has been sent.
     numbers = allocator.service.counters.of("a")
     assert sum(numbers.step_seconds.counts) == 1
     assert numbers.step_seconds_sum > 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tests.allocator.twin.pool_twin import Slot, TwinPool, TwinSequence
 
-Cell = tuple[str, int, int]  # namespace, group, number of a text: what attention over it caches, or its state
+Cell = tuple[str, int, int]  # (namespace, group, number of a text): identifies the text's keys and values, or its state
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Partings of prompts from earlier ones; the twin looks at every slot of full attention, or at every prompt."""
+"""Prompts that diverge from earlier ones; the twin looks at every slot of full attention, or at every prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEP_COUNT = 7
 
 
 class TwinPartings:
-    """Counts prompts of a pool that part from cached ones late and early."""
+    """Counts prompts of a pool that diverge from cached ones late and early."""
 
     def __init__(self, pool: TwinState) -> None:
         self.pool = pool
@@ -32,7 +32,7 @@ class TwinPartings:
         return self.share(self.inside)
 
     @property
-    def go_on(self) -> bool:
+    def are_late(self) -> bool:
         return self.late_seen + 4 >= self.again + self.inside
 
     def answer_ends(self, prompt: int) -> set[int]:
@@ -41,7 +41,7 @@ class TwinPartings:
         Empty unless prompts continue answers and the prompt's attention takes at least as many blocks as a state.
         """
         names = {kind.name for kind in self.pool.kinds}
-        if self.pool.is_dense or not names >= {"full_attention", "state"} or not self.go_on:
+        if self.pool.is_dense or not names >= {"full_attention", "state"} or not self.are_late:
             return set()
         edge = self.edge_tokens()
         last = (prompt - 1) // edge * edge

@@ -138,7 +138,7 @@ class TwinPool(TwinState):
         swaps = list[tuple[int, int, int]]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "state" and granted > until:
-                continue  # the next pass would overwrite it without a request
+                continue  # The next pass would overwrite the state without a request.
             replaced = []
             for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, sequence.stops):
                 own = self._publish(sequence, number, position, digest, swaps)

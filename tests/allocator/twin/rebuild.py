@@ -46,7 +46,7 @@ class Node:
 
 
 class ReportedRunPart(NamedTuple):
-    """The `end` of a sequence's published part (None if it has none), and its own blocks after that.
+    """A sequence's path: the `end` of its published part (None if it has none), and its unpublished blocks.
 
     Attributes:
         borrowed: the node as which the first of those blocks is published.

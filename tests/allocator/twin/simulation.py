@@ -11,8 +11,8 @@ from tests.allocator.twin.memory import Writer
 
 NAMESPACES = ("", "blue")
 LIVE_MAX = 7  # live sequences; more would leave no room to grow
-MS_PER_EVENT = 2_000  # more than the pool waits between two counts of what a namespace keeps
-EDITS_BEFORE = 100.0  # prompts that parted inside of others before every other history
+MS_PER_EVENT = 2_000  # more than the pool waits until it counts a namespace's kept blocks again
+EDITS_BEFORE = 100.0  # prompts that are assumed to have diverged inside others, in every second history
 
 FULL, SLIDING, CHUNKED, STATE = "full_attention", "sliding_window", "chunked_local", "state"
 
@@ -133,7 +133,7 @@ class Simulation(Comparison):
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
         sequence_id, self.next_id = self.next_id, self.next_id + rng.randint(1, 3)
         options: dict[str, Any] = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer}
-        if sequence_id % 3 == 0:  # has breakpoints, some of them in the matched part, or behind the prompt's end
+        if sequence_id % 3 == 0:  # Some breakpoints are in the matched part, or behind the prompt's end.
             options["breakpoints"] = sorted({1 + (length + sequence_id) * part // 4 for part in range(4)})
         options["is_return"] = not sequence_id % 5
         answer = self.do("allocate", sequence_id, first, digests, namespace, **options)

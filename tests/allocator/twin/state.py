@@ -72,16 +72,16 @@ class TwinSequence:
     committed: int
     tables: list[list[Slot | None]]
     priority: int = 0
-    prompt: int = 0  # the length of a prompt of which only the first chunk was asked for
+    prompt: int = 0  # the length of the whole prompt, if only its first chunk was requested
     chunk: int = 0  # tokens that are computed at a time
     stops: list[int] = field(default_factory=list)  # token counts at which later hits should be able to end
     early_stop: int = 0
-    prompt_end: int = 0  # later stops are of the answer
+    prompt_end: int = 0  # stops behind this token count are in the answer
     announced: list[bytes] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     last: dict[int, Slot] = field(default_factory=dict)  # per kind, its last hit; for states also the last one made
     needed: list[Slot] = field(default_factory=list)  # fallen slots that a hit at its last edge needs
-    stop: TwinStop | None = None  # the deepest stop that it made or hit
+    stop: TwinStop | None = None  # the deepest stop that the sequence made or hit
 
 
 class TwinState:
@@ -114,7 +114,7 @@ class TwinState:
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
         self.replaced_count = 0  # early stops replaced by another stop
-        self.answered_count = 0  # stops at ends of prompts and in answers, replaced by later ones
+        self.answered_count = 0  # number of stops at ends of prompts and in answers that later stops replaced
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
         self.clock = self.now_ms = 0

@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], Counter[str]]] = {
         {},
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=5, DecoderLayerRewrite=2),
     ),
-    "gemma3": (  # its layers have four norms
+    "gemma3": (  # Gemma 3's layers have four norms.
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},

@@ -283,7 +283,7 @@ def run_options(
         ValueError: `AttentionOptions` or `scale_per_head` refuses a value.
     """
     sm_scale, key_scale = planned.sm_scale, None
-    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):  # both scale q @ k
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):  # Both scales apply to q @ k.
         if isinstance(scale, torch.Tensor):
             per_head = scale_per_head(name, scale, kv_heads, device)
             key_scale = per_head if key_scale is None or per_head is None else key_scale * per_head

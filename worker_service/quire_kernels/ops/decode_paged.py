@@ -61,7 +61,7 @@ def decode_paged_kernel(
     k, v,  # [pages, PAGE_SIZE, kv_heads, HEAD_DIM or V_DIM]
     page_indptr, page_indices, last_page_len,
     units, unit_indptr,  # see `work_units`
-    out, lse,  # [batch, heads, V_DIM] and, float32 or None, [batch, heads]; contiguous
+    out, lse,  # out: [batch, heads, V_DIM]; lse: float32 [batch, heads] or None; both contiguous
     partial_out, partial_lse,  # float32 [capacity, heads, V_DIM] and [capacity, heads], contiguous
     sinks, slopes,  # float32 [heads] or None
     k_scale, v_scale,  # float32 [kv_heads] or None
@@ -79,7 +79,7 @@ def decode_paged_kernel(
     if OVERLAP:
         gdc_launch_dependents()  # lets `merge_splits` start now; it then waits for the results
     blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
-    once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # ratios such as 5 and 7 would spill a register
+    once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # At ratios such as 5 and 7, this would spill a register.
     heads: tl.constexpr = KV_HEADS * GROUP
     unit = tl.program_id(0) // blocks_per_unit
     # All loads are issued before the first is waited for. The row past the last unit exists, with arbitrary contents.
@@ -166,7 +166,7 @@ def decode_paged(
     check_devices(q.device, cache=cache.k, indptr=indptr, indices=indices, last_page_len=last_page_len)
     options.check_heads(heads, kv_heads, q.device)
     if division.work.batch != batch or division.partial_out.shape[1:] != (heads, cache.v_head_dim):
-        raise ValueError("division belongs to another batch, or to other heads")
+        raise ValueError("division was made for another batch or other heads")
     if division.window_left != options.window_left:
         raise ValueError(f"window_left must be {division.window_left}, like the division's, not {options.window_left}")
     out = output_like("out", out, (batch, heads, cache.v_head_dim), q.dtype, q.device)

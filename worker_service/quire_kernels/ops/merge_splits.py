@@ -57,9 +57,9 @@ def merge_splits_kernel(
     first = tl.load(unit_indptr + request)
     count = tl.load(unit_indptr + request + 1) - first
     if OVERLAP:
-        # Waits for the partial results; the division is older. Most programs have nothing to merge and return at once.
-        # The first program always waits: otherwise this launch could end, and the next one start, before the launch
-        # that computes the units has ended.
+        # Waits for the partial results. The division of work was ready before them. Most programs have nothing to merge
+        # and return at once. The first program always waits: otherwise this launch could end, and the next one start,
+        # before the launch that computes the units has ended.
         if (count > 1) | (tl.program_id(0) == 0):
             gdc_wait()
     if count <= 1:

@@ -51,13 +51,13 @@ HEADS, KEYS = HOPPER_HEADS, HOPPER_KEYS
 CKV_DIM, KPE_DIM = 512, 64
 NUM_WARPS = 4  # warps per group
 REGISTERS = 168  # per thread of all 12 warps; the groups then take the registers that the copying warps release
-# Registers per thread of the copying warp, which would spill its addresses with fewer, and of a group.
+# Registers per thread of the copying warp and of a group. With fewer, the copying warp would spill addresses.
 COPY_REGISTERS, GROUP_REGISTERS = 40, 232
 PIECES = 4  # pieces per half of a tile's dims: products start when the first piece has arrived
 PAGE_SIZE_MIN = 16
 TMA_ALIGNMENT = 16  # bytes; required of addresses and strides
 SWITCH = "QUIRE_HOPPER"  # environment variable, read at each launch: "0" selects the Triton kernels, as for prefill
-# Layouts of shared memory, by the number of dimensions of the tensor that is copied there.
+# Layouts of tensors in shared memory, by number of dimensions.
 LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)}
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -119,7 +119,7 @@ def attend_first(
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
-            zero = pair >> 30  # always 0, but the compiler would keep 40 constant addresses in registers and spill
+            zero = pair >> 30  # always 0; the compiler would keep 40 addresses of a constant 0 in registers
             seen = stop - start - 2 * pair * KEYS
             s = scores_of_pieces(queries.index(zero), queries.index(1 + zero), query_ropes, near.index(zero),
                                  far.index(zero), ropes.index(zero), full, 0, phase, scale, KEYS, PIECES, SCORES)
@@ -188,7 +188,7 @@ def attend_second(
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
-            zero = pair >> 30  # always 0, but the compiler would keep 40 constant addresses in registers and spill
+            zero = pair >> 30  # always 0; the compiler would keep 40 addresses of a constant 0 in registers
             seen = stop - start - (2 * pair + 1) * KEYS
             s = scores_of_pieces(queries.index(1 + zero), queries.index(zero), query_ropes, near.index(1 + zero),
                                  far.index(1 + zero), ropes.index(1 + zero), full, 1, phase, scale, KEYS, PIECES,

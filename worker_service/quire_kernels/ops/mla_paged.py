@@ -187,7 +187,7 @@ def mla_paged(
     indices = (qo_indptr, kv_indptr, kv_indices, kv_lengths)
     check_devices(q_nope.device, **parts, qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices)
     if division.heads != heads or division.token_count < tokens or (division.split_keys and tokens != batch):
-        raise ValueError("division belongs to other heads, fewer tokens or one query per request")
+        raise ValueError("division was made for other heads, fewer tokens or one query per request")
     out = output_like("out", out, (tokens, heads, ckv_dim), q_nope.dtype, q_nope.device)
     lse = output_like("lse", lse, (tokens, heads), torch.float32, q_nope.device)
     if tokens == 0:

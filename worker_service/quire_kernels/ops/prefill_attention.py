@@ -38,13 +38,13 @@ def prefill_kernel(
     qo_indptr, kv_indptr,  # int32 [batch + 1]; the second in pages or, if PAGE_SIZE is 0, in tokens
     page_indices, last_page_len,  # int32 or, if PAGE_SIZE is 0, None
     units, unit_indptr,  # see `work_units`; items are rows
-    out, lse,  # [tokens, heads, V_DIM] and, float32 or None, [tokens, heads]; contiguous
+    out, lse,  # out: [tokens, heads, V_DIM]; lse: float32 [tokens, heads] or None; both contiguous
     sinks, slopes,  # float32 [heads] or None
     k_scale, v_scale,  # float32 [kv_heads] or None
     sm_scale, soft_cap, window_left, chunk_size, batch,
     mask, mask_indptr,  # uint8 or None, int64 [batch + 1] or None
     stride_q_token, stride_q_head, stride_q_dim,
-    stride_k_page, stride_k_token, stride_k_head, stride_k_dim,  # the first None if PAGE_SIZE is 0
+    stride_k_page, stride_k_token, stride_k_head, stride_k_dim,  # stride_k_page is None if PAGE_SIZE is 0
     stride_v_page, stride_v_token, stride_v_head, stride_v_dim,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads of a KV head
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,

@@ -204,7 +204,7 @@ def attend_pieces(
         row_sum = thread_sums(no_scores, BLOCK_N)  # zeros
         if sinks is not None:
             row_max = gl.load(sinks + head) * LOG2_E
-            row_sum += 0.25  # in each of the four threads that share a row
+            row_sum += 0.25  # Each of the four threads that share a row adds a quarter.
         acc = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
         acc, row_max, row_sum, count, following, queries = attend_tiles(
             acc, row_max, row_sum, count, (start, stop, free_start, free_stop, low, kv_len), (row_low, row_high),
@@ -244,9 +244,9 @@ def prefill_hopper_kernel(
     k, v,  # descriptors by `pages_by_tma`
     qo_indptr, page_indptr, page_indices, last_page_len,  # int32
     units, unit_indptr, taken,  # see `work_units`; an item is a query row, and a unit has at most BLOCK_M rows
-    out, lse,  # [tokens, heads, HEAD_DIM] and, float32, [tokens, heads]; contiguous
+    out, lse,  # out: [tokens, heads, HEAD_DIM]; lse: float32 [tokens, heads]; both contiguous
     sinks,  # float32 [heads] or None
-    scale, cap, window_left, batch,  # the first two by `score_factors`
+    scale, cap, window_left, batch,  # scale and cap come from `score_factors`
     rows_per_page, rows_per_head, columns_per_head,  # of the descriptors
     stride_q_token, stride_q_head,
     PROGRAMS: gl.constexpr,  # that are launched

@@ -118,7 +118,7 @@ class Append:
     cache: PagedCache
     token_count: int
     views: tuple[torch.Tensor | None, ...]  # key, value, k cache, v cache, k scale, v scale
-    strides: tuple[int, ...]  # of the first four views: 3 for key, 3 for value, 4 for each cache
+    strides: tuple[int, ...]  # strides of the first four views: 3 for key, 3 for value, 4 for each cache
     sizes: dict[str, Any]  # constexprs
 
     @property

@@ -17,8 +17,8 @@ from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
 WAVES = 2  # programs per multiprocessor that the division aims at; their shared memory lets this many run at once
-# Minimum of tiles per program: a program waits for one while the other is on its way. A few short sequences alone on
-# the chip are faster in more units, although the units must be merged.
+# Least number of tiles per program: while a program waits for one tile, the next is already being loaded. A few short
+# sequences alone on the chip are faster in more units, although the units must be merged.
 TILES_MIN = 2
 HEAD_BLOCK_MAX = 64  # most query heads that one program attends
 

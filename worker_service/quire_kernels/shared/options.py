@@ -36,7 +36,7 @@ class AttentionOptions:
     """
 
     sm_scale: float
-    logits_soft_cap: float = 0.0  # 0 turns it off
+    logits_soft_cap: float = 0.0  # 0 turns the cap off
     window_left: int = -1  # how many keys before its own position a query sees; -1: all
     sinks: torch.Tensor | None = None  # float32 [query_heads], natural logarithms
     alibi_slopes: torch.Tensor | None = None  # float32 [query_heads]

@@ -73,7 +73,7 @@ def prepare_prefill(
     options.check_heads(heads, kv_heads, q.device)
     masking.check(batch, q.device)
     if division.group != heads // kv_heads or division.token_count < tokens:
-        raise ValueError("division belongs to another ratio of heads, or to fewer tokens")
+        raise ValueError("division was made for another ratio of heads, or for fewer tokens")
     arguments = {
         **option_arguments(options),
         **masking.arguments(),

@@ -14,7 +14,7 @@ from quire_kernels.shared.prefill_tiles import keys_of_block, tiles_of_keys, uni
 GROUP_ROWS = gl.constexpr(64)  # rows per group of warps, as in one wgmma
 QUEUE_SLOTS = gl.constexpr(2)
 
-# Synchronizes the warps of a group, not all warps of the program. Triton 3.6 and 3.7 name it differently.
+# Synchronizes the warps of a group, not all warps of the program. Triton 3.6 and 3.7 name this function differently.
 synchronize_group = getattr(gl, "barrier", None) or gl.thread_barrier
 
 

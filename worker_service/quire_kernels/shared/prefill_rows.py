@@ -85,7 +85,7 @@ def attend_rows(
     if MASK_KIND != MASK_NONE:
         mask += tl.load(mask_indptr + request)
     rows = Rows(row_low, row_high, position)
-    for phase in tl.static_range(3):  # left edge, free, right edge
+    for phase in tl.static_range(3):  # phases: left edge, keys that all rows see, right edge
         if phase == 0:
             tile_start, tile_stop = start, free_start if MASK_KIND == MASK_NONE else load_high
         elif phase == 1:

@@ -8,7 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # of tiles of 16-bit numbers
+PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # for tiles of 16-bit numbers
 TMA_BYTES = 16  # addresses and strides must be multiples of this
 TMA_ROWS_MAX = 2**31  # coordinates are int32
 BOX_ROWS_MIN = 8  # rows of a TMA box at least: the pattern of swizzled shared memory repeats every 8 rows
@@ -16,7 +16,7 @@ BOX_ROWS_MIN = 8  # rows of a TMA box at least: the pattern of swizzled shared m
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """Positions of keys in the cache as a matrix; its row stride is the distance of two tokens of a page."""
+    """The cache as a matrix with the positions of its keys. Its row stride is the distance of two tokens of a page."""
 
     per_page: int  # rows from one page to the next
     per_head: int  # rows from one KV head to the next, if heads are whole rows apart (HND)

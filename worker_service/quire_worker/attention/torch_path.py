@@ -36,8 +36,8 @@ from quire_worker.sampling.params import SamplingParams
 # block alone; then packing the heads of a KV head only pays if that makes at least 192 rows.
 ROWS_SMALL, ROWS_LARGE = 32, 192
 # In bfloat16 the kernel computes a single row without rearranging the keys. With up to three query heads per KV head,
-# computing head by head is faster in two cases. One is blocks of queries. The other is decode while a sequence's keys
-# and values fit into the CPU's cache (each head reads them again).
+# computing head by head is faster for blocks of queries. It is also faster for decode while the keys and values of a
+# sequence fit into the CPU's cache (each head reads them again).
 LONE_HEADS_MAX, LONE_BYTES_MAX = 3, 2 << 20
 
 

@@ -20,8 +20,8 @@ import torch
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import KEY_AND_VALUE, PageSpec
 
-# Bytes of keys and values in a unit. So few are still in the CPU's cache when they are read again. A longer sequence is
-# a unit alone.
+# Bytes of keys and values in a unit. So few bytes are still in the CPU's cache when they are read again. A longer
+# sequence is a unit alone.
 GATHER_BYTES_MAX = 8 << 20
 # Up to this many bytes of padding cost less than another call.
 PADDING_BYTES_MAX = 128 << 10

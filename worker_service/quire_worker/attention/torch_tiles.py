@@ -160,7 +160,7 @@ def attend_tiles(
     sequences, query_heads, _ = query.shape
     keys = rows_of(pages, head_dim)
     pattern = tiles.pattern(query_heads, kv_heads, keys.shape[0], pages.dtype)
-    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is the value of key i; a latent is both
+    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # row i is key i's value; a latent is both
     of_tile = tiles.sequence_of_tile
     is_whole = of_tile.shape[0] == sequences
     queries = query if is_whole else query[of_tile]

@@ -9,7 +9,7 @@ from quire._serving.tracing import Done
 from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.trace import Stage
 
-OPERATION: Final = "text_completion"  # A worker gets tokens, also for chats.
+OPERATION: Final = "text_completion"  # A worker gets tokens even for chats, so each operation is a text completion.
 
 
 def span_of(request: Request, ended_s: float, *, model: str, pool: str) -> Done:

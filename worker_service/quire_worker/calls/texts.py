@@ -95,7 +95,7 @@ class Texts:
         return pb.DetokenizeResponse(texts=texts, is_settled=is_settled)
 
     async def bad_word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Returns the tokens of each word: as it begins a text, and as it follows a space."""
+        """Returns the tokens of each word, at the beginning of a text and after a space."""
         size = sum(map(len, words))
         return await self._threads(size).run(self._tokenizer.word_ids, words)
 

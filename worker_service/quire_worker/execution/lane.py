@@ -37,7 +37,7 @@ class Lane:
             RuntimeError: the lane is closed.
         """
         if not self._end.alive:
-            raise RuntimeError("the lane is closed")
+            raise RuntimeError("this thread was closed and takes no more calls")
         self._items.put((run, arguments))
 
     def close(self) -> None:

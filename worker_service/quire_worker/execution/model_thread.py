@@ -39,7 +39,7 @@ from quire_worker.scheduling.plan import Work
 Result: TypeAlias = Computed | PlainTokens
 Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Result | Later]
 
-GIVES_WAY_S = 0.001  # longest wait for `go_on`; sending first tokens takes the event loop a third of it
+GIVES_WAY_S = 0.001  # longest wait for `go_on`; the event loop sends first tokens in a third of it
 
 # The C library's `write`. PyDLL keeps the interpreter lock during the call; the pipe is non-blocking.
 _write = ctypes.PyDLL(None).write

@@ -41,7 +41,7 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.slots import Proposal
 from quire_worker.scheduling.swap import SwapSpace, pages_to_restore
 
-# `Drafter.propose`: takes the copies before a pass, its parts and the sampled tokens; proposes the next tokens.
+# `Drafter.propose` gets the copies before a pass, the pass's parts and the sampled tokens. It proposes the next tokens.
 Propose: TypeAlias = Callable[[Sequence[Copy], Sequence[Part], Sequence[Token]], dict[Sample, Proposal]]
 
 NOBODY: Final[dict[Request, Failure]] = {}

@@ -198,7 +198,7 @@ def _run_largest(model: PagedModel, token_count: int, sequence_count: int) -> in
     pages = KVCache(spec, block_count, device=model.device)
     chunks = [Chunk([0] * length, 0, own, needs_logits=True) for length, own in zip(lengths, tables, strict=True)]
     logits = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), pages)
-    torch.stack(list(logits)).softmax(1)  # the sampler will allocate the same
+    torch.stack(list(logits)).softmax(1)  # The sampler will allocate the same amount.
     return pages.pool_bytes
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-PAUSE_S = 0.05  # before the next watch; doubled after each failure
+PAUSE_S = 0.05  # seconds before the next watch; doubled after each failure
 PAUSE_S_MAX = 1.0
 
 

@@ -60,7 +60,7 @@ class Index:
         self._group, self._block_size, self._noted_max = group, block_size, noted_max
         self._noted = dict[bytes, _Block]()  # oldest first
         self._stored = dict[bytes, _Block]()  # parents before their children
-        self._orphans: dict[bytes, None] | None = None  # in the order of the snapshot; None outside one
+        self._orphans: dict[bytes, None] | None = None  # in the order of the snapshot; None outside a snapshot
 
     def note(self, filled: Filled) -> None:
         """Keeps the tokens of blocks until they are stored."""

@@ -73,7 +73,7 @@ class Publisher:
     ) -> None:
         self._counts: Counter[str] = Counter() if counts is None else counts
         self._index, self._topic, self._clock = index, topic.encode(), clock
-        self._items = queue.Queue[tuple[float, Filled | CacheEvent]](queue_max)  # each with the time of its offer
+        self._items = queue.Queue[tuple[float, Filled | CacheEvent]](queue_max)  # (time of the offer, item)
         self._kept = deque[tuple[int, bytes]](maxlen=kept_max)
         self._next = 0
         self._closing = threading.Event()
@@ -133,7 +133,7 @@ class Publisher:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
-        else:  # it has not been started, or has failed
+        else:  # The thread has not been started, or has failed.
             self._context.destroy(linger=0)
 
     # -- on the thread -------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class _Spans:
     chunk: np.ndarray
     start: np.ndarray
     stop: np.ndarray
-    first: np.ndarray  # the first position of a block, always
+    first: np.ndarray  # always the first position of a block
 
 
 def build_batch(

@@ -326,10 +326,11 @@ class WindowDecoder(StreamDecoder):
         self._context_text = self._decoded()
 
     def push(self, tokens: Iterable[int]) -> str:
-        new = [token for token in tokens if self._is_visible(token)]
-        if not new:
-            return ""
-        self._tokens += new
+        # One at a time, because the library decodes a run of broken bytes to a text that depends on the whole run.
+        return "".join([self._pushed(token) for token in tokens if self._is_visible(token)])
+
+    def _pushed(self, token: int) -> str:
+        self._tokens.append(token)
         text = self._decoded()
         is_pending = text.endswith(REPLACEMENT) and len(self._tokens) - self._context_count < _CHARACTER_BYTES_MAX
         return "" if is_pending else self._hand_out(text)

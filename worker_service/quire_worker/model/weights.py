@@ -70,7 +70,7 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `_compare` refuses them, by their names in the report
+                ignore_mismatched_sizes=True,  # `_compare` refuses mismatched tensors by their names in the report.
             )
     except Exception as error:  # each model class of transformers raises its own exceptions
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # the model has its own attention table

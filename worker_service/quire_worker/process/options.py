@@ -28,13 +28,13 @@ BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # most blocks that one forward pass may fill, so that their digests fit into a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
-# Defaults. In the time of one read of the weights, a GPU computes hundreds of tokens. If a prompt of 4 k tokens is
-# computed in one pass, the weights are read once.
+# Defaults. A GPU computes hundreds of tokens in the time that it takes to read the weights once. If a prompt of 4 k
+# tokens is computed in one pass, the weights are read once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 MODEL_NAMES_MAX = 16
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
-# vLLM's names of the same options, for users who know vLLM. `--help` does not show them.
+# vLLM's names of the same options, for users who know vLLM. `--help` does not show these names.
 VLLM_NAMES = {
     "max_running": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),
@@ -202,10 +202,10 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--kv-memory",
         type=memory_bytes,
-        help="memory for the pool, such as 2GiB, or a share of the machine's or the GPU's memory, such as 80%% "
-        "(default on a CPU: half of the memory that is available once the model is loaded, at most the need of "
-        "--max-running whole contexts, or 256MiB; default on a GPU: the rest of --gpu-memory-utilization after "
-        "model and passes, as measured)",
+        help="memory for the pool, such as 2GiB, or a share of the machine's or the GPU's memory, such as 80%%. "
+        "Default on a CPU: half of the memory that is available after loading the model, but at most what "
+        "--max-running whole contexts need (at least 256MiB). Default on a GPU: what --gpu-memory-utilization "
+        "leaves after model and passes, as measured",
     )
     memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
     parser.add_argument(

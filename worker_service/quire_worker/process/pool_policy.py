@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.types import PoolSpec, Quota
 
-if TYPE_CHECKING:  # They load torch, and options are read before that.
+if TYPE_CHECKING:  # These modules load torch, and options are read before that.
     from quire_worker.cache import KVCache
     from quire_worker.model.paged_model import PagedModel
 

@@ -18,11 +18,11 @@ from quire.errors import UsageError
 from quire.types import RoutedWorker
 
 if TYPE_CHECKING:
-    from quire_worker.engine import Engine  # It loads torch, and options are read before that.
+    from quire_worker.engine import Engine  # This module loads torch, and options are read before that.
 
 LOOK_S: Final = 1.0
-PASS_TOKENS_MIN: Final = 64  # A smaller pass costs as much as its weights, whatever it computes.
-RATE_CHANGE: Final = 0.2  # A rate that differs less from the last one is not told.
+PASS_TOKENS_MIN: Final = 64  # A smaller pass takes as long as reading the weights, however few tokens it computes.
+RATE_CHANGE: Final = 0.2  # The worker does not report a rate that differs less than this from the last one.
 RATE_MAX: Final = 1 << 24
 ADAPTERS_MAX: Final = 1_024  # the most that an allocator takes
 ADDRESS_BYTES_MAX: Final = 256

@@ -64,7 +64,7 @@ from quire_worker.speculation.drafting import drafting_of, load_draft_model
 from quire_worker.telemetry import WorkerTelemetry
 
 if TYPE_CHECKING:
-    from quire_worker.kv_events.pool_follower import Follower  # its packages are an extra
+    from quire_worker.kv_events.pool_follower import Follower  # The packages that it needs are an extra.
 
 log = structlog.get_logger()
 

@@ -63,10 +63,10 @@ class VllmCollector(Collector):
             counter.add_metric(self._labels, value)
             yield counter
         for name, text, histogram in (
-            ("time_to_first_token", "From a request to its first token.", numbers.first_token_seconds),
-            ("inter_token_latency", "From a token of a sample to its next one.", numbers.inter_token_seconds),
-            ("e2e_request_latency", "From a request to its end.", numbers.request_seconds),
-            ("request_queue_time", "From a request to its first blocks.", numbers.queue_seconds),
+            ("time_to_first_token", "Time from a request to its first token.", numbers.first_token_seconds),
+            ("inter_token_latency", "Time from a token of a sample to its next one.", numbers.inter_token_seconds),
+            ("e2e_request_latency", "Time from a request to its end.", numbers.request_seconds),
+            ("request_queue_time", "Time from a request to its first blocks.", numbers.queue_seconds),
         ):
             family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=LABELS)
             family.add_metric(self._labels, histogram.buckets(), histogram.sum)

@@ -41,7 +41,7 @@ class Ranks:
     def lose(self, reason: str) -> None:
         """Reports that a rank does not answer. May be called from any thread, and more than once.
 
-        This method first waits a moment for the end of a process, because that is a better reason.
+        This method first waits a moment, because the end of a process is a better reason to report than silence.
         """
         if self._processes:
             with contextlib.suppress(TimeoutError):

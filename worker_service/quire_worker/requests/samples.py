@@ -163,7 +163,7 @@ class TokenIntake:
             request.output.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
 
     def _extend(self, tokens: Sequence[Token]) -> None:
-        now_s = self._clock()  # the same for all tokens of a pass
+        now_s = self._clock()  # the same time for all tokens of a pass
         for (drawn, parent, drafted_count), token, logprobs in tokens:
             if drawn.has_ended:  # The request was cancelled while the model ran, or ended with the previous token.
                 continue

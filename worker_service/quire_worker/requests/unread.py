@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 UNREAD_BYTES_MAX = 32 << 20
 VALUE_BYTES = 8  # bytes of a packed logprob and its token
 TOKEN_BYTES = 44  # bytes of a token as a Python number, with its place in a list
-PLACE_BYTES = 8  # bytes of its index in another list
+PLACE_BYTES = 8  # bytes of a token's index in another list
 DELIVERY_BYTES = 1_024
 
 

@@ -13,21 +13,18 @@ grammar that runs out of fuel fails only its own request.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
-import re
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire_worker.sampling.masks import contains
 from quire_worker.sampling.openings import Openings, openings_in
 from quire_worker.sampling.params import Structure, StructureKind
+from quire_worker.sampling.schema_numbers import NumberError, grammar_with_exact_numbers, schema_with_exact_numbers
 from quire_worker.sampling.words import word_count
 
 if TYPE_CHECKING:
@@ -39,8 +36,6 @@ CACHED_BYTES_MAX = 64 << 20  # of cached grammars
 BYTES_MAX = 128 << 20  # bytes of cached grammars, and of grammars that requests use
 GRAMMAR_BYTES_MIN = 64 << 10  # a grammar counts as at least this many bytes
 WAITING_MAX = 1024  # most collected tokens of a free text; a pass waits 1 to 2 ms for their parsing
-INTEGER_MAX: Final = 1 << 53  # llguidance keeps numbers as float64, and rounds larger ones silently
-INT64_MAX: Final = (1 << 63) - 1  # a bound for all grammars; llguidance rounds it up, and clamps it back to this
 # JSON without optional whitespace: an uncertain model could fill any number of tokens with whitespace.
 JSON_OPTIONS = {"whitespace_flexible": False}
 
@@ -266,10 +261,16 @@ def _grammar_of(structure: Structure) -> str:
     from llguidance import LLMatcher
 
     text = structure.texts[0]
+    try:
+        if structure.kind is StructureKind.JSON_SCHEMA:
+            text = schema_with_exact_numbers(text, "json_schema")
+        elif structure.kind is StructureKind.GRAMMAR:
+            text = grammar_with_exact_numbers(text, "grammar")
+    except NumberError as error:
+        raise GrammarError(str(error)) from None
     if structure.kind is StructureKind.JSON_SCHEMA:
-        check_numbers(text, "json_schema")
         if text.strip() == "true":
-            text = "{}"  # has the same meaning; llguidance takes only objects
+            text = "{}"  # `{}` has the same meaning; llguidance takes only objects.
         if not text.lstrip().startswith("{"):
             raise GrammarError("json_schema must be a JSON object, or true, which allows any value")
         try:
@@ -279,32 +280,7 @@ def _grammar_of(structure: Structure) -> str:
     if structure.kind is StructureKind.REGEX:
         return LLMatcher.grammar_from_regex(text)
     if structure.kind is StructureKind.GRAMMAR:
-        for schema in re.split(r"%json\b", text)[1:]:
-            check_numbers(schema.lstrip(), "grammar")
+        if text.lstrip().startswith("{"):  # llguidance would read its own JSON form, with schemas inside
+            raise GrammarError("grammar must be written in Lark's notation, not as JSON")
         return LLMatcher.grammar_from_lark(text)
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in structure.texts))
-
-
-def check_numbers(schema: str, name: str) -> None:
-    """Checks the numbers of the JSON text that a string begins with. Invalid JSON is ignored; llguidance refuses it.
-
-    Args:
-        schema: the string.
-        name: the caller's name of its parameter.
-
-    Raises:
-        GrammarError: llguidance would round one of the numbers.
-    """
-    check = functools.partial(_check_number, name)
-    decoder = json.JSONDecoder(parse_int=check, parse_float=check)
-    with contextlib.suppress(json.JSONDecodeError, RecursionError):
-        decoder.raw_decode(schema)
-
-
-def _check_number(name: str, written: str) -> None:
-    with contextlib.suppress(InvalidOperation, OverflowError):
-        number = Decimal(written)
-        if number == INT64_MAX or (abs(number) <= INTEGER_MAX and number == Decimal(repr(float(written)))):
-            return
-    what = "numbers of a schema must be from -2^53 to 2^53, with no more digits than a float64 keeps"
-    raise GrammarError(f"{name} has the number {written[:32]}, which would be rounded: {what}")

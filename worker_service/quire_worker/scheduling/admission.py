@@ -136,8 +136,8 @@ class Applicants:
             if self._head is not None:
                 looked_at += 1
                 self._backfill(sample, digests)
-            elif not self._let_in(sample, digests, self._running):
-                # These samples passed this one, or a later one.
+            elif not self._admit(sample, digests, self._running):
+                # These samples passed this head, or a later one.
                 passed = [each for each in self._running if each.passed is not None]
                 if passed and self._fits_without(sample, digests, passed):
                     if not may_preempt:
@@ -149,7 +149,7 @@ class Applicants:
                         break
         return self.chosen
 
-    def _let_in(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
+    def _admit(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
         """Admits a sample if it fits together with the running ones."""
         shared = self._shared(digests, running)
         needed = self._needed(sample, shared)
@@ -222,8 +222,8 @@ class Applicants:
         count = next(count for count in range(1, len(passed) + 1) if self._fits_without(head, digests, passed[-count:]))
         self.chosen.victims = list(passed[-count:])
         self._running, self._left, self.chosen.victim_block_count = self._without(self.chosen.victims)
-        let_in = self._let_in(head, digests, self._running)
-        assert let_in, "the head no longer fits"
+        is_admitted = self._admit(head, digests, self._running)
+        assert is_admitted, "the head no longer fits"
 
     def _reserve_for(self, head: Sample, digests: list[bytes]) -> bool:
         """Makes a sample the head. Returns False if no sample could pass it."""

@@ -55,7 +55,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
     tables, states = grown.blocks[: roster.group_count], grown.blocks[roster.group_count :]
     usage = sample.request.usage
     matched_block_count = grown.matched_token_count // roster.block_size
-    if not sample.has_ended:  # The usage of an ended sample does not count them.
+    if not sample.has_ended:  # The usage of an ended sample does not count these blocks.
         usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
     if entering is not None:
         roster.start(sample, entering.passed)

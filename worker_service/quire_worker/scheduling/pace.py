@@ -12,7 +12,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._passes = deque[tuple[int, float]](maxlen=PASSES)
-        # The same of passes that mostly computed prompts. One long prompt counts more than many short ones.
+        # Token counts and seconds of passes that mostly computed prompts. One long prompt counts more than many short
+        # ones.
         self._prefills = deque[tuple[int, float]](maxlen=PASSES)
 
     def observe(self, token_count: int, seconds: float, sample_count: int = 1) -> None:

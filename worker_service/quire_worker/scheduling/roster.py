@@ -112,7 +112,7 @@ class Roster:
         """Makes an admitted sample run. The sample is backfilled if the head that it `passed` still waits. Samples that
         passed this one no longer count as backfilled."""
         self.waiting.remove(sample)
-        self._let_down(sample)
+        self._forget_passing(sample)
         sample.passed = passed if passed in self.waiting else None
         self.backfilled_count += sample.passed is not None
         insort(self.running, sample, key=rank_of)
@@ -156,7 +156,7 @@ class Roster:
         or a token that is being computed, and cannot step back."""
         return self.has_states and sample.draws and reason is FinishReason.STOP
 
-    def _let_down(self, head: Sample) -> None:
+    def _forget_passing(self, head: Sample) -> None:
         """Notes that a sample no longer waits, so no sample counts as having passed it."""
         passed = [each for each in (*self.running, *self.waiting.in_any_order()) if each.passed is head]
         for sample in passed:
@@ -168,7 +168,7 @@ class Roster:
         """Removes a beam that need not be computed again from the queue. Does nothing if it does not wait."""
         if sample in self.waiting:
             self.waiting.remove(sample)
-            self._let_down(sample)
+            self._forget_passing(sample)
 
     def stop(self, sample: Sample) -> None:
         """Ends a sample with a complete text. The reason is STOP, even if the text also reached its limit."""

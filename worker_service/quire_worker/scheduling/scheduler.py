@@ -106,7 +106,7 @@ class Scheduler:
         if chosen is None or cut:
             chosen = self._choose(budget, spare, without=plan.victims)
         plan.victims += chosen.victims
-        admitted = self._let_in(plan, chosen)
+        admitted = self._admit(plan, chosen)
         left = [sample for sample in backfilled if sample not in plan.victims]
         _, taken_last = self._want(
             plan, left, budget - sum(each.token_count for each in chosen.admissions), room=(spare or 0) - admitted
@@ -172,7 +172,7 @@ class Scheduler:
         chosen = self._choose(budget, free - sum(each.lacks_room for each in samples), may_preempt=False)
         for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in chosen.admissions)):
             plan.grows.append(Growing(sample, sample.sequence_id, token_count))
-        self._let_in(plan, chosen)
+        self._admit(plan, chosen)
         return plan
 
     def schedule(self, plan: Plan, outcome: StepOutcome, under_way: Sequence[Work] = ()) -> Batch:
@@ -378,7 +378,7 @@ class Scheduler:
             resting=self.roster.resting,
         )
 
-    def _let_in(self, plan: Plan, chosen: Round) -> int:
+    def _admit(self, plan: Plan, chosen: Round) -> int:
         """Admits the chosen samples. Returns the most blocks that they take, beyond their victims'."""
         block_count = -chosen.victim_block_count
         for sample, token_count, needed, digests, passed in chosen.admissions:

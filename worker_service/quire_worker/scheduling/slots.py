@@ -20,10 +20,8 @@ class CacheWish(NamedTuple):
 
     Attributes:
         keep_ms: how long the allocator is asked to keep them.
-        breakpoints: rising token counts of the prompt where later prompts may diverge. What is behind the last one
-            is not kept; empty keeps all.
-        secret: if not empty, a random text that goes into their digests, so that no other request hits them. At the
-            end of the request they are emptied.
+        breakpoints: rising token counts of the prompt where later prompts may diverge. Blocks behind the last one are
+            not kept; empty keeps all. At the end of the request they are emptied.
     """
 
     keep_ms: int = 0

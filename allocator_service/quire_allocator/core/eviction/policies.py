@@ -35,7 +35,7 @@ class LeastRecentlyUsed(EvictionPolicy):
 # length of the prompt: up to 0.5, 1 or 2 times the mean, and longer.
 _NEW_FAMILIES: Final = 4
 _POPULAR_HITS: Final = 4
-_LENGTH_EDGES = (0.5, 1.0, 2.0)  # these tuples are not Final: the compiler takes a Final tuple of floats for unset
+_LENGTH_EDGES = (0.5, 1.0, 2.0)  # not Final, because the compiler treats a Final tuple of floats as unset
 _LENGTH_MEMORY: Final = 256  # the mean covers about the last 256 new entries
 _LENGTHS: Final = len(_LENGTH_EDGES) + 1
 # Families of shared entries, by hits: 1, 2, 3 to 7, and more. Each has four kinds, by the last wait: below a quarter of
@@ -158,7 +158,7 @@ class ReuseValue(EvictionPolicy):
 
     def put_aside(self, entry: Entry, block_count: int) -> None:
         is_counted = bool(entry.hits) or entry.is_successor
-        if entry.worth == LED and not is_counted:  # kept blocks advance the clock, because they occupy room
+        if entry.worth == LED and not is_counted:  # Kept blocks take room, so they advance the clock, too.
             self._time += block_count
             self._unlearned_time += block_count
         entry.released = self._time
@@ -192,7 +192,7 @@ class ReuseValue(EvictionPolicy):
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
             if behind is not None and behind.released == entry.released and behind.kind == kind:
-                count += behind.block_count  # its end was evicted just before, so both parts are one ghost
+                count += behind.block_count  # Its end was evicted just before, so both parts are one ghost.
             elif behind is not None:
                 self._ghosts.add(self._trimmed[1], behind, self._time)
         key = entry.key_at(entry.block_count - block_count)

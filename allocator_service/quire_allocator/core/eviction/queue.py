@@ -315,8 +315,8 @@ class Candidates:
         if len(self._lanes) == 1:
             return self._lanes[0].first()
         if self._policy.evicted_count < self._compare_at:
-            best, worth = self._least(self._near)
-            if worth <= self._bound and best is not None:
+            best, value = self._least(self._near)
+            if value <= self._bound and best is not None:
                 return best
         self._compare_at = self._policy.evicted_count + self._policy.patience
         return self._compare()
@@ -340,19 +340,19 @@ class Candidates:
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
         """Returns the least valuable end of some lanes, and its value."""
-        value = self._policy.value
+        value_of = self._policy.value
         best, least = None, math.inf
         for lane in lanes:
             first, last = lane.first(), lane.last()
             if first is None or last is None:
                 continue
-            worth = value(first)
-            if worth < least:
-                best, least = first, worth
+            value = value_of(first)
+            if value < least:
+                best, least = first, value
             if last is not first:
-                worth = value(last)
-                if worth < least:
-                    best, least = last, worth
+                value = value_of(last)
+                if value < least:
+                    best, least = last, value
         return best, least
 
     def _compare(self) -> Entry | None:

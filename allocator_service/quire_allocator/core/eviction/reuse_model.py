@@ -30,7 +30,7 @@ _FORGET_POOLS: Final = 64  # after this time an observation counts half; in pool
 _LEARN_FIRST: Final = 4
 _LEARN_SLOWER: Final = 8
 _LEARN_EVERY: Final = 64
-_SEEN_MIN: Final = 0.02  # least share of waits that are old enough for an age; below it, the age is ignored
+_SEEN_MIN: Final = 0.02  # An age is ignored if a smaller share of waits than this is old enough for it.
 
 
 class Family(NamedTuple):

@@ -66,7 +66,7 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
-        self._ending = states[0] if states else 0  # its `last_end` is the last edge of hits
+        self._ending = states[0] if states else 0  # This manager's `last_end` is the last edge where hits may end.
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas. It is empty when forgotten, and is reused as the next new
         # namespace.
@@ -102,13 +102,13 @@ class Coordinator:
             (manager,) = self.managers
             hit = manager.find(space.scopes[0], digests, token_limit)
             return Found([hit], hit.token_count, self._attended(space, digests, token_limit, hit.token_count))
-        hits, length, kept = [], token_limit, token_limit
+        hits, length, attended = [], token_limit, token_limit
         for number, manager in enumerate(self.managers):
             hit = manager.find(space.scopes[number], digests, length)
             length = hit.token_count
             hits.append(hit)
             if number < self._full_count:
-                kept = length
+                attended = length
         agree = False
         while not agree:
             agree = True
@@ -117,10 +117,10 @@ class Coordinator:
                     hits[number] = manager.find(space.scopes[number], digests, length)
                     length = hits[number].token_count
                     agree = False
-        return Found(hits, length, self._attended(space, digests, kept, length))
+        return Found(hits, length, self._attended(space, digests, attended, length))
 
-    def _attended(self, space: Namespace, digests: bytes, kept: int, matched: int) -> int:
-        """Returns the last edge in (matched, kept], or 0.
+    def _attended(self, space: Namespace, digests: bytes, attended: int, matched: int) -> int:
+        """Returns the last edge in (matched, attended], or 0.
 
         Example: blocks of 16 and 64 tokens, 200 tokens in full attention, and no state give 192. A sequence that makes
         a checkpoint there lets the next one hit.
@@ -128,8 +128,8 @@ class Coordinator:
         if not self.settles:
             return 0
         if self.history is not None:
-            kept = min(kept, self.history.common_count(space.name, digests) * self.digest_tokens)
-        junction = kept // self._edge_tokens * self._edge_tokens
+            attended = min(attended, self.history.common_count(space.name, digests) * self.digest_tokens)
+        junction = attended // self._edge_tokens * self._edge_tokens
         return junction if junction > matched else 0
 
     def _note_parting(
@@ -156,7 +156,7 @@ class Coordinator:
             self.history.note(space.name, digests[: prompt // self.digest_tokens * DIGEST_BYTES])
         if keeps and junction:
             for manager, hit in zip(self.managers, hits):
-                manager.goes_on(hit)
+                manager.cut_after(hit)
         turn = self.retention.rules.turn(prompt, token_count, junction, breakpoints)
         space.sequence_count += 1  # otherwise the namespace would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])

@@ -73,7 +73,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             digests = every(digests, self._stride)
         return self.tree.find(scope.root, digests, token_limit)
 
-    def goes_on(self, hit: RunHit) -> None:
+    def cut_after(self, hit: RunHit) -> None:
         """Splits the run where the hit ends. The lower part does not count as left behind by the prompt."""
         if hit.cut:
             hit.runs[-1], hit.cut = self.tree.cut(hit.runs[-1], hit.cut), 0
@@ -128,7 +128,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         else:
             part.tail.extend(blocks[first : first + width])
 
-    def let_go(self, part: RunPart, token_count: int) -> int:
+    def replaced_count(self, part: RunPart, token_count: int) -> int:
         """Counts the half-filled block if this sequence is the last one that borrows it."""
         return self.width if part.borrowed is not None and part.borrowed.live == 1 else 0
 

@@ -26,7 +26,7 @@ class PromptHistory:
     def common_count(self, namespace: str, digests: bytes) -> int:
         """Counts the leading digests that another prompt of the namespace had. Changes nothing."""
         low, high = 0, len(digests) // DIGEST_BYTES
-        while low < high:  # a digest identifies all digests before it; those are remembered for as long as the digest
+        while low < high:  # A digest identifies all digests before it, and those are remembered as long as it is.
             middle = (low + high + 1) // 2
             if (namespace, digests[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]) in self._seen:
                 low = middle

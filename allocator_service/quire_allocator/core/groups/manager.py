@@ -150,7 +150,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         self.grow(part, 0, 0, blocks[first : first + self.width], [])
 
     @abstractmethod
-    def let_go(self, part: PartT, token_count: int) -> int:
+    def replaced_count(self, part: PartT, token_count: int) -> int:
         """Counts the blocks that the next grow replaces by copies and that no other sequence holds."""
 
     def give_up(self, part: PartT) -> None:
@@ -234,8 +234,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Returns the continuations after `token_count` tokens of a prompt, at least its hit's; None if unknown."""
         return None
 
-    def goes_on(self, hit: HitT) -> None:
-        """Prepares a hit of a prompt with further published blocks here. Other groups cannot serve those."""
+    def cut_after(self, hit: HitT) -> None:
+        """Cuts a run where the hit ends. The prompt follows it further, but other groups cannot serve that."""
 
     def _give_back(self, scope: Scope, blocks: array[int]) -> None:
         """Empties blocks that one sequence held, and that no prompt can hit."""

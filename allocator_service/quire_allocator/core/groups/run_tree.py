@@ -195,7 +195,7 @@ class RunTree:
         """Yields every run below a root, parents before children, while the tree keeps changing.
 
         A noted run may be split before its turn (its upper parts are then new runs) or evicted. So this goes up from
-        the run's deep end to the position where the run began when noted.
+        the run's deep end to the position where the run began when it was noted.
         """
         noted = [(child, 0) for child in root.children.values()]
         while noted:
@@ -247,11 +247,11 @@ def behind_hit(hit: RunHit, positions: int) -> Behind:
     """Returns the continuations of a hit in full attention; there is an edge every `positions` positions."""
     run = hit.runs[-1]
     left = run.size // DIGEST_BYTES - hit.cut if hit.cut else 0
-    return Behind(1 if hit.cut else len(run.children), _goes_on(run, left, positions))
+    return Behind(1 if hit.cut else len(run.children), _has_path_of(run, left, positions))
 
 
-def _goes_on(run: Run, left: int, positions: int) -> bool:
+def _has_path_of(run: Run, left: int, positions: int) -> bool:
     """Returns whether at least `positions` positions follow on some path, the first `left` of them in the run."""
     if left >= positions:
         return True
-    return any(_goes_on(child, child.size // DIGEST_BYTES, positions - left) for child in run.children.values())
+    return any(_has_path_of(child, child.size // DIGEST_BYTES, positions - left) for child in run.children.values())

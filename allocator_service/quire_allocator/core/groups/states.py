@@ -22,7 +22,7 @@ from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.groups.manager import Commit
 from quire_allocator.core.groups.units import NO_UNITS, UnitHit, UnitManager, UnitScope
 from quire_allocator.core.retention.stop import Unit, UnitKey
-from quire_allocator.core.scopes import Scoped
+from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, Copy
 
@@ -43,11 +43,14 @@ class StatePart(Part):
         self.last: Unit | None = None
 
 
-class StateManager(UnitManager[StatePart]):
+class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
     """All groups of one kind of state. The base class `Manager` documents the methods."""
 
     in_place = True
     settles = True
+
+    def new_scope(self, namespace: Namespace) -> UnitScope:
+        return UnitScope(namespace, self)
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
         """Returns the deepest checkpoint at or before `token_limit` tokens."""
@@ -91,13 +94,13 @@ class StateManager(UnitManager[StatePart]):
             (part.unit,) = self._new_units(part.scope, blocks)
         return NEVER
 
-    def let_go(self, part: StatePart, token_count: int) -> int:
+    def replaced_count(self, part: StatePart, token_count: int) -> int:
         """Counts the running block if it is a checkpoint that no other sequence holds."""
         return self.width if part.unit is not None and part.unit.is_published and part.unit.live == 1 else 0
 
     def give_up(self, part: StatePart) -> None:
         """Makes the running block private again if it is a checkpoint that no other sequence holds."""
-        if self.let_go(part, 0):
+        if self.replaced_count(part, 0):
             assert part.unit is not None
             blocks, part.scope.held = part.unit.blocks, part.scope.held - self.width
             unit = part.unit

@@ -85,16 +85,15 @@ class UnitHit(Hit):
 NO_UNITS = UnitHit(0, 0, [])
 
 
+UnitScopeT = TypeVar("UnitScopeT", bound=UnitScope)
+UnitHitT = TypeVar("UnitHitT", bound=UnitHit)
 PartT = TypeVar("PartT", bound=Part)
 
 
-class UnitManager(Manager[UnitScope, UnitHit, PartT]):
+class UnitManager(Manager[UnitScopeT, UnitHitT, PartT]):
     """Base of the managers of units: references, publication, eviction."""
 
-    def new_scope(self, namespace: Namespace) -> UnitScope:
-        return UnitScope(namespace, self)
-
-    def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
+    def walk(self, scope: UnitScopeT) -> Iterator[IndexedStretch]:
         name = scope.namespace.name
         for unit in scope.units():
             if unit.is_published:  # the unit may have been removed since then
@@ -106,7 +105,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._unpublish(entry)
         return self.width
 
-    def drop_path(self, scope: UnitScope, digests: bytes, kept_digest_count: int) -> None:
+    def drop_path(self, scope: UnitScopeT, digests: bytes, kept_digest_count: int) -> None:
         for position, digest in self._places(digests, kept_digest_count):
             unit = scope.find(position, digest)
             if unit is not None and not unit.live:

@@ -18,14 +18,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.fallen import Fallen, Path, WindowScope, is_idle, spans_between
 from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.manager import Commit, IndexedStretch
-from quire_allocator.core.groups.units import UnitHit, UnitManager, UnitScope
+from quire_allocator.core.groups.units import UnitManager
 from quire_allocator.core.groups.window_parts import WindowPart
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
 from quire_allocator.core.groups.window_search import WindowHit, WindowSearch
@@ -36,7 +35,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, Copy, GroupSpec, 
 from quire_allocator.core.stretches import Stretch, filled
 
 
-class WindowManager(UnitManager[WindowPart]):
+class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
     """All groups of one window. The base class `Manager` documents the methods."""
 
     settles = True
@@ -55,25 +54,23 @@ class WindowManager(UnitManager[WindowPart]):
     def new_scope(self, namespace: Namespace) -> WindowScope:
         return WindowScope(namespace, self)
 
-    def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
+    def find(self, scope: WindowScope, digests: bytes, token_limit: int) -> WindowHit:
         end = min(token_limit, len(digests) // DIGEST_BYTES * self._digest_tokens) // self.block_size
         path = Path(digests, self._stride * DIGEST_BYTES, 0)
-        hit = WindowSearch(cast(WindowScope, scope), path, end).find(self._rule, self.block_size, self._reset_positions)
+        hit = WindowSearch(scope, path, end).find(self._rule, self.block_size, self._reset_positions)
         hit.count_blocks(self.width)
         return hit
 
-    def needed_after(self, hit: UnitHit, token_count: int) -> int:
+    def needed_after(self, hit: WindowHit, token_count: int) -> int:
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit) -> WindowPart:
+    def open(self, scope: WindowScope, hit: WindowHit) -> WindowPart:
         units = hit.units
-        assert isinstance(hit, WindowHit)
         if hit.places:
-            assert isinstance(scope, WindowScope)
             taken = [unit for place in hit.places for unit in self._fallen.cut(scope, *place)]
             hit.units = units = sorted([*units, *taken], key=lambda unit: unit.first_position)
         self._hold_hit(hit)
-        return WindowPart(cast(WindowScope, scope), hit.first, units[:])
+        return WindowPart(scope, hit.first, units[:])
 
     def needed(self, part: WindowPart, token_count: int, until: int) -> int:
         missing = -(-until // self.block_size) - part.end(self.width)
@@ -102,7 +99,7 @@ class WindowManager(UnitManager[WindowPart]):
     def append_row(self, part: WindowPart, blocks: array[int], first: int) -> None:
         part.add(blocks[first : first + self.width])
 
-    def let_go(self, part: WindowPart, token_count: int) -> int:
+    def replaced_count(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block if another sequence has filled and published it, and no longer holds it."""
         return self.width if self._must_copy(part, token_count) and part.units[-1].live == 1 else 0
 
@@ -337,8 +334,7 @@ class WindowManager(UnitManager[WindowPart]):
         part.needed = tuple([unit for unit in part.fallen() if unit.first_position in needed])
         self._retention.need(part.needed, before)
 
-    def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
-        assert isinstance(scope, WindowScope)
+    def walk(self, scope: WindowScope) -> Iterator[IndexedStretch]:
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
         # Units may become stretches while this iterates, and stretches units. All of them are yielded; the log has the
         # removals.
@@ -352,21 +348,20 @@ class WindowManager(UnitManager[WindowPart]):
         assert isinstance(entry.scope, WindowScope)
         return self._fallen.evict(entry.scope, entry, wanted)
 
-    def drop_path(self, scope: UnitScope, digests: bytes, kept_digest_count: int) -> None:
-        assert isinstance(scope, WindowScope)
+    def drop_path(self, scope: WindowScope, digests: bytes, kept_digest_count: int) -> None:
         path = Path(digests, self._stride * DIGEST_BYTES, 0)
         first, end = kept_digest_count // self._stride, len(digests) // path.step
         for unit in self._fallen.take_out(scope, path, first, end, is_linked=False):
             self._drop(unit)
         super().drop_path(scope, digests, kept_digest_count)
 
-    def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:
+    def mark(self, states: BlockStates, scopes: Sequence[WindowScope], parts: Sequence[WindowPart]) -> None:
         units = {unit for part in parts for unit in part.units}
         units |= {unit for scope in scopes for unit in scope.units()}
         for unit in units:
             states.mark(unit.blocks, unit.live, published=unit.is_published)
         for scope in scopes:
-            for stretch in cast(WindowScope, scope).stretches.values():
+            for stretch in scope.stretches.values():
                 states.mark(stretch.blocks, 0, published=True)
         for part in parts:
             states.mark(part.tail, 1, published=False)

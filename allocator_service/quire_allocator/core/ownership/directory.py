@@ -69,7 +69,7 @@ class Directory:
         lease_s: the longest silence of an owner, in seconds.
         kept_share: share of each pool that the callers of one namespace may ask to keep.
         pools_max, blocks_max: one caller's maximum while no other caller has any. All callers together may have twice
-            as many, and each leaves at least as many free as it has.
+            as many, and each caller may have at most half of what the others leave.
     """
 
     def __init__(

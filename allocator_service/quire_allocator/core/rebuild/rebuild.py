@@ -179,7 +179,7 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     cached.sort(key=itemgetter(0))
     for _, _, entry in cached:
         count = entry.block_count
-        pool.blocks.now_held(entry, count)  # it is released again below
+        pool.blocks.now_held(entry, count)  # The entry is released again below.
         if isinstance(entry, Unit):
             pool.coordinator.retention.cached(entry, count)
         elif isinstance(entry, Run):

@@ -22,7 +22,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class ReportedRunPart(NamedTuple):
-    """The `end` of a sequence's published part (None if it has none), and its own blocks after that.
+    """A sequence's path: the `end` of its published part (None if it has none), and its unpublished blocks.
 
     Attributes:
         borrowed: the position under which the first of its own blocks is published.

@@ -22,7 +22,7 @@ from quire_allocator.core.retention.stop import Run, Stop, Unit, UnitKey
 from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
-Links = dict[str, dict[UnitKey, bytes]]  # by namespace: for a published position, the digest of the previous one
+Links = dict[str, dict[UnitKey, bytes]]  # namespace -> published position -> digest of the previous position
 _Place = tuple[int, bytes]  # tokens before a stop, and the digest of all of them
 
 

@@ -257,7 +257,7 @@ def _chains(pieces: list[Piece]) -> Iterator[list[Piece]]:
     """Joins pieces that follow one another without a branch."""
     ends: dict[bytes, Piece] = {piece.prefix.digests[-DIGEST_BYTES:]: piece for piece in pieces}
     counts = Counter([piece.prefix.parent_digest for piece in pieces])
-    after: dict[int, Piece] = {}  # by the first place of the previous piece
+    after: dict[int, Piece] = {}  # pieces by the first place of the previous piece
     heads: list[Piece] = []
     for piece in pieces:
         prefix = piece.prefix

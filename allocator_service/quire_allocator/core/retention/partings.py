@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-LATE_BELIEVED: Final = 4.0  # number of assumed prompts that parted late, before the first real one
+LATE_BELIEVED: Final = 4.0  # number of prompts assumed to have diverged late, before any real one
 LATE_BELIEVED_OF_STATES: Final = 32.0
 REMEMBERED: Final = 256.0  # number of prompts after which all earlier ones count half
-EARLY_SHARE: Final = 0.4  # from this share of prompts on, early ends are worth their blocks of windows
+EARLY_SHARE: Final = 0.4  # If at least this share of prompts ends early, early ends are worth their window blocks.
 EARLY_SHARE_OF_STATES: Final = 0.7  # the same share for states, which take a page each
 STEP_COUNT: Final = 7
 
@@ -32,11 +32,11 @@ class Behind(NamedTuple):
 
     Attributes:
         way_count: how many different blocks follow.
-        goes_on: whether one of the texts continues for at least an edge.
+        has_more: whether one of the texts continues for at least an edge.
     """
 
     way_count: int
-    goes_on: bool
+    has_more: bool
 
 
 class Partings:
@@ -70,7 +70,7 @@ class Partings:
         return self.inside >= self._share * (self.late + self.again + self.inside)
 
     @property
-    def go_on(self) -> bool:
+    def are_late(self) -> bool:
         """Tells whether prompts continue from the end at least as often as before it: answers are then worth states."""
         return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
@@ -84,7 +84,7 @@ class Partings:
         """
         if behind.way_count > 1 or is_parting:
             return
-        if not behind.goes_on:
+        if not behind.has_more:
             self.late += 1
             self.late_seen += 1
         elif is_whole:

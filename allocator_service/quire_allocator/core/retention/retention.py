@@ -104,7 +104,7 @@ class Retention:
         for other in moved:
             other.parent = stop
         early.way_count -= len(moved)
-        self._goes_on(stop, len(moved))
+        self._add_ways(stop, len(moved))
         self.end(early)
 
     def _replace(self, before: Stop, stop: Stop) -> None:
@@ -136,10 +136,10 @@ class Retention:
                 run.stops = []
             run.stops.insert(bisect_right(counts, stop.token_count), stop)
         if parent is not None:
-            self._goes_on(parent, 1)
+            self._add_ways(parent, 1)
         return stop
 
-    def _goes_on(self, stop: Stop, way_count: int) -> None:
+    def _add_ways(self, stop: Stop, way_count: int) -> None:
         """Notes that `way_count` more stops are right after a stop."""
         was_aside = stop.is_aside
         stop.way_count += way_count
@@ -186,7 +186,7 @@ class Retention:
                 self.blocks.reranked(run)
         stop.parent = before = living(stop.parent)
         if before is not None:
-            self._goes_on(before, stop.way_count - 1)
+            self._add_ways(before, stop.way_count - 1)
         stop.needed, stop.runs = [], []
         del self.stops[stop.key]
 

@@ -60,7 +60,7 @@ class Unit(Scoped):
 
     __slots__ = ("_digest", "_position", "aside_count", "blocks", "is_published", "needed_count", "stops", "was_hit")
 
-    def __init__(self, scope: Scope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
+    def __init__(self, scope: Scope, blocks: array[int]) -> None:  # runs once a block: `super()` costs too much
         self.scope = scope
         self.live = 1
         self.hits = self.released = self.ticket = self.keep_until_ms = 0
@@ -189,7 +189,7 @@ class Stop:
         return found
 
 
-# Most runs have neither, so they share these. The first child or stop replaces them.
+# Most runs have neither children nor stops, so they share these. The first child or stop replaces them.
 _NO_CHILDREN: Final[dict[bytes, Run]] = {}
 _NO_STOPS: Final[list[Stop]] = []
 

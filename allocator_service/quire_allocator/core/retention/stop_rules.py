@@ -94,7 +94,7 @@ class StopRules:
         if self.foresees and partings is not None:
             early = early_stop(self._groups, self._edge_tokens, prompt_token_count, max(matched, junction))
             found.add(early)
-            if partings.go_on:
+            if partings.are_late:
                 found.update(answer_stops(self._groups, self._edge_tokens, prompt_token_count))
         if partings is not None and partings.are_inside:
             found.update(partings.steps_before(end))

@@ -3,9 +3,9 @@
 | worth | blocks | order |
 | --- | --- | --- |
 | SPARE | windows and checkpoints that no stop needs; the end of a run after its deepest stop | of release |
-| ASIDE | blocks that only continued stops need, unless prompts diverge early | of release | | RANKED | runs with a stop
-at their end or with children; without full attention, blocks of a stop | of the policy | | LED | blocks of windows and
-states that a stop needs, if full attention has the same prefix | with the run |
+| ASIDE | blocks that only continued stops need, unless prompts diverge early | of release |
+| RANKED | runs with a stop at their end or with children; without full attention, blocks of a stop | of the policy |
+| LED | blocks of windows and states that a stop needs, if full attention has the same prefix | with the run |
 
 So a block that no hit can need is evicted before any block that a hit can need. A chat is evicted as a whole, or back
 to an earlier stop. In pools with `dense` retention, and in pools of full attention alone, all blocks are RANKED.

@@ -99,7 +99,7 @@ class AttentionRewrite(KernelRewrite):
     """
 
     def __init__(self, library: Library, recording: Recording) -> None:
-        """Takes the recording, because it has each layer's attention options."""
+        """Keeps the recording, which has each layer's attention options."""
         super().__init__(library)
         self._recording = recording
 

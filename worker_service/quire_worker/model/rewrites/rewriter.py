@@ -21,8 +21,8 @@ from quire_worker.model.rewrites.text_model import TextModelRewrite
 from quire_worker.model.rewrites.tied_head import PackedEmbedding
 
 # Largest allowed difference of a result: norm of the difference over norm of the original. Differences from another
-# order of sums, or from other roundings of bfloat16, stay below it. A wrong activation or a missing bias causes tens of
-# percent.
+# order of sums, or from other roundings of bfloat16, stay below this tolerance. A wrong activation or a missing bias
+# causes tens of percent.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 TIED_HEAD = "TiedHead"

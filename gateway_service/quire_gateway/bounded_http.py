@@ -172,7 +172,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.headers = []  # also called for trailers, which are not headers
 
     def _check_head(self) -> None:
-        """Raises `HttpParserError` if the version or the target of a request is not one of HTTP/1."""
+        """Raises `HttpParserError` if a head is too long, or its version or target is not one of HTTP/1."""
+        # These bytes may include a part of the body, if it came together with the head.
+        if self._unframed_bytes > HEAD_BYTES_MAX and _head_bytes(self.url, self.headers) > HEAD_BYTES_MAX:
+            raise httptools.HttpParserError("its head is too long")
         version = self.parser.get_http_version()
         if version == "1.0":
             self.expect_100_continue = False  # HTTP/1.0 has no interim answers.
@@ -314,6 +317,11 @@ class BoundedHttp(HttpToolsProtocol):
     def make_room(self) -> None:
         """Ends the connection, which has waited longest, to make room for a new one."""
         self.transport.abort()
+
+
+def _head_bytes(url: bytes, headers: list[tuple[bytes, bytes]]) -> int:
+    """Returns the least bytes of a head, because the parser drops spaces around values."""
+    return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
 def _with_path(target: bytes) -> tuple[bytes, bytes]:

@@ -36,7 +36,7 @@ class Hosts:
             return
         name = _name_of(host.decode("latin-1"))
         if not (_is_of_this_machine(name) or name in self._names):
-            shown = ascii(name[:128])
+            shown = ascii(name.removeprefix(".")[:128])
             what = (
                 f"this gateway does not accept the Host {shown}: use its address, or a name that its operator allowed"
             )

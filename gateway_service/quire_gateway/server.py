@@ -69,6 +69,8 @@ ORIGIN: Final = re.compile(
 ANY_ORIGIN: Final = "*"
 KEYS_LOOK_S: Final = 1.0  # seconds between two checks of the key file
 LAST_S: Final = 2  # seconds for cancelled answers to end
+GONE_S: Final = 60  # after these seconds without an acknowledgement, a caller has vanished; not below STALLED_S
+PROBE_S: Final = 20  # seconds of silence after which the kernel asks whether a caller is still there
 
 
 class _Uvicorn(uvicorn.Server):
@@ -140,10 +142,17 @@ def bind(listen: str) -> socket.socket:
     try:
         family, found = resolve(listen)
         is_for_both = found[0] == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server(found, family=family, backlog=BACKLOG, dualstack_ipv6=is_for_both)
+        listener = socket.create_server(found, family=family, backlog=BACKLOG, dualstack_ipv6=is_for_both)
     except OSError as error:
         require_free("--listen", listen)
         raise UsageError(f"cannot listen on {listen}: {error.strerror}") from None
+    # Connections inherit these options. A caller that vanished, such as behind a NAT that forgot it, sends no FIN: its
+    # answer would be computed to the end.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("KEEPIDLE", PROBE_S), ("KEEPINTVL", PROBE_S), ("USER_TIMEOUT", GONE_S * 1_000)):
+        if hasattr(socket, f"TCP_{name}"):  # Other systems than Linux lack some.
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+    return listener
 
 
 async def serve(options: argparse.Namespace) -> None:

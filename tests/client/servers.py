@@ -213,6 +213,7 @@ def link_local() -> str | None:
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, scope, flags, name = line.split()
-            if scope == "20" and flags == "80":  # 20: link-local; 80: permanent, so ready for use
+            # 20: link-local; 80: permanent, so ready for use. Container engines remove a veth at any time.
+            if scope == "20" and flags == "80" and not name.startswith("veth"):
                 return f"{':'.join(digits[at : at + 4] for at in range(0, 32, 4))}%{name}"
     return None

@@ -204,6 +204,13 @@ for _ in range(3):
 with Allocator(address) as client:
     assert client.health()
 """,
+    "a thread whose name ends within a character": """
+import ctypes
+with Allocator(address) as client:
+    assert client.health()
+ctypes.CDLL(None).prctl(15, b"x" * 14 + b"\\xc3", 0, 0, 0)  # 15: PR_SET_NAME, of this thread
+served()()
+""",
     "a session of asyncio that was closed": """
 async def main():
     async with AsyncAllocator(address) as client, client.session("p", SPEC) as session:

@@ -62,6 +62,16 @@ async def test_a_head_has_a_deadline_and_its_caller_is_told(monkeypatch: pytest.
         writer.close()
 
 
+async def test_a_head_has_a_limit_even_if_it_arrives_at_once() -> None:
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: "
+    async with in_process(nothing, Connections(10)) as port:
+        for padding, told in ((60_000, b"HTTP/1.1 200"), (66_000, b"HTTP/1.1 400")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + b"p" * padding + b"\r\n\r\n")
+            assert await reader.read(12) == told
+            writer.close()
+
+
 async def test_a_broken_body_ends_the_connection_within_an_answer_that_has_begun() -> None:
     async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

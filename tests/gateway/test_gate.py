@@ -95,6 +95,7 @@ def test_on_loopback_only_names_of_this_machine_are_answered(worker: ScriptedSer
             for path in ("/v1/models", "/metrics", "/nowhere", "/openapi.json"):
                 answer = curl(served, path, "-H", f"Host: {host}")
                 assert (answer.status, answer.error["code"]) == (421, "misdirected_request"), host
+                assert "Host '." not in answer.error["message"], host
         assert curl(served, "/v1/completions", "-H", "Host: evil.example", body=ASK).status == 421
         own = "localhost LOCALHOST:8000 a.localhost 127.0.0.1:1 [::1]:80 [fe80::1%eth0]:80 127.0.0.1."
         for host in (*own.split(), "gateway.example.:80", "gateway.example.", "box"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.client.servers import link_local
+from tests.e2e.stack import eventually
 from tests.gateway.scene import gateway
 
 KEY = "sk-alpha-0123456789"
@@ -25,3 +26,23 @@ def test_the_gateway_listens_wherever_grpc_does(host: str | None, tmp_path: Path
             with socket.create_connection((caller, port), timeout=30) as connection:
                 connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
                 assert connection.recv(20).startswith(b"HTTP/1.1 200"), caller
+
+
+def test_the_kernel_looks_whether_a_caller_that_waits_is_still_there(tmp_path: Path) -> None:
+    """A caller behind a NAT that forgot it sends no FIN. Without a timer, its answer is computed to the end."""
+    tables = Path("/proc/net/tcp")
+    if not tables.exists():
+        pytest.skip("this system does not tell the timers of its connections")
+    with gateway(tmp_path, "--worker", "127.0.0.1:9") as served:
+        host, _, port = served.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(20).startswith(b"HTTP/1.1 200")
+            mine = f":{int(port):04X}", f":{connection.getsockname()[1]:04X}"
+
+            def is_probed() -> bool:
+                rows = [row.split() for row in tables.read_text().splitlines()]
+                (timer,) = (row[5] for row in rows if (row[1][-5:], row[2][-5:]) == mine)
+                return timer.startswith("02:")
+
+            eventually(is_probed, "a keep-alive probe is due")

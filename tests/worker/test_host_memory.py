@@ -77,6 +77,18 @@ def test_a_mount_is_found_whatever_its_name() -> None:
     assert host_memory._unescaped(r"/a\040b\011c\012d\134e\134040") == "/a b\tc\nd\\e\\040"
 
 
+def test_other_mounts_may_have_any_name(tmp_path: Path) -> None:
+    """A name may hold characters that end a line elsewhere, and bytes that are no UTF-8."""
+    others = "31 23 0:27 / /mnt/a\x0cb\u2028c rw - tmpfs x rw\n32 23 0:28 / /mnt/\udcff rw - tmpfs x rw\n"
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top" / "memory.max").write_text("5\n")
+    mounts = others + V2.format(root="/", top=tmp_path / "top")
+    (tmp_path / "mountinfo").write_bytes(mounts.encode(errors="surrogateescape"))
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (group,) = host_memory.control_groups(tmp_path)
+    assert host_memory._limits(group) == [5]
+
+
 def test_without_proc_the_machines_memory_and_the_own_limits_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,9 +135,12 @@ def _number(file: Path) -> int | None:
 
 
 def _lines(file: Path) -> list[str]:
-    """Returns the lines of a kernel file; none if the file is missing or not readable."""
+    """Returns the lines of a kernel file; none if the file is missing or not readable.
+
+    Names of mounts may have any bytes, and characters that end a line elsewhere.
+    """
     try:
-        return file.read_text().splitlines()
+        return os.fsdecode(file.read_bytes()).removesuffix("\n").split("\n")
     except OSError:
         return []
 

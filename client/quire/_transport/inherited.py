@@ -27,7 +27,7 @@ REMEDY: Final = (
     "'spawn' or 'forkserver', or fork before the first client is made"
 )
 _THREADS: Final = Path("/proc/self/task")
-_THREAD_NAMES: Final = ("event_engine", "grpc_", "lifeguard")
+_THREAD_NAMES: Final = (b"event_engine", b"grpc_", b"lifeguard")
 _ENDING_S_MAX: Final = 1.0  # gRPC's threads end within 5 ms of the last channel's close; more on a loaded machine.
 
 CallT = TypeVar("CallT")
@@ -85,7 +85,7 @@ class _Inheritance:
             return self._has_run
         for thread in _THREADS.iterdir():
             try:
-                name = (thread / "comm").read_text()
+                name = (thread / "comm").read_bytes()  # A long name may end within a character.
             except OSError:
                 continue  # This thread has just ended.
             if name.startswith(_THREAD_NAMES):

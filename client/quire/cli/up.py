@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 from rich.console import Console
 
-from quire._descriptors import SERVER_THREADS_MIN, require_open_files, require_threads
+from quire._descriptors import require_open_files
 from quire._distribution import how_to_install
 from quire._extras import PACKAGES, require_extra
 from quire._never_blocking import standard_error_taken
@@ -106,7 +106,6 @@ def up(
     of_gateway = [*common, *gateway_arguments]
     # Errors that can be found early are reported before any server starts.
     require_open_files("quire up")
-    require_threads("quire up", SERVER_THREADS_MIN)
     require_extra("allocator")
     read_token(token_file)
     check_worker(["--model", str(model), *of_worker], are_ports_ours=False)
@@ -132,8 +131,7 @@ def up(
         drain_timeout_s=drain_timeout,
         on_progress=lambda line: console.print(f"quire: {line}", style="dim", markup=False),
     )
-    with standard_error_taken():
-        _run(stack, console, drain_timeout, as_json=as_json)
+    _run(stack, console, drain_timeout, as_json=as_json)
 
 
 def _shared_out(arguments: list[str], context: typer.Context) -> tuple[list[str], list[str]]:
@@ -197,6 +195,7 @@ def _make(folder: Path | None) -> None:
         raise UsageError(f"--log-folder {folder}: {error.strerror}") from None
 
 
+@standard_error_taken()
 def _run(stack: LocalStack, console: Console, drain_timeout: float, *, as_json: bool) -> None:
     """Serves until Ctrl-C or SIGTERM. Both signals raise an exception, so that `stop` runs."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -54,7 +54,7 @@ _counts: dict[str, int] = {}
 
 
 class _Nested(threading.local):
-    """For each running part of a thread, the time of the parts inside it."""
+    """Holds the time of the parts inside each running part of a thread."""
 
     def __init__(self) -> None:
         self.inner_ns = [0]

@@ -38,7 +38,7 @@ PROBED: Final = {
         (COUNTERS, "quire._serving.metrics", "Histogram", "exemplify"),
         (LOG_LINE, "quire_worker.calls.request_calls", "RequestRecords", "_note_end"),
         (LOG_LINE, "quire._serving.request_log", "RequestLog", "_write_all"),
-        (LOG_LINE, "quire._serving.never_blocking", "NeverBlockingText", "_write_whole"),
+        (LOG_LINE, "quire._never_blocking", "NeverBlockingText", "_write_whole"),
     ),
     "quire_gateway": (
         (COUNTERS, "quire_gateway.metrics", "Telemetry", "note"),
@@ -46,7 +46,7 @@ PROBED: Final = {
         (COUNTERS, "quire._serving.metrics", "Histogram", "exemplify"),
         (LOG_LINE, "quire._serving.request_log", "RequestLog", "ended"),
         (LOG_LINE, "quire._serving.request_log", "RequestLog", "_write_all"),
-        (LOG_LINE, "quire._serving.never_blocking", "NeverBlockingText", "_write_whole"),
+        (LOG_LINE, "quire._never_blocking", "NeverBlockingText", "_write_whole"),
     ),
 }
 _spent_ns: dict[str, int] = {}
@@ -54,7 +54,7 @@ _counts: dict[str, int] = {}
 
 
 class _Nested(threading.local):
-    """For each running part of a thread, the time of the parts inside it."""
+    """Holds the time of the parts inside each running part of a thread."""
 
     def __init__(self) -> None:
         self.inner_ns = [0]

@@ -29,6 +29,7 @@ QUARANTINE_WINDOW_S: Final = 600.0
 STREAMS_MAX: Final = 32  # streams per caller, including those that have not attached yet; a half-sent step takes 2 MiB
 STREAMS_OF_ALL_MAX: Final = 1024  # streams of all callers together
 UNREAD_BYTES_MAX: Final = 32 << 20  # bytes of replies that one caller has not read, twice as many for all callers
+MEMORY_OF_CALLER_MAX: Final = 96 << 20  # bytes of one caller's pools, by estimate: with all else it holds 256 MiB
 KEPT_BYTES_MAX: Final = 32 << 20  # bytes of steps and replies kept for replay, per caller; twice as many for all
 POOLS_MAX: Final = 256  # pools per caller; twice as many for all callers
 BLOCKS_MAX: Final = 1 << 24  # per pool

@@ -24,7 +24,7 @@ class Underway:
     """The prompts that this gateway sent to one worker, until their first tokens.
 
     A gateway knows only its own prompts. It does not estimate those of other gateways: multiplied by the number of
-    gateways, each prompt would drive all of them to the same other worker (decision 64).
+    gateways, each prompt would drive all of them to the same other worker (docs/gateway.md).
 
     Attributes:
         uncached_token_count: tokens that the worker must compute for them.

@@ -166,7 +166,7 @@ def _check_texts(waiting: list[Any]) -> None:
 
 
 def _are_few(body: bytes) -> bool:
-    """Tells whether there are few values even if every character that looks like one counts. Most bodies are so."""
+    """Tells whether there are few values even if every character that looks like one counts. Most bodies have few."""
     return (
         body.count(b",") <= VALUES_MAX
         and body.count(b"[") + body.count(b"{") <= LISTS_MAX

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class Shares:
-    """Shares of an amount. A caller may take as much as stays free: alone half, one of three greedy callers a quarter.
+    """Shares of an amount. A caller may take at most as much as it leaves free.
+
+    So it may take half when alone, and a quarter beside two greedy callers.
 
     Args:
         total: the amount that is divided.

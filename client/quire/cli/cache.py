@@ -141,7 +141,7 @@ def drop(
     *,
     prompt: Prompt | None,
     namespace: Annotated[
-        str | None, typer.Option(help='Drop only this namespace. Default: all, or "" with a prompt.')
+        str | None, typer.Option(help='Drop only this namespace. Default: every namespace, or "" if a prompt is given.')
     ] = None,
     adapter: Adapter = "",
     keep_tokens: Annotated[

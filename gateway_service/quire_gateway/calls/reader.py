@@ -108,7 +108,7 @@ class AnswerReader:
         return self._taken()
 
     def _is_plain(self, text: str) -> bool:
-        """Tells whether no text is waiting, and no run or mark can begin in this piece. Most pieces are so."""
+        """Tells whether no text is waiting, and no run or mark can begin in this piece. This holds for most pieces."""
         if self._text or self._run is not None or self._place is AnswerPart.START:
             return False
         return self._first is None or self._first.search(text) is None

@@ -244,7 +244,11 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
     ) as stack:
         assert stack.stderr is not None
         try:
-            said = "".join(iter(stack.stderr.readline, "Ctrl-C stops all.\n"))
+            said = ""
+            while not said.endswith("Ctrl-C stops all.\n"):
+                line = stack.stderr.readline()
+                assert line, said  # It ended.
+                said += line
             allocator, worker = (
                 re.findall(rf"{name} serves on (\S+?);?[\s]", said)[0] for name in ("allocator", "worker")
             )

@@ -1,4 +1,4 @@
-"""What a process needs of the system: standard streams, open files, threads. Checked before much is loaded."""
+"""Standard streams, open files and threads of a process: programs check them before they load much."""
 
 from __future__ import annotations
 

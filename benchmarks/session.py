@@ -100,6 +100,7 @@ class Servers:
             listen = {side: f"unix://{folder}/{side}" for side in listen}
         command = {"--listen": listen["allocator"], "--metrics": "127.0.0.1:0", "--cpu": str(cpu), "--lease": "3600"}
         command |= {"--streams-per-caller": "128", "--blocks-per-caller": str(1 << 25)}  # one owner has all pools
+        command |= {"--memory-per-caller": "4096"}
         arguments = list(chain.from_iterable(command.items()))
         self.allocator = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
         script = [sys.executable, str(Path(echo.__file__)), "--cpu", str(cpu), "--listen", listen["echo"]]

@@ -165,10 +165,23 @@ def reference() -> dict[str, str]:
     pages = {"commands.md": commands(), "glossary.md": f"# Glossary\n{words}"}
     for name, package in PACKAGES.items():
         pages[f"{name}.md"] = f"# The package `{package}`\n\n::: {package}\n"
+    pages["kernels.md"] += section_of("quire_kernels.extra")
+    pages["modules.md"] = "# Modules of `quire`\n" + "".join(map(section_of, further_modules()))
     for proto in sorted((ROOT / "protos").rglob("*.proto")):
         text = proto.read_text(encoding="utf-8")
         pages[f"{proto.stem}-proto.md"] = f"# {proto.name}\n\n```proto\n{text}```\n"
     return pages
+
+
+def further_modules() -> list[str]:
+    """Returns the modules that the docstring of `quire` names."""
+    text = importlib.import_module("quire").__doc__ or ""
+    return sorted(set(re.findall(r"\bquire\.[a-z]+", text)))
+
+
+def section_of(module: str) -> str:
+    """Returns a section with a module's public names."""
+    return f"\n## {module}\n\n::: {module}\n    options:\n      heading_level: 3\n"
 
 
 def commands() -> str:

@@ -32,6 +32,10 @@ def test_every_page_of_the_documents_and_what_they_link_to_is_on_the_site(tmp_pa
     for section in ("## quire pool list\n", "## quire-allocator\n", "## quire-gateway\n", "## quire-worker\n"):
         assert section in commands
     assert "`--kv-memory`" in commands
+    modules = (tmp_path / "source" / "reference" / "modules.md").read_text()
+    assert {"quire.engine", "quire.session", "quire.mirror", "quire.local"} <= set(
+        re.findall(r"^::: (.+)", modules, re.M)
+    )
 
 
 def test_the_questions_of_a_first_day_have_a_row_with_a_page_each() -> None:
@@ -82,6 +86,8 @@ def test_the_site_is_built_without_a_warning_and_has_no_dead_link(tmp_path: Path
     assert build.build(tmp_path / "source", tmp_path / "site") == []
     client = (tmp_path / "site" / "reference" / "client.html").read_text()
     assert 'id="quire.AsyncClient' in client or 'id="quire.Client' in client
+    modules = (tmp_path / "site" / "reference" / "modules.html").read_text()
+    assert all(f'id="quire.{name}"' in modules for name in ("engine.AsyncEngine", "mirror.PrefixMirror"))
     found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
     revoking = [entry for entry in found if entry["location"] == "docs/faq.html#how-do-i-revoke-a-key"]
     assert [entry["boost"] for entry in revoking] == [build.SEARCH_FACTORS[build.QUESTIONS]]

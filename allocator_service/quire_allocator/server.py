@@ -83,8 +83,16 @@ def make_parser() -> Parser:
         type=_up_to(BLOCKS_OF_CALLER_MAX),
         default=BLOCKS_DEFAULT,
         metavar="COUNT",
-        help=f"blocks of all pools of one caller, 1 to {BLOCKS_OF_CALLER_MAX}; each takes 4 bytes here, 44 when it is"
-        " published in a long prefix, 760 when it is published alone, 1,050 while reported (default: %(default)d)",
+        help=f"blocks of all pools of one caller, 1 to {BLOCKS_OF_CALLER_MAX}; each takes 4 bytes here, and 44 when"
+        " it is published in a long prefix; --memory-per-caller bounds the rest (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--memory-per-caller",
+        type=_up_to(1 << 20),
+        default=limits.MEMORY_OF_CALLER_MAX >> 20,
+        metavar="MIB",
+        help="MiB that all pools of one caller may take here, by estimate. Beyond it, the pool that grows loses cached"
+        " blocks; without any, its step is refused (default: %(default)d)",
     )
     parser.add_argument(
         "--cpu", type=int, help="run only on this CPU: under load a message then costs a third less CPU time"
@@ -148,6 +156,7 @@ async def serve(options: argparse.Namespace) -> None:
         check_invariants=options.check_invariants,
         authorize=server.authorize,
         streams_max=options.streams_per_caller,
+        memory_max=options.memory_per_caller << 20,
     )
     add_to_server(service, server.grpc)
     await server.start(AllocatorCollector(directory, counters), core=CORE)

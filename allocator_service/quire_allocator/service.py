@@ -142,6 +142,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         clock: returns seconds that never decrease.
         authorize: returns the permissions of a call's caller.
         streams_max: streams that one caller may hold.
+        memory_max: bytes that the pools of one caller may take, by estimate.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         clock: Callable[[], float] = time.monotonic,
         authorize: Authorize = permit_everything,
         streams_max: int = limits.STREAMS_MAX,
+        memory_max: int = limits.MEMORY_OF_CALLER_MAX,
     ) -> None:
         self.directory = directory
         self.authorize = authorize
@@ -164,6 +166,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             _Witness(counters, self.watching, clock),
             new_session_id=lambda: secrets.token_bytes(16),
             check_invariants=check_invariants,
+            memory_max=memory_max,
         )
         self.streams = Streams(self.sessions, counters, clock, streams_max)
         self.unary_sessions = UnarySessions(self.sessions, counters)

@@ -62,6 +62,7 @@ class ServiceSide:
                 "--cpu": str(min(os.sched_getaffinity(0))),
                 "--lease": str(LEASE_S),
                 "--blocks-per-caller": str(1 << 25),  # The pools of all rounds count until their leases end.
+                "--memory-per-caller": "4096",
             }
             command = list(chain.from_iterable(arguments.items()))
             self._server = ServerProcess("quire_allocator", command, folder=folder, log=folder / "log")

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from quire._serving.routing_rule import UNCACHED_WEIGHT
 from quire_allocator.core.events import Event
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pending import PendingPrefixes
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Result
 from quire_allocator.routing.router import PromptResult, Router, Worker
-from quire_allocator.routing.rule import UNCACHED_WEIGHT
 
 from fleet_sides.clock import Clock
 from fleet_sides.rules import (

@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
+from quire._serving.routing_rule import Candidate
 from quire_allocator.core.events import Change, Event
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.routing.router import Prompt, Router
-from quire_gateway.routing import Standing, best
+from quire_gateway.routing import Standing, Underway, best
 
 from fleet_sides.workers import PREFILL_TOKENS_PER_S
 from fleet_sides.workloads import BLOCK_TOKENS, DIGEST_BYTES, Request
@@ -162,9 +163,9 @@ class Allocator:
 
 
 class Mirrored:
-    """The gateway's rule without Route: mirrors of the pools tell the prefixes, and counts of requests the load.
+    """The gateway's rule without Route: mirrors of the pools tell the prefixes, its own prompts tell the load.
 
-    A gateway knows its own current requests, and other gateways' requests as of a poll each second.
+    A gateway knows its own current requests, and the number of other gateways' requests as of a poll each second.
     """
 
     def __init__(self, events: EventIndex, request_counts: Callable[[], list[int]]) -> None:
@@ -172,26 +173,36 @@ class Mirrored:
         self._own = [0] * len(events.stored)
         self._others = [0] * len(events.stored)
         self._polled_s = -1.0
+        self._underway = [Underway() for _ in events.stored]
 
     def choose(self, request: Request, workers: Sequence[int], now: float) -> Choice:
         if now >= self._polled_s + POLL_S:
             self._polled_s = now
             counts = zip(self._request_counts(), self._own, strict=True)
             self._others = [max(0, count - own) for count, own in counts]
-        hits = [longest(request.matchable, self._events.stored[worker].__contains__) for worker in workers]
-        loads = [self._own[worker] + self._others[worker] for worker in workers]
-        place = best(list(map(Standing, loads, hits)))
-        self.sent(workers[place])
-        return Choice(workers[place], hits[place])
+        found = [self._candidate(request, worker) for worker in workers]
+        place = best(list(map(Standing, found)))
+        self.sent(request, workers[place], found[place].uncached_token_count, request.matchable)
+        return Choice(workers[place], found[place].shared_token_count)
 
-    def sent(self, worker: int) -> None:
+    def _candidate(self, request: Request, worker: int) -> Candidate:
+        hit = longest(request.matchable, self._events.stored[worker].__contains__)
+        shared = max(hit, self._underway[worker].shared_block_count(request.matchable) * BLOCK_TOKENS)
+        count = self._own[worker] + self._others[worker]
+        backlog = self._underway[worker].uncached_token_count
+        return Candidate(hit, shared - hit, request.prompt_tokens - shared, backlog, PREFILL_TOKENS_PER_S, count)
+
+    def sent(self, request: Request, worker: int, uncached_tokens: int, digests: bytes = b"") -> None:
         """Notes a request that this gateway sent to a worker."""
         self._own[worker] += 1
+        self._underway[worker].add(request, uncached_tokens, digests)
 
-    def first_token(self, request: Request, worker: int) -> None: ...
+    def first_token(self, request: Request, worker: int) -> None:
+        self._underway[worker].remove(request)
 
     def ended(self, request: Request, worker: int) -> None:
         self._own[worker] -= 1
+        self._underway[worker].remove(request)
 
 
 class Quire:
@@ -214,10 +225,11 @@ class Quire:
         )
         routed = self._allocator.router.route(self._allocator.directory.open_pools(), prompt, now)
         worker = int(routed.address)
-        self._mirrors.sent(worker)
+        self._mirrors.sent(request, worker, routed.candidate.uncached_token_count)
         return Choice(worker, routed.candidate.shared_token_count)
 
-    def first_token(self, request: Request, worker: int) -> None: ...
+    def first_token(self, request: Request, worker: int) -> None:
+        self._mirrors.first_token(request, worker)
 
     def ended(self, request: Request, worker: int) -> None:
         self._mirrors.ended(request, worker)

@@ -3,6 +3,7 @@
     QUIRE_PROBED=quire_worker QUIRE_SPENT=FILE python -m metrics_sides.probed ARGUMENT...
 
 Time of a part inside another one counts only for the inner one. Reading the clock is not part of the sums.
+The log line's part notes the end of a request, makes its line, and writes the line on the log's thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -33,17 +35,32 @@ PROBED: Final = {
         (COUNTERS, "quire_worker.telemetry", "WorkerTelemetry", "observe_first_token"),
         (COUNTERS, "quire_worker.telemetry", "WorkerTelemetry", "observe_blocks"),
         (COUNTERS, "quire._serving.metrics", "Histogram", "observe"),
+        (COUNTERS, "quire._serving.metrics", "Histogram", "exemplify"),
         (LOG_LINE, "quire_worker.calls.request_calls", "RequestRecords", "_note_end"),
+        (LOG_LINE, "quire._serving.request_log", "RequestLog", "_write_all"),
+        (LOG_LINE, "quire._serving.never_blocking", "NeverBlockingText", "_write_whole"),
     ),
     "quire_gateway": (
         (COUNTERS, "quire_gateway.metrics", "Telemetry", "note"),
         (COUNTERS, "quire._serving.metrics", "Histogram", "observe"),
+        (COUNTERS, "quire._serving.metrics", "Histogram", "exemplify"),
         (LOG_LINE, "quire._serving.request_log", "RequestLog", "ended"),
+        (LOG_LINE, "quire._serving.request_log", "RequestLog", "_write_all"),
+        (LOG_LINE, "quire._serving.never_blocking", "NeverBlockingText", "_write_whole"),
     ),
 }
 _spent_ns: dict[str, int] = {}
 _counts: dict[str, int] = {}
-_inner_ns = [0]  # for each running part, the time of the parts inside it
+
+
+class _Nested(threading.local):
+    """For each running part of a thread, the time of the parts inside it."""
+
+    def __init__(self) -> None:
+        self.inner_ns = [0]
+
+
+_nested = _Nested()
 
 
 def probe(part: str, owner: type, method: str) -> None:
@@ -52,14 +69,15 @@ def probe(part: str, owner: type, method: str) -> None:
 
     @functools.wraps(inner)
     def timed(*arguments: Any, **options: Any) -> Any:
-        _inner_ns.append(0)
+        inner_ns = _nested.inner_ns
+        inner_ns.append(0)
         started_ns = time.thread_time_ns()
         try:
             return inner(*arguments, **options)
         finally:
             own_ns = time.thread_time_ns() - started_ns
-            _spent_ns[part] = _spent_ns.get(part, 0) + own_ns - _inner_ns.pop()
-            _inner_ns[-1] += own_ns
+            _spent_ns[part] = _spent_ns.get(part, 0) + own_ns - inner_ns.pop()
+            inner_ns[-1] += own_ns
             _counts[part] = _counts.get(part, 0) + 1
 
     setattr(owner, method, timed)

@@ -17,7 +17,7 @@ from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 from quire.streams import AsyncChunkStream
 
-from quire_gateway.backend import Backend
+from quire_gateway.backend import Backend, ChosenWorker
 from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import CONTINUED, DIVERGED, Fleet
 from quire_gateway.prepared_call import Call, Held
@@ -67,9 +67,10 @@ async def answers_of(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Ch
                 interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
                 **options,
             ) as chunks:
-                with _counted(backend, chunks):
+                with _counted(chosen, chunks):
                     async for chunk in chunks:
                         has_begun = True
+                        backend.underway.remove(chunks)
                         rest = chunk if sent is None else sent.rest(chunk)
                         if rest is not None:
                             yield rest
@@ -132,7 +133,7 @@ async def answers_of_branch(call: Call, held: Held) -> AsyncGenerator[Chunk, Non
             interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
             **options,
         ) as chunks:
-            with _counted(backend, chunks):
+            with _counted(ChosenWorker(backend), chunks):
                 async for chunk in chunks:
                     if chunk.usage is not None:
                         usage = chunk.usage
@@ -156,10 +157,13 @@ def busy(backend: Backend) -> Iterator[None]:
 
 
 @contextmanager
-def _counted(backend: Backend, answer: AsyncChunkStream) -> Iterator[None]:
+def _counted(chosen: ChosenWorker, answer: AsyncChunkStream) -> Iterator[None]:
+    backend = chosen.backend
     with busy(backend):
         backend.answers.add(answer)
+        backend.underway.add(answer, chosen.uncached_token_count, chosen.digests)
         try:
             yield
         finally:
             backend.answers.discard(answer)
+            backend.underway.remove(answer)

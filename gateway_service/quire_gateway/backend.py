@@ -16,10 +16,12 @@ from typing import Final, NamedTuple
 import structlog
 from quire import AsyncClient
 from quire.errors import DeadlineExceededError, QuireError
-from quire.hashing import prompt_digests, root_digest, salted_root
+from quire.hashing import root_digest, salted_root
 from quire.mirror import PrefixMirror
 from quire.streams import AsyncChunkStream, AsyncEventStream
 from quire.types import WorkerStatus
+
+from quire_gateway.routing import Underway
 
 log = structlog.get_logger()
 
@@ -49,6 +51,7 @@ class Backend:
         adapters: digests of its loaded adapters, by name.
         sampling_defaults: the checkpoint's proposed parameters, by name; None for each that it does not propose.
         in_flight: number of this gateway's requests that it is answering.
+        underway: prompts of this gateway that have no first token yet.
         chosen_count: number of requests ever sent to it.
         mirror: a copy of its pool's prefix index; None while the pool is not known.
         events: the stream of the mirror's events.
@@ -63,6 +66,7 @@ class Backend:
         self.adapters: dict[str, bytes] = {}
         self.sampling_defaults: Mapping[str, float | int | None] = {}
         self.in_flight = 0
+        self.underway = Underway()
         self.chosen_count = 0
         self.mirror: PrefixMirror | None = None
         self.events: AsyncEventStream | None = None
@@ -140,10 +144,29 @@ class Backend:
         root = root_digest(fingerprint=fingerprint, layout=layout, adapter=digest, namespace=namespace)
         return salted_root(root, cache_salt)
 
-    def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str, cache_salt: str = "") -> int:
+    @property
+    def block_size(self) -> int:
+        """Returns the tokens in a block of its pool; 0 before the first poll."""
+        return 0 if self.status is None else self.status.block_size
+
+    def matched_token_count(self, digests: Sequence[bytes], namespace: str) -> int:
         """Returns how many tokens of a prompt the worker's pool has cached; 0 while that is unknown."""
-        mirror, status = self.mirror, self.status
-        if mirror is None or status is None or not self.is_mirrored:
+        if self.mirror is None or not self.is_mirrored:
             return 0
-        root = self.root(namespace, adapter, cache_salt)
-        return mirror.matched_token_count(prompt_digests(root, tokens, status.block_size), namespace)
+        return self.mirror.matched_token_count(digests, namespace)
+
+
+class ChosenWorker(NamedTuple):
+    """The worker for a prompt.
+
+    Attributes:
+        backend: the worker.
+        is_reserved: whether its allocator has a reservation for the prompt.
+        uncached_token_count: tokens that it must compute for the prompt.
+        digests: the prompt's digests, if the gateway itself chose among several workers.
+    """
+
+    backend: Backend
+    is_reserved: bool = False
+    uncached_token_count: int = 0
+    digests: bytes = b""

@@ -20,7 +20,7 @@ from quire.errors import QuireError
 from quire.hashing import prompt_digests
 from quire.types import RoutedWorker
 
-from quire_gateway.backend import Backend, Model
+from quire_gateway.backend import Backend, ChosenWorker, Model
 
 log = structlog.get_logger()
 
@@ -86,6 +86,12 @@ class Discovery:
         """Returns the addresses of all workers."""
         return {worker.address for each in self.known for worker in each.workers.values()}
 
+    def rate(self, backend: Backend) -> int:
+        """Returns a worker's prompt tokens per second, as it last told an allocator; 0 if that is unknown."""
+        pool = "" if backend.status is None else backend.status.pool
+        rates = [each.workers[pool].prefill_tokens_per_s for each in self.known if pool in each.workers]
+        return max(rates, default=0)
+
     async def route(
         self,
         model: Model,
@@ -93,8 +99,8 @@ class Discovery:
         tokens: tuple[Sequence[int], Sequence[int]],
         namespace: str,
         cache_salt: str,
-    ) -> tuple[Backend, bool] | None:
-        """Returns the candidate that an allocator names for a prompt, and whether it has a reservation there.
+    ) -> ChosenWorker | None:
+        """Returns the candidate that an allocator names for a prompt.
 
         Returns None if no allocator routes the prompt: it is away, it refuses, several know workers of the model, or
         the candidates' pools do not share digests.
@@ -138,4 +144,4 @@ class Discovery:
                 log.warning("allocator refuses to route", address=known.allocator.address, error=str(error))
             return None
         backend = pools.get(route.pool)
-        return None if backend is None else (backend, route.reserved)
+        return None if backend is None else ChosenWorker(backend, route.reserved, route.uncached_token_count)

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 from quire import AsyncAllocator, AsyncClient
@@ -20,8 +20,8 @@ from quire.errors import NotFoundError, QuireError
 from quire.mirror import PrefixMirror
 from quire.types import WorkerStatus
 
-from quire_gateway import routing
-from quire_gateway.backend import Backend, Model
+from quire_gateway import fallback
+from quire_gateway.backend import Backend, ChosenWorker, Model
 from quire_gateway.calls.plans import Notation
 from quire_gateway.calls.recognition import Named, recognize
 from quire_gateway.discovery import Discovery
@@ -35,13 +35,6 @@ WATCH_AGAIN_S: Final = 1.0
 CONTINUED, DIVERGED = RESUMES = ("continued", "diverged")  # what another worker did with a broken answer
 BY_ALLOCATOR, BY_MIRROR, ALONE = BASES = ("allocator", "mirror", "alone")  # how a prompt's worker was chosen
 NAME_SHOWN: Final = 128  # characters of an unknown model's name that an error shows
-
-
-class ChosenWorker(NamedTuple):
-    """The worker for a prompt, and whether its allocator has a reservation for the prompt."""
-
-    backend: Backend
-    is_reserved: bool = False
 
 
 class Fleet:
@@ -241,18 +234,9 @@ class Fleet:
             cache_salt: the salt of the request.
             cache_key: the caller's `prompt_cache_key`.
         """
-        candidates = self._candidates(model, without)
-        if len(candidates) < 2:
-            return next(iter(candidates), None)
-        standings = [
-            routing.Standing(
-                backend.load,
-                backend.matched_token_count(tokens, namespace, model.adapter, cache_salt),
-                routing.preference_of(cache_key, namespace, backend.client.address),
-            )
-            for backend in candidates
-        ]
-        return candidates[routing.best(standings)]
+        prompt = fallback.Prompt(model, tokens, namespace, cache_salt, cache_key)
+        found = fallback.choose(self._candidates(model, without), prompt, self.discovery.rate)
+        return None if found is None else found.backend
 
     async def choose(
         self,
@@ -276,12 +260,13 @@ class Fleet:
             found = await self.discovery.route(model, candidates, (tokens, read), namespace, cache_salt)
             if found is not None:
                 self.routes[BY_ALLOCATOR] += 1
-                return ChosenWorker(*found)
-        backend = self.backend(model, tokens, namespace, without, cache_salt, cache_key=cache_key)
-        if backend is None:
-            return None
-        self.routes[BY_MIRROR if len(candidates) > 1 else ALONE] += 1
-        return ChosenWorker(backend)
+                return found
+        prompt = fallback.Prompt(model, tokens, namespace, cache_salt, cache_key)
+        candidates = self._candidates(model, without)  # again: an allocator that is away may have taken seconds
+        found = fallback.choose(candidates, prompt, self.discovery.rate)
+        if found is not None:
+            self.routes[BY_MIRROR if len(candidates) > 1 else ALONE] += 1
+        return found
 
     def _candidates(self, model: Model, without: Collection[Backend]) -> list[Backend]:
         candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]

@@ -178,9 +178,10 @@ class Gate:
         self._telemetry.whole.exemplify(now_s - entry.came_s, entry.request_id, trace_id)
         if entry.first_token_s is not None:
             self._telemetry.first_token.exemplify(entry.first_token_s, entry.request_id, trace_id)
-        values = entry.values(now_s) | ({"trace_id": trace_id} if trace_id else {})
-        self._log.ended(entry.request_id, error=entry.error, status=status, **values)
-        span.end({"http.route": _route(entry.route), **entry.span_attributes(status)})
+        known = {"status": status, "trace_id": trace_id} if trace_id else {"status": status}
+        self._log.ended(entry.request_id, lambda: {**known, **entry.values(now_s)}, error=entry.error)
+        if span.is_recorded:
+            span.end({"http.route": _route(entry.route), **entry.span_attributes(status)})
 
     async def _work(
         self, scope: Scope, receive: Receive, answer: _Answer, headers: dict[bytes, bytes], key: ApiKey | None

@@ -1,22 +1,66 @@
-"""Chooses the worker for a request. Pure: the facts about workers come in as numbers."""
+"""Chooses the worker for a prompt by the rule of `Route`, from what one gateway knows. Pure."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
-# A worker may have this many requests more than the least busy one, and still be chosen for a cached prefix.
+from quire._serving.routing_rule import SEQUENCE_TOKENS, Candidate, choose, cost_s
+
+# The worker that a cache key prefers may have this many more sequences than the best one, and a prompt more to compute.
 SLACK: Final = 2
-SLACK_SHARE: Final = 0.25  # or this share of the least busy worker's requests, if that is more
+DIGEST_BYTES: Final = 32
 
 
 class Standing(NamedTuple):
-    """The state of one worker, as far as it matters for a request."""
+    """The state of one worker, as far as it matters for a prompt."""
 
-    load: int  # requests that the worker runs or queues
-    matched_token_count: int  # tokens of the prompt that its pool has cached
+    candidate: Candidate
     preference: int = 0  # see `preference_of`
+
+
+class Underway:
+    """The prompts that this gateway sent to one worker, until their first tokens.
+
+    A gateway knows only its own prompts. It does not estimate those of other gateways: multiplied by the number of
+    gateways, each prompt would drive all of them to the same other worker (decision 64).
+
+    Attributes:
+        uncached_token_count: tokens that the worker must compute for them.
+    """
+
+    def __init__(self) -> None:
+        self.uncached_token_count = 0
+        self._prompts: dict[Hashable, tuple[int, bytes]] = {}
+
+    def add(self, prompt: Hashable, uncached_token_count: int, digests: bytes = b"") -> None:
+        """Adds a prompt. Its digests, one behind the other, promise its prefix to later prompts."""
+        self.remove(prompt)
+        self._prompts[prompt] = uncached_token_count, digests
+        self.uncached_token_count += uncached_token_count
+
+    def remove(self, prompt: Hashable) -> None:
+        """Removes a prompt, if it is here."""
+        count, _ = self._prompts.pop(prompt, (0, b""))
+        self.uncached_token_count -= count
+
+    def shared_block_count(self, digests: bytes) -> int:
+        """Returns how many leading blocks of a prompt the worker computes for one of these prompts, or has cached."""
+        return max((_shared_block_count(digests, others) for _, others in self._prompts.values()), default=0)
+
+
+def _shared_block_count(digests: bytes, others: bytes) -> int:
+    """Returns the number of equal leading digests. A digest stands for all before it, so bisection finds their end."""
+    low, high = 0, min(len(digests), len(others)) // DIGEST_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        last = slice((middle - 1) * DIGEST_BYTES, middle * DIGEST_BYTES)
+        if digests[last] == others[last]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def preference_of(cache_key: str, namespace: str, address: str) -> int:
@@ -31,16 +75,20 @@ def preference_of(cache_key: str, namespace: str, address: str) -> int:
 
 
 def best(standings: Sequence[Standing]) -> int:
-    """Returns the index of the best worker; the first one of equals.
+    """Returns the index of the best of at least one worker; the first one of equals.
 
-    It is the worker with the longest cached prefix among those that are not much busier than the least busy one. A
-    cached prefix saves a prefill, but a longer queue delays every request in it. Among equal prefixes the preference
-    decides, then the load.
-
-    Args:
-        standings: the state of each worker, at least one.
+    It is the worker that `Route` would choose, unless the caller's cache key prefers another one that has as much of
+    the prompt and little more to do. The key's prompts probably share a prefix that no worker has yet. So that worker
+    may have as many tokens more to compute as the prompt lacks.
     """
-    least = min(standing.load for standing in standings)
-    busiest = least + max(SLACK, int(least * SLACK_SHARE))
-    eligible = [index for index, standing in enumerate(standings) if standing.load <= busiest]
-    return max(eligible, key=lambda index: (*standings[index][1:], -standings[index].load))
+    found = choose([standing.candidate for standing in standings]).place
+    chosen = standings[found].candidate
+    slack = chosen.uncached_token_count + SLACK * SEQUENCE_TOKENS
+    most_s = cost_s(chosen) + slack / chosen.prefill_tokens_per_s
+
+    def preference(place: int) -> tuple[int, bool]:
+        candidate, wish = standings[place]
+        is_eligible = candidate.shared_token_count >= chosen.shared_token_count and cost_s(candidate) <= most_s
+        return wish if is_eligible else -1, place == found
+
+    return max(range(len(standings)), key=preference)

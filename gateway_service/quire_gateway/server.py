@@ -159,6 +159,7 @@ async def serve(options: argparse.Namespace) -> None:
     with bind(options.listen) as listener:
         fleet = _fleet_of(options, token)
         telemetry = Telemetry()
+        request_log = RequestLog(options.log_requests, later=asyncio.get_running_loop().call_later)
         app = make_app(
             fleet,
             telemetry,
@@ -182,7 +183,7 @@ async def serve(options: argparse.Namespace) -> None:
             names=Hosts(options.host) if options.host or is_local(options.listen) else None,
             body_bytes_max=options.max_body_bytes,
             in_flight_max=options.max_in_flight,
-            request_log=RequestLog(options.log_requests),
+            request_log=request_log,
             tracing=tracing,
         )
         if options.api_keys is not None:
@@ -206,6 +207,7 @@ async def serve(options: argparse.Namespace) -> None:
         await asyncio.to_thread(tracing.close)
         stopping.cancel()
         looking.cancel()
+        request_log.close()
         log.info("stopped")
 
 

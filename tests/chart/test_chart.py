@@ -112,14 +112,18 @@ def test_every_pod_is_confined(render: Render, variant: str) -> None:
                 assert volume["secret"]["defaultMode"] == 0o440  # Servers refuse keys that every user can read.
 
 
-def test_a_gateway_knows_every_worker_and_selectors_find_their_pods(render: Render) -> None:
+def test_workers_register_names_that_their_certificate_has_and_selectors_find_their_pods(render: Render) -> None:
     resources = render(*VARIANTS["two models"])
-    arguments = container(named(resources, "Deployment", "quire-gateway"))["args"]
-    assert [each for each in arguments if each.startswith("--worker=")] == [
-        "--worker=quire-small-0.quire-small.serving.svc:7071",
-        "--worker=quire-small-1.quire-small.serving.svc:7071",
-        "--worker=quire-large-0.quire-large.serving.svc:7071",
-    ]
+    gateway = container(named(resources, "Deployment", "quire-gateway"))["args"]
+    assert "--allocator=quire-allocator.serving.svc:7070" in gateway
+    assert not [each for each in gateway if each.startswith("--worker")], "it finds them by the allocator"
+    certified = named(resources, "Certificate", "quire-workers")["spec"]["dnsNames"]
+    for name in ("quire-small", "quire-large"):
+        workers = named(resources, "StatefulSet", name)
+        (told,) = (each for each in container(workers)["args"] if each.startswith("--advertise="))
+        assert told == f"--advertise=$(POD_NAME).{name}.serving.svc:7071"
+        assert workers["spec"]["serviceName"] == name
+        assert f"*.{name}.serving.svc" in certified
     pods = [
         each["spec"]["template"]["metadata"]["labels"]
         for each in resources

@@ -3,6 +3,7 @@ are this machine's."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,11 +18,13 @@ from typing import Any
 
 import pytest
 
-from tests.chart.helm import Render, container, named
+from tests.chart.helm import Render, Resource, container, named
 from tests.chart.signing import Authority
+from tests.faults.scene import Proxy
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
+pytestmark = pytest.mark.timeout(300)  # The test starts three processes.
 POD = "quire-demo-0"
 KEY = "a-key-of-the-test"
 
@@ -92,10 +95,19 @@ def folders(render: Render, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_allocator_worker_and_gateway_serve_as_the_chart_starts_them(
+async def test_allocator_worker_and_gateway_serve_as_the_chart_starts_them(
     render: Render, folders: Path, tmp_path: Path
 ) -> None:
-    resources = render()
+    """The worker registers before its port is known here. So it registers the address of a proxy."""
+    proxy = Proxy()
+    await proxy.start()
+    try:
+        await asyncio.to_thread(_serve, render(), folders, tmp_path, proxy)
+    finally:
+        await proxy.stop()
+
+
+def _serve(resources: list[Resource], folders: Path, tmp_path: Path, proxy: Proxy) -> None:
     allocator = container(named(resources, "StatefulSet", "quire-allocator"))
     worker = container(named(resources, "StatefulSet", "quire-demo"))
     gateway = container(named(resources, "Deployment", "quire-gateway"))
@@ -110,13 +122,14 @@ def test_allocator_worker_and_gateway_serve_as_the_chart_starts_them(
         allocator_at = {"quire-allocator.serving.svc:7070": local(ready["address"])}
         assert probe(allocator, "livenessProbe", local(ready["address"]), at("allocator")) == 0
         assert probe(allocator, "readinessProbe", local(ready["address"]), at("allocator")) == 0
-        ready = stack.enter_context(started(worker, tmp_path, at("workers", **allocator_at)))
-        worker_at = {"quire-demo-0.quire-demo.serving.svc:7071": local(ready["address"])}
+        worker_at = {"$(POD_NAME).quire-demo.serving.svc:7071": proxy.address}
+        ready = stack.enter_context(started(worker, tmp_path, at("workers", **allocator_at, **worker_at)))
+        proxy.target = local(ready["address"])
         assert probe(worker, "livenessProbe", local(ready["address"]), at("workers")) == 0
         deadline = time.monotonic() + START_S
         while probe(worker, "readinessProbe", local(ready["address"]), at("workers")) != 0:
             assert time.monotonic() < deadline, (tmp_path / "worker.log").read_text()
-        ready = stack.enter_context(started(gateway, tmp_path, at("gateway", **allocator_at, **worker_at)))
+        ready = stack.enter_context(started(gateway, tmp_path, at("gateway", **allocator_at)))
         here = f"http://{local(ready['address'])}"
         while not _is_ready(here):
             assert time.monotonic() < deadline, (tmp_path / "gateway.log").read_text()

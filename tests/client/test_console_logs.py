@@ -40,7 +40,7 @@ SAME_LINE = """
 import structlog
 from quire._serving import logs
 logs.configure(log_format="json", level="info", role="test")
-logs.line_writer("ended")({"id": "\u2603\x1b", "numbers": [1, 2.5, None]})
+logs.line_writer("ended")([(1.5, {"id": "\u2603\x1b", "numbers": [1, 2.5, None]})])
 structlog.get_logger().info("ended", id="\u2603\x1b", numbers=[1, 2.5, None])
 """
 

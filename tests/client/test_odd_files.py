@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import socket
@@ -31,9 +32,12 @@ STARTS = {
     "gateway --api-keys": ["--worker", "127.0.0.1:1"],
     "worker --chat-template": ["--model", str(DEMO), "--allocator", "127.0.0.1:1"],
 }
+WITH_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a worker needs torch")
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start", [pytest.param(each, marks=WITH_TORCH) if each.startswith("worker") else each for each in STARTS]
+)
 def test_no_start_waits_for_the_writer_of_a_named_pipe(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

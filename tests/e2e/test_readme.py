@@ -224,6 +224,7 @@ def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
     assert {*commands(), "make up", "make down", "pip install .", "quire-allocator --cpu 3"} <= set(first_hour())
 
 
+@pytest.mark.timeout(600)  # It runs every command of the page, one after another.
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     # `sys.executable` replaces the activation, and `make test-compose` runs the compose line.

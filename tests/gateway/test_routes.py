@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +35,8 @@ class Scene(NamedTuple):
     p: ScriptedServer
     q: ScriptedServer
 
-    def ask(self) -> None:
-        body = {"model": "scripted", "prompt": TOKENS, "max_tokens": 1}
+    def ask(self, tokens: Sequence[int] = TOKENS) -> None:
+        body = {"model": "scripted", "prompt": list(tokens), "max_tokens": 1}
         assert curl(self.gateway, "/v1/completions", body=body).status == 200
 
     def metric(self, name: str) -> float:
@@ -58,7 +60,7 @@ def summary(pool: str, address: str = "any:1", model: str = "scripted") -> pb.Po
 def serve(worker: ScriptedServer, pool: str) -> None:
     status = worker_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)
-    status.pool = pool
+    status.pool, status.sequence_tokens_max = pool, 4_000
     script(worker).answers["GetStatus"] = lambda *_: status
     worker.answers["Generate"] = lambda *_: iter([ANSWER])
 
@@ -153,6 +155,31 @@ def test_without_a_usable_route_requests_are_answered(tmp_path: Path, breaks: Ca
             fleet.ask()
         assert fleet.metric(by("mirror")) == 3
         assert fleet.metric(by("allocator")) == 0
+
+
+def test_without_a_route_a_prompt_follows_its_prefix_and_other_prompts_avoid_its_worker(tmp_path: Path) -> None:
+    """The pools are not mirrored here. So the gateway knows a prefix only from the prompt that it has sent."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> Iterator[worker_pb2.GenerateResponse]:
+        begun.set()
+        assert go_on.wait(60)
+        yield ANSWER
+
+    with scene(tmp_path) as fleet, ThreadPoolExecutor(1) as callers:
+        fleet.p.answers["Generate"] = slow
+        first = callers.submit(fleet.ask, [*range(1, 2_000)])
+        try:
+            assert begun.wait(60)
+            fleet.p.answers["Generate"] = lambda *_: iter([ANSWER])
+            fleet.ask([*range(1, 1_999), 7])
+            assert (fleet.p.attempts["Generate"], fleet.q.attempts["Generate"]) == (2, 0)
+            fleet.ask([*range(2, 2_001)])
+            assert (fleet.p.attempts["Generate"], fleet.q.attempts["Generate"]) == (2, 1)
+        finally:
+            go_on.set()
+        first.result(60)
+        assert fleet.metric(by("mirror")) == 3
 
 
 def test_an_allocator_without_workers_of_the_model_is_not_asked(tmp_path: Path) -> None:

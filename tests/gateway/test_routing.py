@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from quire import Allocator, AsyncClient, Client, PoolSpec
+from quire._serving.routing_rule import Candidate, choose
 from quire._transport.messages import worker_status
 from quire.events import BlocksStored, IndexCleared, SnapshotEnd
 from quire.hashing import prompt_digests, root_digest
@@ -14,7 +16,7 @@ from quire.local import LocalStack, ServerProcess
 from quire.mirror import PrefixMirror
 from quire.v1 import worker_pb2 as pb
 from quire_gateway.backend import Backend
-from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best, preference_of
+from quire_gateway.routing import Standing, Underway, best, preference_of
 
 from tests.client.servers import scripted_server
 from tests.e2e.stack import eventually, server
@@ -23,40 +25,49 @@ from tests.gateway.scene import DEMO, client, curl, gateway, script
 PREFIX = "A for statement iterates over the items of a sequence, in the order that they appear in the sequence. "
 
 
-def test_the_least_loaded_worker_is_asked_where_no_pool_has_the_prompt() -> None:
-    assert best([Standing(5, 0), Standing(3, 0), Standing(4, 0)]) == 1
-    assert best([Standing(2, 0), Standing(2, 0)]) == 0
+def standing(hit: int = 0, *, backlog: int = 0, count: int = 0, wish: int = 0, rate: float = 1_000.0) -> Standing:
+    """Returns the standing of a worker for a prompt of 200 tokens."""
+    return Standing(Candidate(hit, 0, 200 - hit, backlog, rate, count), wish)
 
 
-def test_the_pool_that_has_most_of_the_prompt_wins_among_about_equals() -> None:
-    assert best([Standing(0, 0), Standing(2, 64), Standing(1, 32)]) == 1
-    assert best([Standing(1, 64), Standing(0, 64)]) == 1
+def test_a_worker_with_less_to_do_is_asked_where_no_pool_has_the_prompt() -> None:
+    assert best([standing(count=5), standing(count=3), standing(count=4)]) == 1
+    assert best([standing(backlog=800), standing(backlog=700), standing(backlog=900)]) == 1
+    assert best([standing(count=2), standing(count=2)]) == 0
 
 
-def test_a_prefix_is_not_worth_a_queue() -> None:
-    assert best([Standing(0, 0), Standing(3, 4_096)]) == 0
-    assert best([Standing(100, 0), Standing(125, 4_096)]) == 1
-    assert best([Standing(100, 0), Standing(126, 4_096)]) == 0
+def test_a_cached_prefix_is_worth_a_queue_that_is_not_much_longer() -> None:
+    assert best([standing(), standing(64, backlog=95)]) == 1
+    assert best([standing(), standing(64, backlog=97)]) == 0
+    assert best([standing(32, rate=500.0), standing(backlog=100)]) == 1
 
 
-def test_no_other_worker_is_better_in_random_fleets() -> None:
-    chance = random.Random(7)
-    for _ in range(2_000):
-        standings = [Standing(chance.randrange(12), 16 * chance.randrange(4)) for _ in range(chance.randint(1, 6))]
-        chosen = standings[best(standings)]
-        least = min(standing.load for standing in standings)
-        bound = least + max(SLACK, int(least * SLACK_SHARE))
-        assert chosen.load <= bound
-        for other in standings:
-            if other.load <= bound:
-                assert (other.matched_token_count, -other.load) <= (chosen.matched_token_count, -chosen.load)
+@given(st.lists(st.builds(standing, st.integers(0, 199), backlog=st.integers(0, 900), count=st.integers(0, 9))))
+def test_without_a_cache_key_gateways_choose_as_allocators_do(standings: list[Standing]) -> None:
+    standings.append(standing())
+    assert best(standings) == choose([each.candidate for each in standings]).place
+
+
+def test_prompts_underway_are_a_backlog_and_promise_their_prefixes() -> None:
+    blocks = [bytes([number]) * 32 for number in range(6)]
+    first, other, later = b"".join(blocks[:4]), blocks[5], b"".join([*blocks[:3], blocks[5]])
+    underway = Underway()
+    assert (underway.uncached_token_count, underway.shared_block_count(first)) == (0, 0)
+    underway.add("a", 100, first)
+    underway.add("b", 20, other)
+    underway.add("without digests", 3)
+    assert underway.uncached_token_count == 123
+    assert [underway.shared_block_count(each) for each in (later, other, blocks[1], b"")] == [3, 1, 0, 0]
+    for prompt in ("a", "a", "never added"):
+        underway.remove(prompt)
+    assert (underway.uncached_token_count, underway.shared_block_count(later)) == (23, 0)
 
 
 def test_requests_of_one_cache_key_prefer_one_worker_among_equally_good_ones() -> None:
     addresses = [f"worker-{number}:7071" for number in range(4)]
 
     def chosen(key: str, among: list[str]) -> str:
-        return among[best([Standing(0, 0, preference_of(key, "acme", each)) for each in among])]
+        return among[best([standing(wish=preference_of(key, "acme", each)) for each in among])]
 
     keys = [f"key-{number}" for number in range(400)]
     before = {key: chosen(key, addresses) for key in keys}
@@ -67,9 +78,11 @@ def test_requests_of_one_cache_key_prefer_one_worker_among_equally_good_ones() -
 
 
 def test_a_cache_key_counts_less_than_a_prefix_and_a_queue_and_more_than_a_small_one() -> None:
-    assert best([Standing(0, 16, 1), Standing(0, 0, 2)]) == 0
-    assert best([Standing(0, 0, 1), Standing(3, 0, 2)]) == 0
-    assert best([Standing(0, 0, 1), Standing(2, 0, 2)]) == 1
+    assert best([standing(16, wish=1), standing(wish=2)]) == 0
+    assert best([standing(wish=1), standing(backlog=301, wish=2)]) == 0
+    assert best([standing(wish=1), standing(backlog=300, wish=2)]) == 1
+    assert best([standing(199, wish=1), standing(199, count=3, wish=2)]) == 0
+    assert best([standing(199, wish=1), standing(199, count=2, wish=2)]) == 1
     assert preference_of("", "acme", "a") == 0
     assert preference_of("key", "acme", "a") != preference_of("key", "other", "a")
 
@@ -87,7 +100,9 @@ async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None
     for event in (IndexCleared(*common), stored, SnapshotEnd(*common)):
         backend.mirror.apply(event)
     found = {
-        (namespace, adapter): backend.matched_token_count(tokens, namespace, adapter)
+        (namespace, adapter): backend.matched_token_count(
+            prompt_digests(backend.root(namespace, adapter), tokens, 4), namespace
+        )
         for namespace in ("acme", "")
         for adapter in ("tuned", "other", "unknown", "")
     }

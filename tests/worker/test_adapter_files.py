@@ -116,6 +116,10 @@ def test_an_adapter_that_changes_its_base_is_refused(files: Files, tmp_path: Pat
         {"layers_to_transform": [1]},
         {"layers_to_transform": [0], "layers_pattern": "layers"},
         {"layers_to_transform": [0], "layers_pattern": ["h", "layers"]},
+        {"target_modules": r".*\.q_proj"},
+        {"target_modules": "q_proj"},
+        {"exclude_modules": r"model\.layers\.0\..*"},
+        {"exclude_modules": r".*v_pro."},
     ],
     ids=str,
 )
@@ -129,6 +133,24 @@ def test_tensors_that_peft_would_leave_out_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"target_modules": "(q_proj"}, "target_modules = '\\(q_proj', which is not a regular expression"),
+        ({"exclude_modules": "(.*.*.*.*.*.*)*x"}, "exclude_modules = .* which takes more than 10 s to match"),
+        ({"exclude_modules": 5}, "exclude_modules = 5, which must be a string or a list"),
+    ],
+    ids=str,
+)
+def test_layers_that_cannot_be_known_are_refused(
+    files: Files, tmp_path: Path, entries: dict[str, object], message: str
+) -> None:
+    folder = shutil.copytree(files.adapters["a"], tmp_path / "a")
+    change_config(folder, **entries)
+    with pytest.raises(AdapterError, match=message):
+        Adapters(paged_model(files.base)).read("a", folder)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"layers_to_transform": 1},
@@ -136,6 +158,9 @@ def test_tensors_that_peft_would_leave_out_are_refused(
         {"exclude_modules": ["v_proj", "model.layers.0.mlp.up_proj"]},
         {"targets": ["model.layers.0.self_attn.q_proj"], "layers_to_transform": [1]},
         {"targets": r".*\.(q|v)_proj"},
+        {"targets": r"^(?!.*up_proj).*layers\.(0|1)\..*_proj$", "exclude_modules": r".*\.down_proj"},
+        {"exclude_modules": r".*\.v_proj"},
+        {"targets": "ALL-LINEAR", "exclude_modules": ["v_proj"]},
         {"targets": "all-linear"},
     ],
     ids=str,

@@ -67,6 +67,49 @@ def test_each_role_has_its_own_form() -> None:
     assert written(PARTS_OF_USERS, ("system", "a"), ("user", "b"), ("assistant", "c")) == "a|b|c|"
 
 
+LOOP = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+DEMANDING = {
+    "a system prompt": "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}ALL",
+    "a user at its end": "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}ALL",
+    "several messages": "{% if messages | length < 3 %}{{ raise_exception('no') }}{% endif %}ALL",
+    "tools": "{% for tool in tools %}{{ tool.function.name }}{% endfor %}ALL",
+    "a variable": "{{ depth + 1 }}ALL",
+    "calls": (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ messages[loop.index0 - 1].tool_calls[0].function.name }}"
+        f"{LOOP}{{% elif m.content %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}"
+    ),
+}
+
+
+@pytest.mark.parametrize("demand", DEMANDING)
+def test_a_template_that_needs_more_than_a_message_gets_every_text(demand: str) -> None:
+    source = DEMANDING[demand].replace("ALL", f"{{% for m in messages %}}{LOOP}{{% endfor %}}")
+    said = {"system": "be brief", "user": "bake bread", "assistant": "gladly", "tool": "it is hot"}
+    messages = [{"role": role, "content": text} for role, text in said.items() if role != "tool"]
+    messages += [CALLS, {"role": "tool", "tool_call_id": "a", "content": said["tool"]}]
+    messages += [{"role": "user", "content": "thanks"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    conversation = Conversation(messages, tools, {"depth": 1}, with_generation_prompt=False)
+    text = ChatTemplate({"default": source}, {}).text(conversation)
+    assert all(each in text for each in [*said.values(), "thanks"]), text
+
+
+@pytest.mark.parametrize("change", ["upper", "lower", "replace('e', 'i')", "title"])
+def test_a_template_may_change_letters(change: str) -> None:
+    source = "{% for m in messages %}{% for p in m.content %}{{ p.text | CHANGE }}{% endfor %}{% endfor %}"
+    assert written(source.replace("CHANGE", change), ("user", "b")).lower() == "b"
+
+
+@pytest.mark.parametrize("role", ["ipython", "function", "tool", "observation"])
+def test_a_role_beside_the_usual_ones_has_its_own_form(role: str) -> None:
+    others = "{% if m.role == 'user' %}{{ m.content }}{% else %}" + LOOP + "{% endif %}"
+    for source, content in ((others, "a"), (others.replace("==", "!="), parts("a"))):
+        loop = "{% for m in messages %}" + source + "|{% endfor %}"
+        assert written(loop, ("user", "b"), (role, content)) == "b|a|"
+
+
 def test_parts_that_are_no_text_are_left_to_the_template() -> None:
     image = [{"type": "image"}, *parts("what is this")]
     assert written(PARTS, ("user", image)) == "<user>what is this"

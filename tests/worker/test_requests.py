@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,10 +176,10 @@ def test_a_share_of_requests_is_chosen_by_their_ids_and_errors_are_all_there() -
         for _ in range(2):  # once as the gateway and once as the worker
             log = RequestLog(rate_of("0.25"), clock=lambda: 0.0)
             for each in ids[:400]:
-                log.ended(each, error="")
-            log.ended("failed", error="LIMIT")
-        RequestLog(rate_of("none")).ended("failed", error="LIMIT")
-        RequestLog(rate_of("errors")).ended("well", error="")
+                log.ended(each, dict, error="")
+            log.ended("failed", dict, error="LIMIT")
+        RequestLog(rate_of("none")).ended("failed", dict, error="LIMIT")
+        RequestLog(rate_of("errors")).ended("well", dict, error="")
     chosen = [line["request_id"] for line in lines]
     assert chosen[: len(chosen) // 2] == chosen[len(chosen) // 2 :]
     assert 50 < chosen.count("failed") + len(chosen) // 2 < 150
@@ -191,8 +191,26 @@ def test_callers_cannot_fill_the_log() -> None:
     with structlog.testing.capture_logs() as lines:
         log = RequestLog(rate_of("all"), clock=lambda: now_s)
         for number in range(LINES_PER_SECOND_MAX + 7):
-            log.ended(str(number), error="")
+            log.ended(str(number), dict, error="")
         now_s = 1.0
-        log.ended("next", error="")
+        log.ended("next", dict, error="")
     assert len(lines) == LINES_PER_SECOND_MAX + 1
     assert lines[-1]["unwritten"] == 7
+
+
+def test_lines_are_made_together_later_and_the_last_ones_when_a_server_stops() -> None:
+    due: list[Callable[[], None]] = []
+    with structlog.testing.capture_logs() as lines:
+        log = RequestLog(rate_of("all"), later=lambda _delay_s, write: due.append(write))
+        for each in ("one", "two"):
+            log.ended(each, lambda each=each: {"of": each}, error="")  # type: ignore[misc]
+        assert not lines
+        (write,) = due
+        write()
+        assert [(line["request_id"], line["of"]) for line in lines] == [("one", "one"), ("two", "two")]
+        log.ended("three", dict, error="LIMIT")
+        assert len(due) == 2
+        log.close()
+        log.ended("four", dict, error="")
+        due[1]()
+    assert [line["request_id"] for line in lines] == ["one", "two", "three", "four"]

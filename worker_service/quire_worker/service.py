@@ -165,8 +165,9 @@ class WorkerService(AdapterCalls, RequestCalls):
         await self._checks.warm()
 
     def close(self) -> None:
-        """Ends the jobs that run outside the engine."""
+        """Ends the jobs that run outside the engine, and writes the log lines of ended requests."""
         self._checks.close()
+        self._records.close()
 
     def GetServerInfo(
         self, request: server_pb2.GetServerInfoRequest, context: Context

@@ -45,11 +45,7 @@ class Batch:
 
 class DueRows:
     """Sequences of a batch that take a row (one block for every group). All sequences get their rows in one call:
-    taking rows one by one costs as much as everything else in a grow.
-
-    Attributes:
-        sequences: in the order of their rows.
-    """
+    taking rows one by one costs as much as everything else in a grow."""
 
     __slots__ = ("_coordinator", "_grants", "_rows", "sequences")
 
@@ -57,7 +53,7 @@ class DueRows:
         self._coordinator = coordinator
         self._grants = grants
         self._rows: list[int] = []
-        self.sequences: list[SequenceState] = []
+        self.sequences: list[SequenceState] = []  # in the order of their rows
 
     def add(self, number: int, sequence: SequenceState, token_count: int) -> None:
         """Grants a row to the sequence of grow `number`, to hold `token_count` tokens."""

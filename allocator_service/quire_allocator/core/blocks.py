@@ -35,6 +35,7 @@ class Blocks:
         self._stack = array("I", range(first_id, first_id + block_count))
         self._top = 0
         self.cached_count = 0
+        self.run_count = 0  # published stretches of full attention
         self.evicted_count = self.dropped_count = 0
         # Evictions by a quota, and evictions for another namespace. The latter are also counted by (victim, taker)
         # until metrics take them.

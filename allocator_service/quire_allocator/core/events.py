@@ -122,10 +122,14 @@ class EventLog:
         self._kept_bytes += told_bytes
         self.last_cursor += len(told)
         self._recorded, self._recorded_bytes = left, self._recorded_bytes - told_bytes
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Forgets the oldest events beyond the limits."""
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
             _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would build a list at each step of a full log
             self._kept_bytes -= end - start
-        return True
 
     def removed_in(self, step: int, digest_count_max: int, scope_count_max: int) -> tuple[dict[Scope, bytearray], bool]:
         """Returns the digests that one step removed from the index and did not store again, and whether the list is

@@ -19,17 +19,20 @@ from quire_allocator.core.stretches import common_positions
 class Announcement:
     """One sequence's announcement: the first `digest_count` digests of its prompt, including published ones."""
 
-    __slots__ = ("digest_count", "digests", "namespace", "next_digest", "places")
+    __slots__ = ("digest_count", "digests", "first", "namespace", "next_digest", "places")
 
     def __init__(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> None:
+        is_short = 2 * DIGEST_BYTES * (digest_count - next_digest) < len(digests)
+        self.first = next_digest if is_short else 0  # number of the first of `digests`; long ones are not copied
+        self.digests = digests[next_digest * DIGEST_BYTES : digest_count * DIGEST_BYTES] if is_short else digests
         self.namespace = namespace
-        self.digests = digests
         self.next_digest = next_digest
         self.digest_count = digest_count
         self.places: list[int] = []  # digest counts that the announcement has had, the first one included
 
     def key(self, place: int) -> bytes:
         """Returns the digest at `place`. Other prompts find this announcement under it."""
+        place -= self.first
         return self.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
 
 
@@ -42,9 +45,7 @@ class PendingPrefixes:
 
     def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Announcement | None:
         """Notes that a new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on.
-
-        Returns None if none of them is left to compute.
-        """
+        Returns None if none of them is left to compute."""
         if next_digest >= digest_count:
             return None
         announcement = Announcement(namespace, digests, next_digest, digest_count)
@@ -83,8 +84,8 @@ class PendingPrefixes:
         for announcement in self._places.get(key, ()):
             is_here = matched in announcement.places and announcement.key(matched) == key
             if is_here and announcement.namespace == namespace:
-                end = min(announcement.digest_count, limit) * DIGEST_BYTES
-                count = common_positions(announcement.digests[start:end], digests, start, end)
+                end, first = min(announcement.digest_count, limit) * DIGEST_BYTES, announcement.first * DIGEST_BYTES
+                count = common_positions(announcement.digests[start - first : end - first], digests, start, end)
                 if matched + count > announcement.next_digest:
                     longest = max(longest, count)
         return longest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
+from quire._serving.routing_rule import Basis
 
 from quire_allocator.routing.router import END_KINDS, RouteCounts
-from quire_allocator.routing.rule import Basis
 
 
 def route_metrics(counts: RouteCounts) -> Iterator[Metric]:

@@ -14,18 +14,18 @@ until the next prompts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from quire._serving.caller_shares import CallerShares
+from quire._serving.routing_rule import SEQUENCE_TOKENS, UNCACHED_WEIGHT, Basis, Candidate, choose, usual_rate
 
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, Result
 from quire_allocator.routing.reservations import Reservations, RouteReservation
-from quire_allocator.routing.rule import SEQUENCE_TOKENS, UNCACHED_WEIGHT, Basis, Candidate, choose
 
 # How reservations end: admitted, impossible to admit, expired, dropped with the pool, or refused because of the
 # caller's other reservations.
@@ -155,7 +155,7 @@ class Router:
                 "no attached worker that accepts requests serves this model: retry once one has attached",
             )
         self.expire(now)
-        rate = self._usual_rate(served)
+        rate = usual_rate([self._workers[owner.name].prefill_tokens_per_s for owner in served])
         candidates = [self._candidate(owner, prompt, rate) for owner in served]
         place, basis = choose(candidates, self._uncached_weight, self._sequence_tokens)
         self.counts.routes[basis] += 1
@@ -203,12 +203,6 @@ class Router:
             and worker.serves(prompt.model, prompt.adapter)
             and owner.name not in prompt.excluded_pools
         )
-
-    def _usual_rate(self, owners: Sequence[Ownership]) -> float:
-        """Returns the mean of the measured rates, used for workers without a measurement."""
-        rates = [self._workers[owner.name].prefill_tokens_per_s for owner in owners]
-        measured = [rate for rate in rates if rate]
-        return sum(measured) / len(measured) if measured else limits.PREFILL_TOKENS_PER_S
 
     def _candidate(self, owner: Ownership, prompt: Prompt, usual_rate: float) -> Candidate:
         pool, size = owner.pool, owner.pool.digest_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from typing import Final, NamedTuple
+from typing import Final
 
 from quire._serving.caller_shares import CallerShares
 
@@ -20,11 +20,14 @@ from quire_allocator.core.ownership.directory import Directory, Ownership
 SMALL_BYTES: Final = 8 << 10  # A step with its reply up to this size is not counted.
 
 
-class _Kept(NamedTuple):
-    """The counted steps of one session."""
+class _Kept:
+    """The counted steps of one session: number and bytes of each step with its reply, in order."""
 
-    caller: Hashable
-    steps: deque[tuple[int, int]]  # number and bytes of each step with its reply, in order
+    __slots__ = ("caller", "steps")
+
+    def __init__(self, caller: Hashable) -> None:
+        self.caller = caller
+        self.steps: deque[tuple[int, int]] = deque()
 
 
 class KeptBytes:
@@ -59,7 +62,9 @@ class KeptBytes:
                 owner.steps.forget(number)
                 self._leave(owner.session_id, number + 1)
                 return
-        kept = self._of.setdefault(owner.session_id, _Kept(caller, deque()))
+        kept = self._of.get(owner.session_id)
+        if kept is None:
+            kept = self._of[owner.session_id] = _Kept(caller)
         kept.steps.append((number, size))
 
     def _leave(self, session_id: bytes, first_kept: int) -> None:

@@ -113,6 +113,10 @@ class SessionMachine:
             self.ending = Refusal(reason, message)
             self._on_end()
 
+    def count_kept(self, owner: Ownership, size: int) -> None:
+        """Counts the bytes of the step that was applied last, and of its reply, which the session keeps for replay."""
+        self._sessions.kept_bytes.count(owner, owner.steps.next_step - 1, size)
+
     def close(self) -> None:
         """Notes that the stream is gone. Unless its owner has detached, the allocator keeps the pool until the lease
         ends.
@@ -120,6 +124,8 @@ class SessionMachine:
         self._sessions.streams.discard(self)
         self._sessions.staging.discard(self)
         if self.owner is not None:
+            if self._report is not None:
+                self._sessions.memory.end_report(self.owner)
             self._directory.disconnect(self.owner, self)
 
     # -- attach --------------------------------------------------------------------------------------------------------
@@ -218,6 +224,7 @@ class SessionMachine:
             authorization.require_report(self._permissions, request.report_chunk)
             self._reserve_report(now)
             sessions.apply(owner, lambda: report.add(request.report_chunk), now)
+            sessions.memory.allow_report(owner, report.byte_count)
             self._directory.renew(owner, now)
             return []
         _expect(
@@ -248,6 +255,8 @@ class SessionMachine:
             self._sessions.apply_drop(owner, drop, now)
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)
+        self._sessions.memory.end_report(owner)
+        self._sessions.memory.share_event_logs(owner.caller)
         self._sessions.observer.opened(owner)
         if not staged.is_empty:
             self._sessions.observer.recovered(owner, staged.block_count, self._report_asked)

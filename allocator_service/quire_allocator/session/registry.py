@@ -14,6 +14,7 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.routing.router import Router
 from quire_allocator.session.kept_bytes import KeptBytes
+from quire_allocator.session.memory import CallerMemory, pool_bytes
 
 AnswerT = TypeVar("AnswerT")
 
@@ -71,10 +72,12 @@ class SessionRegistry:
         observer: gets the events.
         new_session_id: returns 16 bytes that were never a session id before.
         check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
+        memory_max: bytes that the pools of one caller may take, by estimate.
 
     Attributes:
         draining: whether the allocator is shutting down, and opens no session any more.
         kept_bytes: the bytes of steps and replies that sessions keep for replay.
+        memory: bounds the memory of each caller's pools.
         router: chooses workers among the pools whose owners registered one.
         streams: every stream, those that have not attached yet included.
         staging: the streams that have a place for a report.
@@ -87,6 +90,7 @@ class SessionRegistry:
         *,
         new_session_id: Callable[[], bytes],
         check_invariants: bool = False,
+        memory_max: int = limits.MEMORY_OF_CALLER_MAX,
     ) -> None:
         self.directory = directory
         self.observer = observer
@@ -94,6 +98,7 @@ class SessionRegistry:
         self.check_invariants = check_invariants
         self.draining = False
         self.kept_bytes = KeptBytes(directory)
+        self.memory = CallerMemory(directory, memory_max)
         self.router = Router()
         self.streams: set[Stream] = set()
         self.staging: set[Stream] = set()
@@ -147,6 +152,17 @@ class SessionRegistry:
                 text = f"all pools of one caller may have {most:,} live sequences, not {total:,}: free some"
                 raise Refusal("LIMIT", text)
 
+    def make_room(self, owner: Ownership, added: int, now: float) -> None:
+        """Lets a pool take `added` more bytes of memory. If its caller's pools take too much, evicts from this one.
+
+        Raises:
+            Refusal: LIMIT, POOL_QUARANTINED.
+        """
+        if pool_bytes(owner.pool) + added > owner.allowed_bytes:
+            owner.pool.log.step = owner.steps.next_step
+            self.apply(owner, lambda: self.memory.evict(owner, added), now)
+            self.memory.allow(owner, added)
+
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
         """Drops cached blocks of a pool for a caller other than its owner. The owner learns of it with its next
         step. Returns how many blocks were dropped.
@@ -199,6 +215,8 @@ class SessionRegistry:
         """Drops a pool: its owner detached or closed it, or its lease ended."""
         self.directory.remove(owner)
         self.router.forget(owner.name)
+        self.memory.end_report(owner)
+        self.memory.share_event_logs(owner.caller)
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int) -> None:

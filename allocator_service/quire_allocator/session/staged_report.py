@@ -26,6 +26,7 @@ from quire_allocator.core.rebuild.rebuild import Rebuild
 from quire_allocator.core.rebuild.report import Report, ReportedSequence, ReportedStretch
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
+from quire_allocator.session.memory import report_bytes
 from quire_allocator.wire import translate
 from quire_allocator.wire.translate import require
 
@@ -54,6 +55,7 @@ class StagedReport:
         self._chunk_count = 0
         self._bytes_left = report_bytes_max(spec)
         self._table_entries_left = spec.block_count + limits.REPORT_SHARED_ENTRIES_MAX
+        self._prefix_count = 0
         self._sequences: list[ReportedSequence] = []
         self._rebuild: Rebuild | None = None
         self._freed = _Freed()
@@ -67,6 +69,11 @@ class StagedReport:
     def sequence_count(self) -> int:
         """Counts the live sequences reported so far."""
         return len(self._sequences)
+
+    @property
+    def byte_count(self) -> int:
+        """Estimates the memory of the pool that the report makes."""
+        return report_bytes(self._spec, self._prefix_count, self.block_count, self.sequence_count)
 
     @property
     def block_count(self) -> int:
@@ -112,6 +119,7 @@ class StagedReport:
             self._add_sequence(sequence, names)
         if self._rebuild is None:
             self._rebuild = Rebuild(self._spec)
+        self._prefix_count += len(chunk.prefixes)
         for prefix in chunk.prefixes:
             self._rebuild.read(_prefix(prefix, names))
         counts = {len(freed), len(chunk.freed_steps), len(chunk.freed_operations), len(chunk.freed_positions)}

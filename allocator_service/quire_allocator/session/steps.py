@@ -13,6 +13,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
+from quire_allocator.session.memory import added_bytes
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.wire import authorization, routes, step_apply, step_checks, translate
 from quire_allocator.wire.step_columns import StepColumns
@@ -51,6 +52,8 @@ def answer_step(
     columns = step_checks.check_step(pool, step)
     if columns.has_new and len(pool.sequences) + columns.operation_count > limits.SEQUENCES_UNSHARED:
         sessions.check_sequences(owner, step_checks.sequence_count_after(pool, columns))
+    if columns.has_new or columns.commit_digest_data:
+        sessions.make_room(owner, added_bytes(pool, columns), now)
     if restricted is not None:
         for drop in columns.drops:
             authorization.require_drop(restricted, drop)

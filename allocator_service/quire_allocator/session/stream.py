@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 from grpc import aio
 from quire._serving.caller_shares import CallerShares
 from quire._serving.calls import ANSWER_COPIES, SMALL_BYTES, Arrivals
@@ -28,6 +25,7 @@ from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
 from quire_allocator.core.refusal import Refusal
+from quire_allocator.session.exchange import Exchange
 from quire_allocator.session.machine import Phase, SessionMachine
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.wire.translate import require
@@ -39,24 +37,6 @@ WAITERS_MAX: Final = 1_000  # owners whose waiting was logged; the oldest are fo
 log = structlog.get_logger()
 
 HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()
-
-
-class _Answers(NamedTuple):
-    """The answers to one message, and a function that counts the step that it applied."""
-
-    encoded: list[bytes]
-    observe: Callable[[], None] | None
-
-
-@contextlib.contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Stops garbage collection while a pool is made from its report. All its objects stay, and scanning them for
-    garbage doubles the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Streams:
@@ -128,12 +108,13 @@ class SessionStream:
                 f"one caller may have at most {places.each_max} streams, fewer if others have many: close one, or wait"
             )
             require(is_placed, text, "LIMIT")
-            await self._send(self._apply(await self._read_first()))
-            while machine.phase is not Phase.DETACHED and (message := await self._read()) is not None:
-                answers = self._apply(message)
+            message: bytes | None = await self._read_first() or b""
+            while message is not None:
+                exchange = Exchange(machine, self._streams.counters, message, self._streams.clock())
                 del message  # frees the step's memory while the owner reads the answers
-                await self._send(answers)
-                del answers  # frees the answers' memory while this waits for the next message
+                await self._send(exchange)
+                del exchange  # frees the answers' memory while this waits for the next message
+                message = None if machine.phase is Phase.DETACHED else await self._read()
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
             code = error.code.name
@@ -149,47 +130,15 @@ class SessionStream:
                 places.leave(self._caller)
             self._streams.counters.count_rpc("Session", code)
 
-    def _apply(self, message: bytes | None) -> _Answers:
-        """Lets the machine answer a message. No part of the message outlives the call unless a session keeps it: many
-        streams may wait for their owners at once.
-        """
-        machine = self._machine
-        try:
-            request = packed.SessionRequest.FromString(message or b"")
-        except DecodeError:
-            raise Refusal("MALFORMED", "the message is not a SessionRequest") from None
-        started, now = time.perf_counter(), self._streams.clock()
-        if machine.phase is Phase.REPORTING and request.HasField("report_end"):
-            with _collection_paused():
-                replies = machine.receive(request, now)
-        else:
-            replies = machine.receive(request, now)
-        seconds = time.perf_counter() - started
-        encoded = [reply.SerializeToString() for reply in replies]
-        applied, owner = machine.applied, machine.owner
-        if applied is None or owner is None:
-            return _Answers(encoded, None)
-        machine.applied = None
-        self._streams.sessions.kept_bytes.count(owner, request.step.number, len(message or b"") + len(encoded[0]))
-        # Read now, because the pool may be dropped later.
-        numbers, pool = self._streams.counters.of(owner.name), owner.pool
-
-        def observe() -> None:
-            numbers.observe_step(pool, applied, replies[0].step_reply, seconds)
-            numbers.observe_blocks(pool, applied, replies[0].step_reply, now)
-
-        return _Answers(encoded, observe)
-
-    async def _send(self, answers: _Answers) -> None:
+    async def _send(self, exchange: Exchange) -> None:
         machine = self._machine
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:
-            for answer in answers.encoded:
+            for answer in exchange.answers:
                 await self._write(answer)
-        finally:  # The owner waits for the write, so counting follows it. A failed write counts, too.
-            if answers.observe is not None:
-                answers.observe()
+        finally:  # A failed write counts, too.
+            exchange.observe()
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
 

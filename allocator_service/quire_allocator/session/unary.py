@@ -59,6 +59,7 @@ class UnarySessions:
             caller=permissions,
         )
         self._sessions.router.register(name, worker)
+        self._sessions.memory.share_event_logs(owner.caller)
         self._sessions.observer.opened(owner)
         return owner
 

@@ -88,7 +88,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         behave = behavior(calls, handler)
         if traced := trace_context.read(handler_call_details.invocation_metadata or ()):
             behave = self._in_trace(behave, traced, method, is_unary=is_unary)
-        behave = _forgetting(behave)
+        behave = _ending(behave)
         if is_unary:  # The answer is already bytes.
             return grpc.stream_unary_rpc_method_handler(behave, handler.request_deserializer)
         return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
@@ -260,8 +260,8 @@ async def _refuse(_requests: object, context: Context) -> None:
     await abort(context, QuireError.of(Reason.TOKEN, "this server requires a bearer token"))
 
 
-def _forgetting(behavior: Behavior) -> Behavior:
-    """Returns a handler that frees a refused call's memory at once.
+def _ending(behavior: Behavior) -> Behavior:
+    """Returns a handler that ends a refused call with its error, and frees the call's memory at once.
 
     gRPC stores the exception that ends a call in the call. The exception's traceback refers to the message and to the
     call: a cycle that stays in memory until the garbage collector runs, which is rare.
@@ -269,7 +269,10 @@ def _forgetting(behavior: Behavior) -> Behavior:
 
     async def behave(requests: Any, context: Context) -> Any:
         try:
-            return await behavior(requests, context)
+            try:
+                return await behavior(requests, context)
+            except QuireError as error:
+                return await abort(context, error)
         except aio.AbortError as error:
             error.__traceback__ = error.__context__ = None
             raise
@@ -300,28 +303,23 @@ def _streaming(calls: _Calls, handler: Handler) -> Callable[[object, Context], A
     inner = handler.unary_stream
 
     async def stream(_requests: object, context: Context) -> None:
-        try:
-            request = await calls.read(calls.place(context), context)
-            if not inspect.isasyncgenfunction(inner):
-                await inner(request, context)
-                return
-            async with contextlib.aclosing(inner(request, context)) as messages:
-                async for message in messages:
-                    await context.write(message)
-        except QuireError as error:
-            await abort(context, error)
+        request = await calls.read(calls.place(context), context)
+        if not inspect.isasyncgenfunction(inner):
+            await inner(request, context)
+            return
+        async with contextlib.aclosing(inner(request, context)) as messages:
+            async for message in messages:
+                await context.write(message)
 
     return stream
 
 
 def _conversing(calls: _Calls, handler: Handler) -> Callable[[Any, Context], Awaitable[None]]:
-    inner = handler.stream_stream
+    """Returns a handler that costs nothing for a message: another coroutine around it would."""
+    inner: Callable[[Any, Context], Awaitable[None]] = handler.stream_stream
 
-    async def converse(requests: Any, context: Context) -> None:
-        try:
-            calls.place(context)
-            await inner(requests, context)
-        except QuireError as error:
-            await abort(context, error)
+    def converse(requests: Any, context: Context) -> Awaitable[None]:
+        calls.place(context)
+        return inner(requests, context)
 
     return converse

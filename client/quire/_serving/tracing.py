@@ -137,6 +137,11 @@ class Open:
         """Returns the span's trace id; empty if it has none."""
         return trace_context.trace_id_of(self.context)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Returns whether there is a span to end. Without one, attributes need not be made."""
+        return self._span is not None
+
     def end(self, attributes: Attributes) -> None:
         """Ends the span. With "error.type" in `attributes` it counts as failed."""
         if self._span is not None:

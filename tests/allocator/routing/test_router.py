@@ -6,12 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from quire._serving.routing_rule import PREFILL_TOKENS_PER_S, Basis
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, GroupSpec, PoolSpec, Result
 from quire_allocator.routing.router import Prompt, PromptResult, RoutedTo, Router, Worker
-from quire_allocator.routing.rule import Basis
 
 from tests.allocator.service.harness import d
 
@@ -140,7 +140,7 @@ def test_prompts_go_to_their_prefix_until_computing_it_once_more_is_better() -> 
 
 def test_a_worker_that_has_not_measured_its_rate_counts_as_the_mean_of_the_others() -> None:
     scene = Scene("a", replace(WORKER, prefill_tokens_per_s=0))
-    assert scene.route("x").candidate.prefill_tokens_per_s == limits.PREFILL_TOKENS_PER_S == 8_000
+    assert scene.route("x").candidate.prefill_tokens_per_s == PREFILL_TOKENS_PER_S == 8_000
     scene.open("b", replace(WORKER, prefill_tokens_per_s=200))
     scene.open("c", replace(WORKER, prefill_tokens_per_s=400))
     assert scene.route("x", excluded_pools=frozenset("bc")).candidate.prefill_tokens_per_s == 8_000

@@ -108,9 +108,9 @@ EDGES: list[Edge] = [
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "STREAMS_OF_ALL_MAX": ("allocator/service/test_stream_shares.py", "test_callers_leave_streams_for_others"),
     "UNREAD_BYTES_MAX": ("allocator/service/test_stream_shares.py", "test_a_reply_that_takes_too_many_bytes_ends_its"),
+    "MEMORY_OF_CALLER_MAX": ("allocator/session/test_caller_memory.py", "test_cached_blocks_of_the_pool_that_grows_le"),
     "KEPT_BYTES_MAX": ("allocator/session/test_kept_bytes.py", "test_a_caller_that_keeps_too_many_bytes_loses_replies"),
     "RESERVED_BYTES_MAX": ("allocator/routing/test_router.py", "test_a_caller_with_too_many_bytes_is_routed_without"),
-    "PREFILL_TOKENS_PER_S": ("allocator/routing/test_router.py", "test_a_worker_that_has_not_measured_its_rate"),
     "SEQUENCES_OF_CALLER_MAX": (
         "allocator/session/test_kept_bytes.py",
         "test_pools_of_one_caller_have_a_limit_of_live",

@@ -76,7 +76,11 @@ async def test_a_reply_that_takes_too_many_bytes_ends_its_stream_and_its_owner_r
         assert not allocator.service.streams.unread.count
 
 
-MOST = {"--streams-per-caller": limits.STREAMS_OF_ALL_MAX // 2, "--blocks-per-caller": BLOCKS_OF_CALLER_MAX}
+MOST = {
+    "--streams-per-caller": limits.STREAMS_OF_ALL_MAX // 2,
+    "--blocks-per-caller": BLOCKS_OF_CALLER_MAX,
+    "--memory-per-caller": 1 << 20,
+}
 
 
 @pytest.mark.parametrize("option", MOST)

@@ -80,7 +80,11 @@ class RequestRecords:
         reason, now_s = error.reason or error.code.name, self._engine.clock()
         values = {"quire.request.id": request.request_id[:64], "error.type": reason}
         trace_id = self._tracing.record(Done("refused request", now_s, now_s, values), carried(), now_s)
-        self._log.ended(request.request_id[:64], error=reason, **self._about, **_trace(trace_id))
+        self._log.ended(request.request_id[:64], lambda: {**self._about, **_trace(trace_id)}, error=reason)
+
+    def close(self) -> None:
+        """Writes the log lines of ended requests; from now on each at once."""
+        self._log.close()
 
     def _info(self, request: Request, wait: Wait | None, permissions: Permissions) -> pb.RequestInfo:
         now_s = self._engine.clock()
@@ -108,24 +112,9 @@ class RequestRecords:
         numbers.request_seconds.exemplify(info.age_s, info.request_id, trace_id)
         if info.HasField("first_token_s"):
             numbers.first_token_seconds.exemplify(info.first_token_s, info.request_id, trace_id)
-        values = self._about if not info.adapter else {**self._about, "adapter": info.adapter}
-        self._log.ended(
-            info.request_id,
-            error=info.error,
-            **values,
-            namespace=info.namespace,
-            sequences=list(info.sequence_ids),
-            prompt_tokens=info.prompt_token_count,
-            cached_tokens=info.cached_token_count,
-            output_tokens=info.output_token_count,
-            queue_s=round(info.queue_s, 4) if info.HasField("queue_s") else None,
-            first_token_s=round(info.first_token_s, 4) if info.HasField("first_token_s") else None,
-            total_s=round(info.age_s, 4),
-            finish=[sample.finish_reason.value for sample in request.samples if sample.finish_reason is not None],
-            preemptions=info.preemption_count,
-            blocks_max=info.block_count_max,
-            **_trace(trace_id),
-        )
+        finish = [sample.finish_reason.value for sample in request.samples if sample.finish_reason is not None]
+        about = {**self._about, **_trace(trace_id)}
+        self._log.ended(info.request_id, lambda: _line_of(info, finish) | about, error=info.error)
 
     def _traced(self, request: Request) -> str:
         """Records a request's span. Returns the id of its trace."""
@@ -138,6 +127,24 @@ class RequestRecords:
 
 def _trace(trace_id: str) -> dict[str, str]:
     return {"trace_id": trace_id} if trace_id else {}
+
+
+def _line_of(info: pb.RequestInfo, finish: list[str]) -> dict[str, Any]:
+    """Returns the values of an ended request's log line."""
+    line: dict[str, Any] = {"adapter": info.adapter} if info.adapter else {}
+    return line | {
+        "namespace": info.namespace,
+        "sequences": list(info.sequence_ids),
+        "prompt_tokens": info.prompt_token_count,
+        "cached_tokens": info.cached_token_count,
+        "output_tokens": info.output_token_count,
+        "queue_s": round(info.queue_s, 4) if info.HasField("queue_s") else None,
+        "first_token_s": round(info.first_token_s, 4) if info.HasField("first_token_s") else None,
+        "total_s": round(info.age_s, 4),
+        "finish": finish,
+        "preemptions": info.preemption_count,
+        "blocks_max": info.block_count_max,
+    }
 
 
 def _info_of(request: Request, now_s: float) -> pb.RequestInfo:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jinja2
 
+from quire_worker.model.content_forms import fitted
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +37,6 @@ JOINED_MAX: Final = 3  # characters of a special token that a template may write
 KNOWN_ROLES: Final = frozenset(
     {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "environment", "observation"}
 )
-_PROBE: Final = "quireprobe"
 
 
 class TemplateError(Exception):
@@ -196,7 +197,6 @@ class ChatTemplate:
     ) -> None:
         self.sources, self.variables = dict(sources), dict(variables)
         self.file, self.unreadable = file, tuple(unreadable)
-        self._wants_parts: dict[tuple[str, str], bool] = {}
 
     def faults(self) -> list[str]:
         """Returns the syntax errors of the templates and the faults of their files, as texts."""
@@ -221,13 +221,15 @@ class ChatTemplate:
             TemplateError: the checkpoint's template has a syntax error.
         """
         source = self._source(conversation)
-        messages = [self._message(source, message) for message in conversation.messages]
+        tried = conversation._replace(continues_final=False)
+        bare = Conversation([], [], {}, with_generation_prompt=False)
         try:
-            try:
-                return self._rendered(source, conversation._replace(messages=messages))
-            except TypeError:  # some templates concatenate a call's arguments with a text
-                messages = [_with_written_arguments(message) for message in messages]
-                return self._rendered(source, conversation._replace(messages=messages))
+            messages = fitted(
+                conversation.messages,
+                lambda others: self._rendered(source, tried._replace(messages=others)),
+                lambda others: self._rendered(source, bare._replace(messages=others)),
+            )
+            return self._rendered(source, conversation._replace(messages=messages))
         except jinja2.TemplateSyntaxError as error:
             what = f"has a syntax error in line {error.lineno}"
             if conversation.template:
@@ -249,6 +251,13 @@ class ChatTemplate:
         return self.sources[name]
 
     def _rendered(self, source: str, conversation: Conversation) -> str:
+        try:
+            return self._written(source, conversation)
+        except TypeError:  # some templates concatenate a call's arguments with a text
+            messages = [_with_written_arguments(message) for message in conversation.messages]
+            return self._written(source, conversation._replace(messages=messages))
+
+    def _written(self, source: str, conversation: Conversation) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         messages = [
@@ -263,45 +272,6 @@ class ChatTemplate:
             **{**self.variables, **conversation.variables},
         )
         return str(rendered[0][0])
-
-    def _message(self, source: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns a message with its content in the form that the template expects, if the content is only text."""
-        content = message.get("content")
-        parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        if not parts or not all(_is_text(part) for part in parts):
-            return message
-        if self._takes_parts(source, message["role"]):
-            return {**message, "content": parts}
-        return {**message, "content": "\n".join(part["text"] for part in parts)}
-
-    def _takes_parts(self, source: str, role: str) -> bool:
-        """Returns whether the template writes a message's content only if it is a list of parts, and ignores a text."""
-        key = source, role if role in _AROUND else "user"
-        if key not in self._wants_parts:
-            as_parts = self._writes(source, key[1], [{"type": "text", "text": _PROBE}])
-            as_text = self._writes(source, key[1], _PROBE)
-            self._wants_parts[key] = as_parts and not as_text
-        return self._wants_parts[key]
-
-    def _writes(self, source: str, role: str, content: Any) -> bool:
-        """Returns whether the template writes the text of a content."""
-        other = [{"type": "text", "text": "x"}] if isinstance(content, list) else "x"
-        before, after = _AROUND[role]
-        given = [{"role": each, "content": other if each != role else content} for each in (*before, role, *after)]
-        try:
-            return _PROBE in self._rendered(source, Conversation(given, [], {}, False))
-        except Exception:
-            return False
-
-
-# The roles before and after a message of each role in a conversation that most templates accept.
-_AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
-    "user": ((), ()),
-    "system": ((), ("user",)),
-    "developer": ((), ("user",)),
-    "assistant": (("user",), ()),
-    "tool": (("user", "assistant"), ()),
-}
 
 
 def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -318,10 +288,6 @@ def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
         else:
             written.append(call)
     return {**message, "tool_calls": written}
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTemplate:

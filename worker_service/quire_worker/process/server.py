@@ -277,7 +277,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         model_aliases=loaded.names[1:],
         memory=loaded.memory,
         authorize=server.authorize,
-        request_log=RequestLog(options.log_requests),
+        request_log=RequestLog(options.log_requests, later=asyncio.get_running_loop().call_later),
         tracing=server.tracing,
         sampling_defaults=read_sampling_defaults(Path(options.model)),
         trusts_templates=options.trust_request_chat_template,

@@ -45,6 +45,7 @@ _GAPS: Final = 4
 _SHARED: Final = _NEW_FAMILIES * _LENGTHS
 _LEFT: Final = _SHARED + (len(_LEVELS) + 1) * _GAPS  # the kind of deep ends that prompts leave behind
 _KINDS: Final = _LEFT + 1
+GHOSTS_MAX: Final = 65_536  # 12 MiB
 # The prior of each family: the share that returns per doubling of the age. Observations soon outweigh it.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _FAMILIES = (
@@ -77,7 +78,7 @@ class ReuseValue(EvictionPolicy):
         self._time = 0  # blocks that sequences asked for
         self._unlearned_time = 0  # the part of `_time` due to LED entries, which the model does not learn from
         self._model = ReuseModel(_FAMILIES, block_count)
-        self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
+        self._ghosts = Ghosts(self._model, 4 * block_count, min(1024 + block_count // 4, GHOSTS_MAX))
         self._gaps = (block_count / 4, block_count, block_count * 4)
         self._length_mean = 0.0
         self._medians = [0.0] * _NEW_FAMILIES  # median number of blocks that prompts leave behind, by origin

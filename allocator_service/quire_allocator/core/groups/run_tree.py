@@ -71,6 +71,7 @@ class RunTree:
         """Makes a new child of a run, held once."""
         child = Run(parent.scope, parent, position, digests, blocks)
         child.live = 1
+        self._blocks.run_count += 1
         if not parent.children:
             parent.children = {}
         parent.children[digests[:DIGEST_BYTES]] = child
@@ -123,6 +124,7 @@ class RunTree:
         parent, size, count = run.parent, positions * DIGEST_BYTES, positions * self.width
         assert parent is not None, "a root cannot be split"
         upper = Run(run.scope, parent, run.first_position, run.digests[:size], run.blocks[:count])
+        self._blocks.run_count += 1
         upper.copy_history(run)
         upper.live = 1 if run.live else 0
         if upper.keep_until_ms:
@@ -180,6 +182,7 @@ class RunTree:
         parent = run.parent
         assert parent is not None, "a root cannot be evicted"
         if not kept:
+            self._blocks.run_count -= 1
             self._blocks.queue.discard(run)
             del parent.children[run.first_digest]
         size, (source, blocks) = run.size, run.trim(kept)

@@ -23,11 +23,7 @@ class UnitScope(Scope):
 
     A unit is found by position and digest. A digest stands for a whole prefix, and so for one position. Units are
     therefore filed by the digest alone, because it hashes faster. A digest occurs at two positions only if an owner
-    makes digests up.
-
-    Attributes:
-        depths: positions of the published units, of all prefixes.
-    """
+    makes digests up."""
 
     __slots__ = ("_by_digest", "_repeated", "depths")
 
@@ -35,7 +31,7 @@ class UnitScope(Scope):
         super().__init__(namespace, manager)
         self._by_digest: dict[bytes, Unit] = {}
         self._repeated: dict[UnitKey, Unit] = {}  # units with a digest filed for another position; usually none
-        self.depths = Depths()
+        self.depths = Depths()  # positions of the published units, of all prefixes
 
     def find(self, position: int, digest: bytes) -> Unit | None:
         """Returns the published unit of this position and digest; None if there is none."""

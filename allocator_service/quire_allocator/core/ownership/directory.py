@@ -27,9 +27,7 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 
 OWNED_RETRY_S_MIN, OWNED_RETRY_S_MAX = 0.05, 1.0
-BLOCKS_OF_CALLER_MAX = (
-    1 << 25
-)  # twice as many for all callers together; each takes 4 bytes at first, some 40 more once published
+BLOCKS_OF_CALLER_MAX = 1 << 25  # twice as many for all callers together; an empty one takes 4 bytes
 
 
 @dataclass(slots=True)
@@ -44,6 +42,7 @@ class Ownership:
         steps: the kept replies to the session's steps.
         change_count: number of applied steps.
         untold_drops: drops by other callers since the owner's last step.
+        allowed_bytes: memory that the pool may take by estimate, before its caller's pools are looked at.
     """
 
     name: str
@@ -60,6 +59,7 @@ class Ownership:
     steps: StepLog = field(default_factory=lambda: StepLog(1, 1))
     change_count: int = 0
     untold_drops: list[CacheDrop] = field(default_factory=list)
+    allowed_bytes: int = 0
 
 
 class Directory:

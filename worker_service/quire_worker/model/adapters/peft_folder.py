@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from quire_worker.model.adapters.adapter import Adapter, Factors
+from quire_worker.model.adapters.patterns import PatternError, fully_matched
 from quire_worker.model.adapters.sites import Site
 from quire_worker.model.checkpoint import CheckpointError, ModelError
 from quire_worker.model.headers import TensorEntry, header_of
@@ -222,30 +223,41 @@ def _check_targets(config: Mapping[str, Any], pairs: Mapping[str, object]) -> No
     """Checks that targets and tensors fit each other.
 
     A target without a tensor is refused: the model lacks it, or the file is incomplete. A tensor of a layer that is not
-    a target is refused, because PEFT would ignore it. A regular expression as the target is not checked, because
-    matching it may take minutes.
+    a target is refused, because PEFT would ignore it.
     """
-    targets = config["target_modules"]
-    if isinstance(targets, str):
-        return
-    excluded = config.get("exclude_modules") or []
-    for target in targets:
-        is_excluded = isinstance(excluded, list) and target in excluded
-        if not is_excluded and not any(_ends_with(layer, target) for layer in pairs):
+    targets, excluded = config["target_modules"], config.get("exclude_modules") or []
+    targeted, left_out = _named(targets, pairs, "target_modules"), _named(excluded, pairs, "exclude_modules")
+    for target in [] if isinstance(targets, str) else targets:
+        may_be_excluded = isinstance(excluded, str) or any(_ends_with(str(target), name) for name in excluded)
+        if not may_be_excluded and not any(_ends_with(layer, target) for layer in pairs):
             raise AdapterError(f"{_CONFIG} targets {target!r:.200}, but {_WEIGHTS} does not have this layer")
     for layer in pairs:
         left_out_by = None
-        if not any(_ends_with(layer, target) for target in targets):
+        if layer not in targeted:
             left_out_by = "target_modules"
-        elif isinstance(excluded, list) and any(_ends_with(layer, name) for name in excluded):
+        elif layer in left_out:
             left_out_by = "exclude_modules"
-        elif layer not in targets and not _is_of_layers(layer, config):
+        elif not isinstance(targets, str) and layer not in targets and not _is_of_layers(layer, config):
             left_out_by = "layers_to_transform"
         if left_out_by is not None:
             raise AdapterError(
                 f"{_WEIGHTS} changes {layer:.200}, which {left_out_by} in {_CONFIG} excludes; save the adapter "
                 "again with PEFT, which keeps only targeted layers"
             )
+
+
+def _named(names: object, layers: Iterable[str], option: str) -> set[str]:
+    """Returns the layers that an option names: by a list of names or ends of names, or by a regular expression."""
+    if isinstance(names, str):
+        if names.lower() == "all-linear" and option == "target_modules":
+            return {*layers}
+        try:
+            return fully_matched(names, layers)
+        except PatternError as error:
+            raise AdapterError(f"{_CONFIG} has {option} = {names!r:.200}, which {error}") from None
+    if not isinstance(names, list):
+        raise AdapterError(f"{_CONFIG} has {option} = {names!r:.40}, which must be a string or a list")
+    return {layer for layer in layers if any(_ends_with(layer, name) for name in names)}
 
 
 def _ends_with(layer: str, name: object) -> bool:

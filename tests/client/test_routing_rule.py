@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_allocator.routing.rule import Basis, Candidate, choose
+from quire._serving.routing_rule import Basis, Candidate, choose
 
 PROMPT = 1_000
 

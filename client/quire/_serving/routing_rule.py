@@ -1,4 +1,6 @@
-"""The rule that chooses a worker: the least to compute, where the prompt's own tokens count half as much again.
+"""The rule by which allocators and gateways choose a prompt's worker.
+
+The worker with the least to compute gets the prompt, and the prompt's own tokens count half as much again.
 
 A worker that lacks a prefix would compute it once more. That also takes time from later prompts and room from other
 prefixes. Hence the weight of the prompt's own tokens. Example: a worker has published a prefix of 6,000 tokens. A
@@ -17,6 +19,7 @@ from typing import Final, NamedTuple
 # A lower weight copies more prefixes than a busy fleet has time for; a higher one makes queues (benchmarks/fleet.py).
 UNCACHED_WEIGHT: Final = 1.5
 SEQUENCE_TOKENS: Final = 50  # tokens to compute that a live sequence counts as
+PREFILL_TOKENS_PER_S: Final = 8_000  # assumed while no worker of a model has measured its rate
 
 
 class Basis(enum.StrEnum):
@@ -59,6 +62,20 @@ class WorkerChoice(NamedTuple):
     basis: Basis
 
 
+def usual_rate(rates: Sequence[float]) -> float:
+    """Returns the mean of the measured rates, for workers whose own rate is 0 because it was not measured yet."""
+    measured = [rate for rate in rates if rate]
+    return sum(measured) / len(measured) if measured else PREFILL_TOKENS_PER_S
+
+
+def cost_s(
+    worker: Candidate, uncached_weight: float = UNCACHED_WEIGHT, sequence_tokens: int = SEQUENCE_TOKENS
+) -> float:
+    """Returns what the rule minimizes: seconds in which the worker would compute what counts against it."""
+    token_count = worker.backlog_token_count + uncached_weight * worker.uncached_token_count
+    return (token_count + sequence_tokens * worker.sequence_count) / worker.prefill_tokens_per_s
+
+
 def choose(
     candidates: Sequence[Candidate], uncached_weight: float = UNCACHED_WEIGHT, sequence_tokens: int = SEQUENCE_TOKENS
 ) -> WorkerChoice:
@@ -66,9 +83,7 @@ def choose(
 
     def cost(place: int) -> tuple[float, int]:
         worker = candidates[place]
-        token_count = worker.backlog_token_count + uncached_weight * worker.uncached_token_count
-        token_count += sequence_tokens * worker.sequence_count
-        return token_count / worker.prefill_tokens_per_s, -worker.shared_token_count
+        return cost_s(worker, uncached_weight, sequence_tokens), -worker.shared_token_count
 
     best = min(range(len(candidates)), key=cost)
     most = max(candidate.shared_token_count for candidate in candidates)

@@ -75,10 +75,7 @@ def up(
     listen_worker: Annotated[str, typer.Option(metavar="ADDRESS", help="The worker's address.")] = DEFAULT_WORKER,
     listen_gateway: Annotated[
         str,
-        typer.Option(
-            metavar="ADDRESS",
-            help=f"Listening address of OpenAI's endpoints; {NO_GATEWAY}: no gateway.",
-        ),
+        typer.Option(metavar="ADDRESS", help=f"Listening address of OpenAI's endpoints; {NO_GATEWAY}: no gateway."),
     ] = "127.0.0.1:8000",
     metrics_allocator: Annotated[str, _metrics("allocator")] = "127.0.0.1:9470",
     metrics_worker: Annotated[str, _metrics("worker")] = "127.0.0.1:9471",

@@ -31,8 +31,11 @@ RETENTION: Final = frozenset({
     *("aside", "burden", "burdens", "junction", "junctions", "led", "parting", "partings"),
     *("spare", "stop", "stops", "worth"),
 })  # fmt: skip
-# Modules that make, rebuild and check stops. Their attributes named `stops` are lists of `Stop`, not the wire's field.
-KEEPING: Final = {*(CORE / "retention").glob("*.py"), CORE / "rebuild/stops.py", CORE / "readers/retention.py"}
+# Modules that make, rebuild, check and count stops. Their attributes named `stops` are lists of `Stop`, not the field.
+KEEPING: Final = {
+    *(CORE / "retention").glob("*.py"),
+    *(CORE / "rebuild/stops.py", CORE / "readers/retention.py", CORE.parent / "session/caller_memory.py"),
+}
 WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # RANKED is left out: every entry starts with it.
 MEAN_HIT_RATIO: Final = 0.473  # mean of the drawn scenarios at commit fb7303a
 DOORS: Final = re.compile(r"(grow|grant|append|extend)(_\w+)?")

@@ -16,7 +16,7 @@ from quire_gateway import routing
 from quire_gateway.backend import Backend, ChosenWorker, Model
 
 
-class Prompt(NamedTuple):
+class RoutedPrompt(NamedTuple):
     """A prompt, and what its request says about caches."""
 
     model: Model
@@ -26,7 +26,9 @@ class Prompt(NamedTuple):
     cache_key: str  # the caller's `prompt_cache_key`
 
 
-def choose(candidates: Sequence[Backend], prompt: Prompt, rate_of: Callable[[Backend], int]) -> ChosenWorker | None:
+def choose(
+    candidates: Sequence[Backend], prompt: RoutedPrompt, rate_of: Callable[[Backend], int]
+) -> ChosenWorker | None:
     """Returns the best of these workers, which serve the model; None if there is none.
 
     `rate_of` returns a worker's measured tokens per second; 0 before that.
@@ -52,7 +54,7 @@ def choose(candidates: Sequence[Backend], prompt: Prompt, rate_of: Callable[[Bac
     return ChosenWorker(candidates[place], uncached_token_count=uncached, digests=joined[place])
 
 
-def _candidate(backend: Backend, digests: list[bytes], joined: bytes, prompt: Prompt, rate: float) -> Candidate:
+def _candidate(backend: Backend, digests: list[bytes], joined: bytes, prompt: RoutedPrompt, rate: float) -> Candidate:
     hit = backend.matched_token_count(digests, prompt.namespace)
     shared = max(hit, backend.underway.shared_block_count(joined) * backend.block_size)
     uncached, backlog = len(prompt.tokens) - shared, backend.underway.uncached_token_count

@@ -234,7 +234,7 @@ class Fleet:
             cache_salt: the salt of the request.
             cache_key: the caller's `prompt_cache_key`.
         """
-        prompt = fallback.Prompt(model, tokens, namespace, cache_salt, cache_key)
+        prompt = fallback.RoutedPrompt(model, tokens, namespace, cache_salt, cache_key)
         found = fallback.choose(self._candidates(model, without), prompt, self.discovery.rate)
         return None if found is None else found.backend
 
@@ -261,7 +261,7 @@ class Fleet:
             if found is not None:
                 self.routes[BY_ALLOCATOR] += 1
                 return found
-        prompt = fallback.Prompt(model, tokens, namespace, cache_salt, cache_key)
+        prompt = fallback.RoutedPrompt(model, tokens, namespace, cache_salt, cache_key)
         candidates = self._candidates(model, without)  # again: an allocator that is away may have taken seconds
         found = fallback.choose(candidates, prompt, self.discovery.rate)
         if found is not None:

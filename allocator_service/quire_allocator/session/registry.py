@@ -13,8 +13,8 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.routing.router import Router
+from quire_allocator.session.caller_memory import CallerMemory, pool_bytes
 from quire_allocator.session.kept_bytes import KeptBytes
-from quire_allocator.session.memory import CallerMemory, pool_bytes
 
 AnswerT = TypeVar("AnswerT")
 

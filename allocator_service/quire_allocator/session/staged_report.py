@@ -26,7 +26,7 @@ from quire_allocator.core.rebuild.rebuild import Rebuild
 from quire_allocator.core.rebuild.report import Report, ReportedSequence, ReportedStretch
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
-from quire_allocator.session.memory import report_bytes
+from quire_allocator.session.caller_memory import report_bytes
 from quire_allocator.wire import translate
 from quire_allocator.wire.translate import require
 

@@ -13,7 +13,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.session.memory import added_bytes
+from quire_allocator.session.caller_memory import added_bytes
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.wire import authorization, routes, step_apply, step_checks, translate
 from quire_allocator.wire.step_columns import StepColumns

@@ -25,8 +25,8 @@ from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.session.exchange import Exchange
 from quire_allocator.session.machine import Phase, SessionMachine
+from quire_allocator.session.message import Exchange
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.wire.translate import require
 

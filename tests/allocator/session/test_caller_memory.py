@@ -16,7 +16,7 @@ from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.pending import Announcement
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.session.memory import SLACK_BYTES, pool_bytes
+from quire_allocator.session.caller_memory import SLACK_BYTES, pool_bytes
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.steps import answer_step
 from quire_allocator.wire.translate import pool_spec

@@ -57,6 +57,15 @@ def test_a_prompt_waits_for_its_prefix_rather_than_computing_it_once_more() -> N
     assert choose([candidate(), candidate(promised=900, others=451)]) == (0, Basis.SPREAD)
 
 
+def test_a_worker_with_nothing_to_do_and_room_soon_takes_a_copy() -> None:
+    free = candidate()._replace(has_room=True)
+    waits, long_waits = candidate(promised=900, others=49), candidate(promised=900, others=51)
+    assert choose([free, waits]) == (1, Basis.PREFIX)
+    assert choose([free, long_waits]) == (0, Basis.SPREAD)
+    for busy in (free._replace(has_room=False), free._replace(sequence_count=1), free._replace(backlog_token_count=1)):
+        assert choose([busy, long_waits]) == (1, Basis.PREFIX)
+
+
 def test_a_short_prefix_does_not_hold_all_chats_at_one_worker() -> None:
     sequence_counts = [0, 0]
     for _ in range(40):

@@ -219,7 +219,10 @@ class Router:
         uncached = prompt.token_count - hit - promised
         rate = self._workers[owner.name].prefill_tokens_per_s or usual_rate
         sequence_count = len(pool.sequences) + (0 if book is None else len(book))
-        return Candidate(hit, promised, uncached, backlog, rate, sequence_count)
+        needed = sum([manager.width * -(-uncached // manager.block_size) for manager in pool.managers])
+        return Candidate(
+            hit, promised, uncached, backlog, rate, sequence_count, has_room=pool.blocks.empty_count >= needed
+        )
 
     def _reserve(self, owner: Ownership, prompt: Prompt, candidate: Candidate, now: float) -> bool:
         size = owner.pool.digest_tokens

@@ -4,7 +4,10 @@ The worker with the least to compute gets the prompt, and the prompt's own token
 
 A worker that lacks a prefix would compute it once more. That also takes time from later prompts and room from other
 prefixes. Hence the weight of the prompt's own tokens. Example: a worker has published a prefix of 6,000 tokens. A
-prompt of 7,200 goes there until its backlog is 9,000 tokens longer than that of an idle worker.
+prompt of 7,200 goes there until its backlog is 9,000 tokens longer than that of a worker with other requests.
+
+A worker that has nothing to do and empty blocks for the prompt delays nobody by a copy, and evicts nothing. There, the
+prompt's own tokens count only a tenth more. So a second worker soon takes a part of a burst.
 
 Sequences that decode have no backlog, but slow each other. So each one counts as some tokens. Otherwise chats with one
 short system prompt would all go to one worker.
@@ -18,6 +21,7 @@ from typing import Final, NamedTuple
 
 # A lower weight copies more prefixes than a busy fleet has time for; a higher one makes queues (benchmarks/fleet.py).
 UNCACHED_WEIGHT: Final = 1.5
+FREE_WEIGHT: Final = 1.1  # at workers with nothing to do and room; with 1.0 a burst would make a copy at each of them
 SEQUENCE_TOKENS: Final = 50  # tokens to compute that a live sequence counts as
 PREFILL_TOKENS_PER_S: Final = 8_000  # assumed while no worker of a model has measured its rate
 
@@ -40,6 +44,7 @@ class Candidate(NamedTuple):
         backlog_token_count: tokens that the worker must still compute for others, including promised ones.
         prefill_tokens_per_s: its measured rate, above 0.
         sequence_count: its live sequences, and the prompts that were routed there.
+        has_room: whether its empty blocks hold the rest of the prompt; False if that is unknown.
     """
 
     hit_token_count: int
@@ -48,6 +53,7 @@ class Candidate(NamedTuple):
     backlog_token_count: int
     prefill_tokens_per_s: float
     sequence_count: int = 0
+    has_room: bool = False
 
     @property
     def shared_token_count(self) -> int:
@@ -72,6 +78,8 @@ def cost_s(
     worker: Candidate, uncached_weight: float = UNCACHED_WEIGHT, sequence_tokens: int = SEQUENCE_TOKENS
 ) -> float:
     """Returns what the rule minimizes: seconds in which the worker would compute what counts against it."""
+    if worker.has_room and not worker.backlog_token_count and not worker.sequence_count:
+        uncached_weight = min(uncached_weight, FREE_WEIGHT)
     token_count = worker.backlog_token_count + uncached_weight * worker.uncached_token_count
     return (token_count + sequence_tokens * worker.sequence_count) / worker.prefill_tokens_per_s
 

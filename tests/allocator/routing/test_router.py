@@ -16,16 +16,17 @@ from quire_allocator.routing.router import Prompt, PromptResult, RoutedTo, Route
 from tests.allocator.service.harness import d
 
 SPEC = PoolSpec(64, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
+BUSY = 1  # id of the sequence that each pool has
 WORKER = Worker("here:1", "m", frozenset({"tuned"}), 100, is_draining=False)
 
 
 class Scene:
-    """A router over pools that owners hold by calls."""
+    """A router over pools that owners hold by calls. Each pool has a sequence, so that no worker has nothing to do."""
 
     def __init__(self, names: str = "ab", worker: Worker = WORKER) -> None:
         self.directory = Directory(lease_s=10.0, pools_max=16)
         self.router = Router(sequence_tokens=0)  # prompts are short here, and one live sequence would outweigh them
-        self.last = 0
+        self.last = BUSY
         for name in names:
             self.open(name, worker)
 
@@ -33,6 +34,7 @@ class Scene:
         session_id = name.encode().ljust(16)
         self.directory.open_unary(name=name, spec=SPEC, request_id=name, session_id=session_id, now=0.0)
         self.router.register(name, replace(worker, address=name))
+        self.owner(name).pool.allocate(BUSY, 1, b"")
 
     def owner(self, name: str) -> Ownership:
         return self.directory.pool(name)
@@ -136,6 +138,24 @@ def test_prompts_go_to_their_prefix_until_computing_it_once_more_is_better() -> 
     pools = [scene.route(f"xyz{letter}").pool for letter in "abcdef"]  # 5 tokens beside 12 shared ones
     assert pools == ["a"] * 4 + ["b"] * 2  # 5 * 4 + 1.5 * 5 against 1.5 * 17; then b has the prefix, too
     assert scene.router.counts.routes == {Basis.PREFIX: 5, Basis.SPREAD: 1}
+
+
+def test_a_worker_with_nothing_to_do_and_empty_blocks_soon_takes_a_copy() -> None:
+    scene = Scene()
+    sequence = scene.admit("a", "xyz")
+    scene.compute("a", "xyz", sequence)
+    scene.owner("b").pool.free(BUSY)
+    pools = [scene.route(f"xyz{letter}").pool for letter in "abcdef"]
+    assert pools == ["a"] * 3 + ["b", "a", "b"]  # 5 * 3 + 1.5 * 5 against 1.1 * 17
+
+
+def test_a_worker_has_room_while_its_empty_blocks_hold_the_prompt() -> None:
+    scene = Scene("a")
+    sequence = scene.admit("a", "xyz" * 4)
+    scene.compute("a", "xyz" * 4, sequence)
+    scene.owner("a").pool.free(sequence)  # 12 blocks stay cached, and one is the other sequence's
+    assert scene.route("w" * 50, reservation_s=0.0).candidate.has_room
+    assert not scene.route("w" * 51, reservation_s=0.0).candidate.has_room
 
 
 def test_a_worker_that_has_not_measured_its_rate_counts_as_the_mean_of_the_others() -> None:

@@ -33,6 +33,9 @@ def test_an_idle_worker_answers_as_soon_as_it_serves_and_after_each_round(
             # The two requests decode together, or on a busy machine one after the other.
             assert len(decoding_pairs(passes, 1)) + len(decoding_pairs(passes, 2)) >= 4
             assert sum(each["tokens"] for each in passes) >= 2 * (16 + 7)
-        trace, passes = stack.profile(asked, after_s=-1.0, seconds=0.1)
-        assert trace.span_ms >= 0
+        for seconds in (0.1, 1.0, 10.0, 60.0):  # On a busy machine, the first pass may begin after a short trace.
+            trace, passes = stack.profile(asked, after_s=-1.0, seconds=seconds)
+            if passes:
+                break
         assert passes
+        assert trace.span_ms >= 0

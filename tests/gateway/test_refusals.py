@@ -64,8 +64,8 @@ def served() -> Iterator[ServerProcess]:
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": 9007199254740993}}}],
                 "tool_choice": "required",
             },
-            "tools has the number 9007199254740993, which would be rounded: numbers of a schema must be from -2^53 to"
-            " 2^53, with no more digits than a float64 keeps",
+            "tools has the number 9007199254740993, which would be rounded: numbers of a schema must be integers"
+            " from -2^53 to 2^53, or have at most 15 digits",
         ),
     ],
 )

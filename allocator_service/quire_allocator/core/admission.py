@@ -31,8 +31,8 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
-TAKEOVERS_EXAMINED_MAX: Final = 1024  # only the oldest sequences are examined: a step's reply names each takeover
-VICTIMS_EXAMINED_MAX: Final = 1024  # only the newest sequences are examined: searching all would delay every step
+TAKEOVERS_EXAMINED_MAX: Final = 1024  # oldest sequences to search for twins: the step's reply names every takeover
+VICTIMS_EXAMINED_MAX: Final = 1024  # newest sequences to search for a victim: searching all would delay every step
 
 
 class Applicant(NamedTuple):
@@ -66,9 +66,9 @@ class Admission:
         self._blocks = blocks
         self._managers = managers
         self._sequences = sequences
-        self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since it was computed
+        self._cheapest: list[tuple[int, int, int]] | None = None  # None after a change of the pool, until a search
         self.limits_cache = any(quota.cached_blocks_max is not None for quota in spec.quotas)
-        self._has_taken_over = not spec.append_only  # whether takeovers were tried, or there are none to try
+        self._has_taken_over = not spec.append_only  # whether takeovers were tried; always True if not append-only
 
     @property
     def reserved_block_count(self) -> int:
@@ -96,7 +96,7 @@ class Admission:
         if 0 < applicant.defer_token_count <= applicant.pending_token_count:
             return GrowResult(Result.PENDING, 0, applicant.pending_token_count)
         hits = zip(self._managers, applicant.hits)
-        # A state in a hit is not counted: the grow copies it and releases the original.
+        # A checkpoint in a hit does not count toward the quota: the first grow copies it, and releases the original.
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])
         over = self._over_quota(applicant.space, needed + kept)
         if over > 0:

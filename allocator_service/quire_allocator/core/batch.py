@@ -53,7 +53,7 @@ class DueRows:
         self._coordinator = coordinator
         self._grants = grants
         self._rows: list[int] = []
-        self.sequences: list[SequenceState] = []  # in the order of their rows
+        self.sequences: list[SequenceState] = []  # the sequences of `_rows`, in the same order
 
     def add(self, number: int, sequence: SequenceState, token_count: int) -> None:
         """Grants a row to the sequence of grow `number`, to hold `token_count` tokens."""

@@ -54,7 +54,7 @@ class Path:
         return self.digests[(first - self.begin) * self.step : (end - self.begin) * self.step]
 
     def agreed(self, stretch: Stretch, end: int) -> int:
-        """Returns how far, at most up to `end`, a stretch agrees with the path, from their equal first digests on."""
+        """Returns the position, at most `end`, where a stretch and the path diverge. Their first digests are equal."""
         low, high = stretch.first_position + 1, min(end, stretch.end_position)
         while low < high:
             middle = (low + high + 1) // 2
@@ -119,7 +119,7 @@ class WindowScope(UnitScope):
         return found
 
     def through(self, position: int, digest: bytes) -> Stretch | None:
-        """Returns the stretch that contains this position, but not as its first. Examines every stretch."""
+        """Returns the stretch that contains this position behind its first one. Examines every stretch."""
         for stretch in self.stretches.values():
             is_inside = stretch.first_position < position < stretch.end_position
             if is_inside and stretch.digest_at(position) == digest:

@@ -30,7 +30,7 @@ class RunTree:
         """Returns the longest published prefix of at most `token_limit` tokens. Changes nothing."""
         limit = min(token_limit // self.block_size * DIGEST_BYTES, len(digests))
         run, offset, runs = root, 0, []
-        cached = cut = 0  # positions
+        cached = cut = 0  # cached positions of the hit; positions that the hit takes of a run that it cuts
         while offset < limit:
             child = run.children.get(digests[offset : offset + DIGEST_BYTES])
             if child is None:
@@ -79,7 +79,7 @@ class RunTree:
         return child
 
     def is_extendable(self, run: Run) -> bool:
-        """Tells whether a run can take in the next blocks of the sequence that ends in it: they share one history."""
+        """Tells whether a run can take in the next blocks of the sequence that ends in it: all have one history."""
         return run.live == 1 and not (run.children or run.hits or run.keep_until_ms) and run.parent is not None
 
     def extend(self, run: Run, digests: bytes, blocks: array[int], position: int) -> None:

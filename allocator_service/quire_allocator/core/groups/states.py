@@ -58,7 +58,7 @@ class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
         for position in reversed(scope.depths.between(0, limit + 1)):
             unit = scope.find(position, digests[(position - 1) * DIGEST_BYTES : position * DIGEST_BYTES])
             if unit is not None:
-                # The sequence holds no block of the hit: its first grow copies the checkpoint and releases it.
+                # A hit has no blocks to hold: the sequence's first grow copies the checkpoint, and releases it.
                 return UnitHit(position * self._digest_tokens, 0 if unit.live else self.width, [unit])
         return NO_UNITS
 

@@ -127,7 +127,7 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     )
     parts = list(zip(pool.managers, sequence.parts, strict=True))
     room = min(manager.room(part, token_count) for manager, part in parts)
-    # The limit may stay at the token count after a sharer of the block that is written next has left.
+    # While sequences share the block to write next, the limit is the token count. It may stay so after the others left.
     assert sequence.limit in (room, token_count), (
         f"sequence {sequence_id} has the limit {sequence.limit}, but room for {room} tokens"
     )

@@ -23,7 +23,7 @@ from quire_allocator.core.spec import GroupSpec
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
 
-SPECIFICATIONS_MAX: Final = 16  # most specifications with a metric label of their own
+SPECIFICATIONS_MAX: Final = 16  # most specifications that get a metric label each
 
 
 class RetentionUse(NamedTuple):

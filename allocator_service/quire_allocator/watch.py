@@ -146,7 +146,7 @@ class _Watcher:
             raise Refusal(
                 "WATCHER_SLOW", f"events after cursor {cursor} are no longer kept; start again with a snapshot"
             )
-        # A list, because the log drops old events while a slow caller blocks a message.
+        # The events are copied to a list, because the log drops old events while a slow caller blocks a write.
         for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
             if self._permissions.may_use(event.scope.namespace.name):
                 for message in _messages(owner.name, session_id, number, event):

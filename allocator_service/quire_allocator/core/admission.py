@@ -7,9 +7,9 @@ A new sequence is refused for the first of these reasons:
     PENDING         others are computing at least as much of its prefix as it asked to wait for
     QUOTA           its namespace would exceed its limit
     NO_SPACE        its whole prompt, not only the first chunk, does not fit beside the blocks *promised* to growing
-                    prompts and the free *watermark* of running ones. An idle pool waives these two
+                    prompts and the free *watermark* of running ones. In an idle pool, both are 0
 
-A live sequence needs room for its request alone: TOO_LONG if even its smallest pass does not fit, else PASS_TOO_LONG
+A live sequence needs blocks for its request alone: TOO_LONG if even its smallest pass does not fit, else PASS_TOO_LONG
 with the excess of blocks; then QUOTA, as above; then NO_SPACE with the missing blocks and the victim whose preemption
 costs least.
 

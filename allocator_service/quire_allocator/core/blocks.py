@@ -58,8 +58,8 @@ class Blocks:
         return self._top
 
     def emptied(self, used_before: int) -> array[int]:
-        """Returns the blocks that became empty, and perhaps some that were empty before. `used_before` is the highest
-        number of blocks in use in that time: nothing was taken from deeper in the stack."""
+        """Returns the blocks that a step emptied, and perhaps some that were empty before. `used_before` bounds the
+        number of blocks in use during the step: no block deeper in the stack was taken."""
         return self._stack[self._top : min(used_before, self._top + EMPTIED_TOLD_MAX)]
 
     @property
@@ -122,7 +122,7 @@ class Blocks:
             own.add(entry)
 
     def keep(self, space: Namespace, entries: Sequence[Scoped], keep_ms: int) -> None:
-        """Evicts entries late for `keep_ms` from now on, if they fit the namespace's share."""
+        """For `keep_ms` from now on, evicts these entries late, if they fit the share of the namespace."""
         now_ms = self.policy.now_ms
         new = [entry for entry in entries if entry.keep_until_ms <= now_ms]
         count = sum([entry.block_count for entry in new])

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final, NamedTuple
 
-# Imported at run time, because `Event` names it. With an import only for type checkers, this compiled module could not
-# be the first to be imported.
+# `Scope` is imported at run time, because a field of `Event` has this type. With an import for type checkers only, this
+# compiled module could not be imported before `scopes`.
 from quire_allocator.core.scopes import Evictor, Scope
 from quire_allocator.core.spec import DIGEST_BYTES
 

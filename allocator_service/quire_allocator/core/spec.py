@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 DIGEST_BYTES: Final = 32
 NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the window and was given back
 RETENTIONS: Final = ("auto", "dense")
-OTHERS: Final = "*"  # in a quota: every namespace without its own
-NEVER: Final = 1 << 62  # tokens: more than any sequence has
+OTHERS: Final = "*"  # as a quota's namespace: every namespace without its own quota
+NEVER: Final = 1 << 62  # a token count above that of every sequence
 NO_BLOCKS: Final = array("I")  # an empty array to copy; copying it costs half as much as making a new one
 
 
@@ -65,7 +65,7 @@ class Quota:
         namespace: its name. "*" means every namespace without its own quota.
         held_blocks_max: the most blocks that its sequences may hold; a shared block counts once. Beyond this limit,
             operations get Result.QUOTA.
-        cached_blocks_max: the most blocks that it may leave in the cache. Beyond it, its own are evicted first.
+        cached_blocks_max: the most blocks that it may leave cached. Beyond this limit, its blocks are evicted first.
     """
 
     namespace: str

@@ -27,7 +27,7 @@ class Stretch(Scoped):
 
     def __init__(self, scope: Scope, first_position: int, digests: bytes | bytearray, blocks: array[int]) -> None:
         super().__init__(scope)
-        self._digests = digests  # a bytearray once extended; longer than `size` once trimmed
+        self._digests = digests  # a bytearray after `extend`; longer than `size` after `trim`
         self.size = len(digests)
         self.blocks = blocks
         self._first_position = first_position
@@ -61,7 +61,7 @@ class Stretch(Scoped):
         self.size = size
         if size:
             del self.blocks[kept:]
-        else:  # Code that has noted this stretch sees that it was removed.
+        else:  # Code that noted this stretch earlier then sees that the stretch is gone.
             self._digests, self.blocks = b"", array("I")
         return source, blocks
 
@@ -109,7 +109,7 @@ class Stretch(Scoped):
 
 def agreeing(own: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
     """Counts the bytes of the leading digests that a stretch shares with `digests[start:end]`; at least one digest."""
-    if len(own) > end - start:  # the usual case: the same prompt made the stretch, without its last block
+    if len(own) > end - start:  # the usual case: the same prompt made the stretch, and `digests` end earlier
         wanted = digests if not start and end == len(digests) else digests[start:end]
         if own.startswith(wanted):
             return end - start

@@ -69,7 +69,7 @@ class PoolCounters:
         self._namespaces = namespaces
         self._step_buckets: list[int] = self.step_seconds.counts
         self._commit_count = self._free_count = self._fork_count = self._grow_count = 0
-        self._refused: dict[tuple[str, int], int] = {}  # operations by phase and result
+        self._refused: dict[tuple[str, int], int] = {}  # refused operations by phase and result
 
     @property
     def operations(self) -> dict[tuple[str, int], int]:

@@ -33,7 +33,7 @@ from quire_allocator.wire.translate import require
 if TYPE_CHECKING:
     from quire_allocator.metrics.counters import Counters
 
-WAITERS_MAX: Final = 1_000  # owners whose waiting was logged; the oldest are forgotten
+WAITERS_MAX: Final = 1_000  # most owners that are noted as waiting, and so not logged again; the oldest are forgotten
 log = structlog.get_logger()
 
 HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()
@@ -137,7 +137,7 @@ class SessionStream:
         try:
             for answer in exchange.answers:
                 await self._write(answer)
-        finally:  # A failed write counts, too.
+        finally:  # The step counts even if writing its answer fails.
             exchange.observe()
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
@@ -211,7 +211,7 @@ class SessionStream:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._reported.wait()
             except TimeoutError:
-                with contextlib.suppress(aio.BaseError):  # the owner is gone; `_read` ends the stream
+                with contextlib.suppress(aio.BaseError):  # fails if the owner is gone; `_read` then ends the stream
                     await self._write(HEARTBEAT)
 
     async def _stop_beating(self) -> None:

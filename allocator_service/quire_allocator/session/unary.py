@@ -86,7 +86,7 @@ class UnarySessions:
                 sequence is in a namespace that this caller may not use.
         """
         owner = self.find(step.session_id, permissions)
-        authorization.require_sequences(permissions, owner.pool)  # any caller that may own the pool can make this call
+        authorization.require_sequences(permissions, owner.pool)  # the session may have sequences of another caller
         if not step.number:
             reply = _renewal(owner, step)
         else:

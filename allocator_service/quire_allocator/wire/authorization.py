@@ -90,7 +90,7 @@ def forbidden_rows(permissions: Permissions, pool: Pool, columns: StepColumns) -
     """Returns the rows of a checked step's grows that must not make a sequence and are answered FORBIDDEN.
 
     The step's other operations are applied: a worker has one certificate for all its callers, and one caller's sequence
-    must not stop the others'.
+    must not stop sequences of other callers.
     """
     if not columns.has_new or permissions.namespaces.are_all:
         return frozenset()

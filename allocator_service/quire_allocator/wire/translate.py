@@ -115,7 +115,7 @@ def features(names: Sequence[str]) -> frozenset[str]:
     unknown = sorted(asked.difference(FEATURES))
     require(
         not unknown,
-        # A name may be of any length.
+        # `_quoted` bounds the message: an owner may send a name of any length.
         lambda: f"feature {_quoted(unknown[0])} is not known: this allocator knows {', '.join(FEATURES)}; update it",
         "VERSION",
         "features",

@@ -24,9 +24,9 @@ from quire_allocator.core.sequence import SequenceState
 from quire_allocator.routing.router import Worker
 from quire_allocator.wire import translate
 
-_VIEW_FIELDS: Final = range(2, 6)  # reserved in GetPoolRequest
-_OLD_BYTES_MAX: Final = 256  # bytes of an old GetPoolRequest; a million unknown fields would take a second to look at
-_NO_SEQUENCE: Final = 1 << 64  # higher than any id
+_VIEW_FIELDS: Final = range(2, 6)  # numbers of fields that old clients set; now reserved in GetPoolRequest
+_OLD_BYTES_MAX: Final = 256  # most bytes of an old GetPoolRequest; reading a million unknown fields takes a second
+_NO_SEQUENCE: Final = 1 << 64  # higher than any sequence id
 _PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 
 

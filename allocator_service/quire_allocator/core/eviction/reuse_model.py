@@ -147,7 +147,7 @@ def _hazards(
     expected: list[float],
     weight: float,
 ) -> list[float]:
-    """Returns, for each age, the share of the blocks that reach it and return there; `weight` of them as `expected`."""
+    """Returns, for each age, the share of blocks that return there, as if `weight` more blocks behaved as expected."""
     hazards, left = [], 1.0
     for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
         old = started * share

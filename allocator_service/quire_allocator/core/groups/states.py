@@ -58,7 +58,7 @@ class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
         for position in reversed(scope.depths.between(0, limit + 1)):
             unit = scope.find(position, digests[(position - 1) * DIGEST_BYTES : position * DIGEST_BYTES])
             if unit is not None:
-                # A hit has no blocks to hold: the sequence's first grow copies the checkpoint, and releases it.
+                # The sequence keeps no block of the hit: its first grow replaces the checkpoint by a copy.
                 return UnitHit(position * self._digest_tokens, 0 if unit.live else self.width, [unit])
         return NO_UNITS
 

@@ -40,7 +40,7 @@ class WindowRule(ABC):
 
     def block_count_max(self, pass_token_count: int, block_size: int) -> int:
         """Returns the most blocks that a pass of `pass_token_count` tokens reads and writes."""
-        before = block_size - math.gcd(block_size, self.start_tokens())  # most unread tokens in the first block
+        before = block_size - math.gcd(block_size, self.start_tokens())  # most unread tokens at the first block's start
         return -(-(before + self.window - 1 + pass_token_count) // block_size)
 
 

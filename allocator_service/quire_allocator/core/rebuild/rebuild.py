@@ -179,11 +179,11 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     cached.sort(key=itemgetter(0))
     for _, _, entry in cached:
         count = entry.block_count
-        pool.blocks.now_held(entry, count)  # The entry is released again below.
+        pool.blocks.now_held(entry, count)  # held only until the lines below cache the entry again
         if isinstance(entry, Unit):
             pool.coordinator.retention.cached(entry, count)
         elif isinstance(entry, Run):
-            # A lower bound: each continuation but the first was a prompt that shared this run.
+            # A lower bound of the hits: each continuation after the first came from a prompt that shared this run.
             entry.hits = max(0, len(entry.children) - 1)
             pool.coordinator.retention.assess(entry)
             pool.blocks.now_cached(entry, count, is_candidate=not entry.children)

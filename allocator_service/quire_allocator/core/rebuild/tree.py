@@ -82,7 +82,7 @@ class Piece:
     def __init__(self, prefix: ReportedStretch, first_place: int) -> None:
         self.prefix = prefix
         self.first_place = first_place
-        self.stretch: JoinedStretch | None = None  # None until it is linked
+        self.stretch: JoinedStretch | None = None  # None until the piece is linked
         self.offset = 0
 
     @property

@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-LATE_BELIEVED: Final = 4.0  # number of prompts assumed to have diverged late, before any real one
+LATE_BELIEVED: Final = 4.0  # number of late prompts that are assumed before any prompt was counted
 LATE_BELIEVED_OF_STATES: Final = 32.0
 REMEMBERED: Final = 256.0  # number of prompts after which all earlier ones count half
-EARLY_SHARE: Final = 0.4  # If at least this share of prompts ends early, early ends are worth their window blocks.
+EARLY_SHARE: Final = 0.4  # If at least this share of prompts diverges early, more stops are worth their window blocks.
 EARLY_SHARE_OF_STATES: Final = 0.7  # the same share for states, which take a page each
 STEP_COUNT: Final = 7
 

@@ -43,7 +43,7 @@ from quire_allocator.core.scopes import Scope, Scoped
 from quire_allocator.core.stretches import Stretch
 
 UnitKey = tuple[int, bytes]  # position, digest
-StopKey = tuple[str, int, bytes]  # namespace, number of tokens before it, digest of all of them
+StopKey = tuple[str, int, bytes]  # namespace, number of tokens before the stop, digest of these tokens
 
 
 class Unit(Scoped):
@@ -60,7 +60,7 @@ class Unit(Scoped):
 
     __slots__ = ("_digest", "_position", "aside_count", "blocks", "is_published", "needed_count", "stops", "was_hit")
 
-    def __init__(self, scope: Scope, blocks: array[int]) -> None:  # runs once a block: `super()` costs too much
+    def __init__(self, scope: Scope, blocks: array[int]) -> None:  # runs for each block: `super()` costs too much
         self.scope = scope
         self.live = 1
         self.hits = self.released = self.ticket = self.keep_until_ms = 0
@@ -189,7 +189,7 @@ class Stop:
         return found
 
 
-# Most runs have neither children nor stops, so they share these. The first child or stop replaces them.
+# Most runs have neither children nor stops, and share these empty collections until their first child or stop.
 _NO_CHILDREN: Final[dict[bytes, Run]] = {}
 _NO_STOPS: Final[list[Stop]] = []
 

@@ -27,8 +27,8 @@ from quire_allocator.core.spec import GroupKind, GroupSpec
 _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
-_TOKENS_MAX: Final = 2**32 - 1  # largest token count
-STOPS_MAX: Final = 3 + 4 + STEP_COUNT + 22  # most stops of one sequence: 4 breakpoints, 22 `_DISTANCES`
+_TOKENS_MAX: Final = 2**32 - 1  # largest token count that a message carries
+STOPS_MAX: Final = 3 + 4 + STEP_COUNT + 22  # prompt's end, junction, early stop; 4 breakpoints; steps; `_DISTANCES`
 
 
 class Turn:

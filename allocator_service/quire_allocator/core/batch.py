@@ -1,4 +1,4 @@
-"""Batches of grows: the lookup of the latest batch, and its sequences that take one block for every group.
+"""Batches of grows: remembers the latest batch, and grants one block for every group to sequences of a batch.
 
 A decoding engine names the same sequences in step after step, and each takes its next blocks at a block edge.
 """

@@ -3,7 +3,7 @@
 Lifecycle of a block:
 
     1. empty free   no digest: on the stack `empty`
-    2. held         in at least one table; `take` brings it here from 1, or from 3 by eviction
+    2. held         in at least one table; `take` grants empty blocks, and evicts cached ones if too few are empty
     3. cached free  in no table, but published: hittable until evicted
 
 Groups of equal specification share one *manager* (`full.py`, `windows.py`, `states.py`), which knows its held and
@@ -21,7 +21,7 @@ from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES
 from quire_allocator.core.eviction.queue import Candidates, EvictionQueue
 from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
-EMPTIED_TOLD_MAX: Final = 16_384  # the reply to one step names at most so many emptied blocks
+EMPTIED_TOLD_MAX: Final = 16_384  # the reply to one step names at most this many emptied blocks
 KEPT_SHARE: Final = 0.25  # largest share of a pool that the callers of one namespace may keep cached
 _COUNT_AFTER_MS: Final = 1_000  # shortest time between two counts of the kept blocks of a namespace
 

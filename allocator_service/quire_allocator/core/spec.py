@@ -144,8 +144,8 @@ class Copy(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A table entry that now names the block which was published first. In an append-only pool the entry stays as it
-    is, and the published block is held beside it: its *twin*."""
+    """A table entry that now names the block which was published first. In an append-only pool the entry keeps its
+    block, and the sequence also holds the published block, the *twin* of its own."""
 
     group: int
     position: int
@@ -215,7 +215,7 @@ class Grants:
 
 
 class GrowResult:  # noqa: PLW1641 - answers are never keys of a dict
-    """The answer to allocate and grow. It is no named tuple, because making one costs as much as an append.
+    """The answer to allocate and grow. Not a named tuple, because making a named tuple costs as much as an append.
 
     Attributes:
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.

@@ -1,8 +1,8 @@
 """A stretch: consecutive published blocks of one prefix as one object, however many they are.
 
 A run of full attention is a stretch that is a node of a tree (`runs.py`). Blocks that fall out of the tables of a
-windowed group together, and are cached, are a stretch of their own (`fallen.py`). A prompt that takes only a part of
-one cuts it in two. Eviction takes blocks from the deep end.
+windowed group together, and are cached, are a stretch of their own (`fallen.py`). A prompt that takes only a part of a
+stretch cuts the stretch in two. Eviction takes blocks from the deep end.
 
 Blocks are counted per *position*: `width` blocks, one for each group of the specification.
 """

@@ -12,10 +12,10 @@ far more per use.
 
 Lifecycle of a followed digest:
 
-    1. asked      a prompt named it, and nobody has computed it yet
+    1. asked      a prompt named it, and no commit has had it yet
     2. published  a commit had it
     3. gone       it was evicted or dropped; a later commit brings it back to 2
-    4. forgotten  since its last use, so many other digests were named as a pool of four times the size can hold
+    4. forgotten  since its last use, prompts named as many other digests as a pool of four times the size holds
 
 Outcomes and lifetimes are those of the first group of full attention. Pools without one are not followed.
 """
@@ -42,7 +42,7 @@ _NEW: Final = 4
 
 SIZES = (0.5, 1.0, 2.0, 4.0)  # sizes of modelled pools, in multiples of the real pool's size
 AGE_SECONDS_BOUNDS = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
-_FOLLOWED_MIN: Final = 256  # least digests that a sample follows, if the pool holds so many
+_FOLLOWED_MIN: Final = 256  # a sample follows at least this many digests, if the pool holds so many
 _BYTES: Final = 256  # number of values of a byte
 _BEGINNINGS: Final = _BYTES * _BYTES  # number of values of a digest's first two bytes
 

@@ -167,7 +167,7 @@ class Counters:
 
     def seen(self, pool: str) -> PoolCounters:
         """Returns the counters of one pool, to be read. Another thread calls this, and the pool may be gone by then. In
-        that case the returned counters are new, and are not kept."""
+        that case, the returned counters are new, and are not stored."""
         return self._pools.get(pool) or PoolCounters()
 
     def forget(self, pool: str) -> None:

@@ -83,7 +83,7 @@ class Reservations:
         self.uncached_token_count = 0
         self.pending = PendingPrefixes()
         self._by_key: dict[tuple[str, bytes], deque[RouteReservation]] = {}
-        # A heap with one entry for each reservation: the time at which `expire` looks at it, a number, the reservation.
+        # A heap of (time, number, reservation). At this time, `expire` ends the reservation, or schedules it again.
         self._ends: list[tuple[float, int, RouteReservation]] = []
         self._number = 0
         self._count = 0
@@ -120,7 +120,7 @@ class Reservations:
             self.pending.drop(reservation.announcement)
         self.uncached_token_count -= reservation.uncached_token_count
         self._count -= 1
-        # The heap has the reservation until its time comes. Without this line, the digests would take memory as long.
+        # The heap keeps a removed reservation until its scheduled time. This line frees the digests earlier.
         reservation.is_gone, reservation.digests, reservation.announcement = True, b"", None
 
     def expire(self, now: float) -> list[RouteReservation]:

@@ -24,7 +24,8 @@ from quire_allocator.core.scopes import Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 from quire_allocator.wire.step_columns import StepColumns
 
-# Estimated bytes of one object of each kind in Python; `tests/allocator/session/test_memory_of_blocks.py` checks them.
+# Estimated bytes of one pool, block, run and so on: Python's objects, and the overhead of Python's allocator.
+# `tests/allocator/session/test_memory_of_blocks.py` measures the most bytes that a block takes.
 POOL_BYTES: Final = 32 << 10
 BLOCK_BYTES: Final = 48  # a used block: its id, its digest, its entry in a table
 RUN_BYTES: Final = 720  # a published stretch of full attention

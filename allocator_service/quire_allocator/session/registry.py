@@ -43,7 +43,7 @@ class Observer(Protocol):
 
     def recovered(self, owner: Ownership, reported_block_count: int, asked: float) -> None:
         """A pool was made of a report of `reported_block_count` blocks that was requested at time `asked`. `opened` was
-        called before."""
+        called for this pool before."""
 
     def disagreed(self, owner: Ownership) -> None:
         """The owner gave up a session that still exists, and reports its pool again."""

@@ -33,7 +33,7 @@ from quire_allocator.wire.translate import require
 if TYPE_CHECKING:
     from quire_allocator.metrics.counters import Counters
 
-WAITERS_MAX: Final = 1_000  # most owners that are noted as waiting, and so not logged again; the oldest are forgotten
+WAITERS_MAX: Final = 1_000  # waiting owners that are remembered, so that each is logged once; the oldest are forgotten
 log = structlog.get_logger()
 
 HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()

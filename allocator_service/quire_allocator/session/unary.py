@@ -5,8 +5,8 @@ Lifecycle of a unary session:
     1. open   `open` has taken a pool, which starts empty; a repeated request id takes no other pool
     2. gone   `close` gave the pool back, or its lease ended
 
-While it is open, `apply` takes its steps one by one. A repeat of the last step gets the kept reply. Both renew the
-lease, but a refused call does not. Times are seconds of a monotonic clock.
+While a session is open, `apply` takes its steps one by one. A repeat of the last step gets the kept reply. Both calls
+renew the lease, but a refused call does not. Times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def require_observing(permissions: Permissions, pool: str) -> None:
 
 
 def require_namespace(permissions: Permissions, namespace: str) -> None:
-    """Refuses a caller that may not use a namespace. The message does not name it: messages are logged, and the name
-    may be another tenant's.
+    """Refuses a caller that may not use a namespace. The message does not name the namespace: messages are logged, and
+    the name may be another tenant's.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
@@ -50,7 +50,7 @@ def require_namespace(permissions: Permissions, namespace: str) -> None:
 
 
 def require_drop(permissions: Permissions, drop: CacheDrop) -> None:
-    """Refuses a drop of a namespace that is not permitted, or of all if one is not.
+    """Refuses a drop of a namespace that is not permitted, or of all namespaces if one is not permitted.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.

@@ -55,7 +55,7 @@ def pool_page(
 
 
 def _name_in(page_token: str) -> str:
-    """Returns the name of the last pool of the page before; empty at the beginning."""
+    """Returns the name of the last pool on the previous page; empty for the first page."""
     try:
         return translate.pool_name(_told_in(page_token)) if page_token else ""
     except (ValueError, Refusal):
@@ -67,7 +67,7 @@ def _page_token(told: str) -> str:
 
 
 def _told_in(page_token: str) -> str:
-    """Returns the text of a token before it was encoded.
+    """Returns the text that a page token encodes.
 
     Raises:
         ValueError: it is no token.

@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 
 _AGE_BITS: Final = 64
 AGES: Final = 14  # number of ages: [0, 1), [1, 2), [2, 4), ... [2048, 4096), and beyond, in 64ths of the pool
-_FAMILY_POOLS: Final = 1.0  # a kind's family counts in its estimate as much as this many pools of observed blocks
-_BELIEF_POOLS: Final = 0.25  # a family's prior counts in its estimate as much as this many pools of observed blocks
+_FAMILY_POOLS: Final = 1.0  # in a kind's estimate, its family counts as much as this many pools of observed blocks
+_BELIEF_POOLS: Final = 0.25  # in a family's estimate, its prior counts as much as this many pools of observed blocks
 _FORGET_POOLS: Final = 64  # time after which an observation counts half, in pools of blocks
 # A family's values are recomputed after 4 new waits at first. Every 8 recomputations raise this number of waits by one,
 # up to 64.
@@ -40,7 +40,7 @@ class Family(NamedTuple):
         kinds: consecutive numbers.
         belief: prior share of returns per doubling of the age, from an eighth of the pool to 16 pools.
         wider: all kinds, its own included, whose common estimate this family borrows from; empty for none. Used only
-        in a pool with LED blocks, because the model does not learn from these, and so from few blocks.
+        in a pool with LED blocks: the model does not learn from LED blocks, so few blocks are left to learn from.
     """
 
     kinds: range

@@ -66,7 +66,7 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
-        self._ending = states[0] if states else 0  # number of the manager whose `last_end` is the last end of hits
+        self._ending = states[0] if states else 0  # number of the manager that gives the last edge where hits may end
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The namespace without a name, if no quota limits it. This namespace is empty when the pool forgets it, so the
         # same object serves the next sequence without a name.

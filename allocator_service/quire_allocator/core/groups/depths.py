@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Final
 
-_NEAR: Final = 4_096  # positions below this number, as most are, are counted in a list
+_NEAR: Final = 4_096  # most positions are below this number; a list has the counts of these
 
 
 class Depths:

@@ -302,7 +302,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return part.borrowed is not None or part.tail[0] in self._sharers
 
     def _leave_shared(self, part: RunPart) -> None:
-        """Drops the sequence's reference on the shared first position of its tail, which other sequences keep."""
+        """Drops the sequence's reference on the shared first position of its tail. Other sequences keep theirs."""
         if part.borrowed is not None:
             borrowed, part.borrowed = part.borrowed, None
             self.tree.release(borrowed)

@@ -152,7 +152,7 @@ class UnitManager(Manager[UnitScopeT, UnitHitT, PartT]):
 
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
         """Publishes a private unit under its key. The caller reports it to the log. Returns the unit to use from now
-        on: another one if the key was published before."""
+        on: the earlier unit if the key was published before."""
         other = scope.add(unit, key)
         if other is unit:
             self._blocks.policy.stored(unit, None)

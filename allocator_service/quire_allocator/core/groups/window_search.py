@@ -69,7 +69,7 @@ class WindowSearch:
         return WindowHit(0, 0, [], [])
 
     def _stands(self, position: int) -> bool:
-        """Adds the stretch with this position to the places; returns whether there is one."""
+        """Adds the stretch with this position to the places; returns whether such a stretch exists."""
         places = self._places
         for begin, end, stretch in reversed(self._stretches):
             if begin <= position:

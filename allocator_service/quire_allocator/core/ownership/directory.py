@@ -36,7 +36,7 @@ class Ownership:
 
     Attributes:
         stream: handle of the current stream; None for unary sessions and while disconnected.
-        pool: the pool; without blocks while only claimed, because `attach` takes no memory.
+        pool: the pool; while only claimed, a pool without blocks, because `attach` takes no memory.
         caller: the key under which its pools and blocks are counted.
         session_id: 16 bytes; empty while only claimed, and after quarantine.
         steps: the kept replies to the session's steps.
@@ -157,7 +157,7 @@ class Directory:
     def open_unary(
         self, *, name: str, spec: PoolSpec, request_id: str, session_id: bytes, now: float, caller: Hashable = None
     ) -> Ownership:
-        """Takes a pool for a unary session; the same `request_id` again returns the session it opened.
+        """Takes a pool for a unary session; a repeated `request_id` returns the session that it opened.
 
         Raises:
             Refusal: POOL_OWNED, LIMIT; LAYOUT if the repeated request names another specification.

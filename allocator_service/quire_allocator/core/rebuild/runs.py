@@ -27,7 +27,7 @@ class ReportedRunPart(NamedTuple):
     Attributes:
         borrowed: the position under which the first of its own blocks is published.
         shares: whether the first block is half filled, so that another sequence may have it, too.
-        owns: number of blocks in the tail and kept ones that count as held for this sequence.
+        owns: number of its tail and kept blocks that count as held for this sequence.
         kept: its own blocks in place of published ones; None if there are none.
     """
 

@@ -144,7 +144,7 @@ class Forest:
             _refuse_repeated(tree.pieces)
 
     def spot(self, namespace: str, block: int, position: int) -> Spot | None:
-        """Returns the place of a first group's block; None if it is not at this position, or not taken over."""
+        """Returns the spot of a first group's block; None if it is not at this position, or not taken over."""
         place = self._use.place(block)
         if place is None:
             return None

@@ -7,8 +7,8 @@ end, because every group can serve it there. Blocks that no stop needs are evict
 Lifecycle of a stop:
 
     1. made        a commit, a hit, a fork or the end of a sequence has reached it, and every group can serve it
-    2. continued   a deeper one was made after it: only edited prompts still end here. If two paths
-                   *part* at a stop, it stays as valuable as it was
+    2. continued   a deeper stop was made after it: only edited prompts still end here. If two paths
+                   *part* at a stop, the stop stays as valuable as it was
     3. gone        a block that it needs was evicted, or it is too far before the end of its path
 
 Lifecycle of a unit, which is one position of all groups of one windowed or state specification: `width` blocks that are

@@ -28,7 +28,7 @@ _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
 _TOKENS_MAX: Final = 2**32 - 1  # largest token count that a message carries
-STOPS_MAX: Final = 3 + 4 + STEP_COUNT + 22  # prompt's end, junction, early stop; 4 breakpoints; steps; `_DISTANCES`
+STOPS_MAX: Final = 3 + 4 + STEP_COUNT + 22  # end, junction and early stop; 4 breakpoints; steps; 22 `_DISTANCES`
 
 
 class Turn:

@@ -5,7 +5,7 @@ Lifecycle of a watch:
     1. resumed    session and cursor are known and every later event is still kept; otherwise the watch begins with 2
     2. snapshot   `cleared`, then all blocks that can be hit, then the changes made meanwhile, then `snapshot_end`
     3. following  events as they are published; a new session of the pool leads back to 2
-    4. ended      by its caller, because the pool is gone, or because it fell behind the events that are kept
+    4. ended      by its caller, because the pool is gone, or because the next event for it is no longer kept
 
 If nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: it proves to the watcher that it has missed
 nothing.

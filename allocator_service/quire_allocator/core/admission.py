@@ -4,7 +4,7 @@ A new sequence is refused for the first of these reasons:
 
     TOO_LONG        it can never fit, even in passes as large as its owner announces
     PASS_TOO_LONG   it fits, but not with a first pass of this many tokens
-    PENDING         others are computing at least as much of its prefix as it asked to wait for
+    PENDING         other sequences are computing at least `defer_token_count` tokens of its prefix
     QUOTA           its namespace would exceed its limit
     NO_SPACE        its whole prompt, not only the first chunk, does not fit beside the blocks *promised* to growing
                     prompts and the free *watermark* of running ones. In an idle pool, both are 0
@@ -72,7 +72,7 @@ class Admission:
 
     @property
     def reserved_block_count(self) -> int:
-        """Counts the free blocks that a new sequence must leave."""
+        """Counts the blocks that a new sequence must leave free."""
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
     def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
@@ -133,7 +133,7 @@ class Admission:
 
     def _take_over(self, result: Result) -> bool:
         """Frees the twins that are held only by sequences with their own copies, if blocks are short. Returns whether
-        it found any. A sequence alone in the pool can thus use all of it, even if it kept copies. Examines the oldest
+        it found any. A sequence alone can thus use the whole pool, even if it kept copies. Examines the oldest
         thousand sequences."""
         if self._has_taken_over or result not in (Result.NO_SPACE, Result.QUOTA):
             return False
@@ -174,7 +174,7 @@ class Admission:
 
     def cheapest_victim(self, priority: int, *, except_id: int = 0) -> Victim | None:
         """Returns the sequence to preempt, among those of at most this priority: lowest priority first, then fewest
-        tokens to recompute, then newest. Tokens in blocks that others hold are not recomputed. Examines the newest
+        tokens to recompute, then newest. Tokens in shared blocks are not recomputed. Examines the newest
         thousand sequences."""
         if self._cheapest is None:
             self._cheapest = self._two_cheapest()

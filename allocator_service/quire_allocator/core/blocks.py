@@ -192,7 +192,7 @@ class Blocks:
             self.dropped(entry.scope, evicted)
 
     def _evict(self, count: int, queue: Candidates | None = None) -> None:
-        """Evicts at least `count` blocks: from `queue`, or from the pool's queue to make room for `taker`."""
+        """Evicts at least `count` blocks: from `queue`, or from the pool's queue for a grant to `taker`."""
         taker = self.taker if queue is None else None
         queue = queue or self.queue
         while count > 0:

@@ -3,7 +3,7 @@
 Lifecycle of an event:
 
     1. recorded    by an operation; not visible yet
-    2. published   by `publish`: the owner has acknowledged the step that made it; it gets its place in the log
+    2. published   by `publish`: the owner has acknowledged the step that made it; the event gets its number
     3. forgotten   when the log is full, oldest first; a watcher that has not read it starts over from a snapshot
 
 The cursor of an event is its number in the life of this log; a log's first event is number 1.

@@ -175,14 +175,14 @@ class Pool:
     def grow_many(
         self, sequence_ids: array[int], token_counts: list[int]
     ) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-        """Makes room in live sequences, in order, for `token_counts` tokens. Lower counts change nothing.
+        """Grows live sequences, in order, until they can hold `token_counts` tokens. Lower counts change nothing.
 
         A private copy replaces the block of the next token if that block is shared, or if another sequence filled it
         further and published it. A decoding engine names the same sequences step after step, so they are looked up only
         when the ids change.
 
         Returns:
-            The grants; also the number and result of each grow that needs more than its present room and one block: OK,
+            The grants; also the number and result of each grow that needs more than its granted slots and a block: OK,
             NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)

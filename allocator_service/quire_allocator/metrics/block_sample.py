@@ -5,7 +5,7 @@ on every day (SHARDS). The digests are filed in slices, by the time of their las
 digests than a pool has room for, that pool would have hit the block under LRU eviction.
 
 At first all digests are followed. Whenever there would be more than `_FOLLOWED_MIN`, half of them are dropped, down to
-the pool's share. Otherwise a pool that saw few prefixes would have none in its sample.
+the pool's share. Otherwise the sample of a pool with few prefixes could be empty.
 
 A slice is an eighth of the pool, and the model is no finer than that. An exactly ordered list for each size would cost
 far more per use.

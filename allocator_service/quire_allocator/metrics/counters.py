@@ -51,7 +51,7 @@ class PoolCounters:
     Attributes:
         short_blocks: blocks that refused grows were short of, by result.
         foreign_evictions: evicted blocks, by the labels of the victim's namespace and of the taker's.
-        step_seconds_sum: seconds of all steps. The sum in `step_seconds` itself stays 0: its class is not compiled.
+        step_seconds_sum: seconds of all steps. The sum in `step_seconds` stays 0, as its class is not compiled.
         attended_token_count: tokens that full attention had cached beyond the hits of new prompts.
         sample: a sample of the blocks of the pool in force; None before its first step.
         reported_block_count, recovered_block_count, recovered_sequence_count: sums over all reports that became pools.

@@ -29,7 +29,7 @@ class RouteReservation:
     Attributes:
         caller: the caller of Route.
         byte_count: bytes that it takes of its caller's limit.
-        shared_token_count: tokens that were promised: published at that time, or computed by others.
+        shared_token_count: tokens that were promised: published at the route, or computed for other prompts.
         uncached_token_count: the rest of the prompt.
         length_s: seconds from its start, or its last renewal, to its end.
         end_s: when it ends, unless it is renewed.

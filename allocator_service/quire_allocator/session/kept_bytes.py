@@ -44,7 +44,7 @@ class KeptBytes:
 
     def count(self, owner: Ownership, number: int, size: int) -> None:
         """Counts the step that its session has just recorded. If its caller keeps too many bytes, the session forgets
-        this reply and all before it. A repeated step among these then gets STEP_GAP, and the owner reports its pool.
+        this reply and all earlier replies. If one of these steps is repeated, it gets STEP_GAP, and the owner reports.
 
         Args:
             owner: the owner of the session.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """Lets a stream's machine answer a message, and keeps the answers until they are sent. No part of the message is
-    kept unless a session keeps it: many streams may wait for their owners at once.
+    """Lets a stream's machine answer a message, and keeps the answers until they are sent. Does not keep the message,
+    because many streams may wait for their owners at once; a session may keep the step in the message.
 
     Attributes:
         answers: the bytes of each answer.

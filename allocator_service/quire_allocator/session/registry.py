@@ -153,7 +153,7 @@ class SessionRegistry:
                 raise Refusal("LIMIT", text)
 
     def make_room(self, owner: Ownership, added: int, now: float) -> None:
-        """Lets a pool take `added` more bytes of memory. If its caller's pools take too much, evicts from this one.
+        """Lets a pool take `added` more bytes of memory. If its caller's pools take too much, evicts from this pool.
 
         Raises:
             Refusal: LIMIT, POOL_QUARANTINED.

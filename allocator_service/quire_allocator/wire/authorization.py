@@ -1,7 +1,7 @@
 """Checks a caller's permissions for each request of the protocol. Pure: no function here changes anything.
 
 Namespaces enter a session in three ways. Another stream or caller continues a session with live sequences, a report
-lists sequences, or a grow makes a sequence. This module checks all three. So all live sequences of an open session are
+lists sequences, or a grow makes a sequence. All three are checked here. So all live sequences of an open session are
 in permitted namespaces, and operations on them need no check. A fork is in its parent's namespace, and a grow never
 makes a sequence with the id of one of its step's forks.
 """

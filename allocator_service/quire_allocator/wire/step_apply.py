@@ -101,7 +101,7 @@ def _fork(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
 
 
 def _grow(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
-    """Applies the grows. Most are of live sequences that have room already, and leave nothing in the reply."""
+    """Applies the grows. Most are of live sequences with enough granted slots, and leave nothing in the reply."""
     if columns.has_new:
         grants, others = _grow_each(pool, columns)
     else:

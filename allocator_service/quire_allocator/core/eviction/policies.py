@@ -67,8 +67,8 @@ class ReuseValue(EvictionPolicy):
     order of release. The oldest and the newest entry of each lane are compared, and the least valuable is evicted.
 
     Deep ends are a separate kind. After a prompt diverges inside an entry, the rest of that entry is a deep end. In a
-    new entry it is as many blocks as prompts usually leave behind: a half-filled block of a chat, a whole question
-    about a document.
+    new entry, the deep end has as many blocks as prompts usually leave behind: a half-filled block of a chat, a whole
+    question about a document.
     """
 
     lane_count = _KINDS * (BURDEN_MAX + 1)

@@ -10,7 +10,7 @@ Lifecycle of an entry (a run of the prefix tree, or one position of a windowed o
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
 block from the deep end, so that descendants leave before their ancestors. The policy ranks only some candidates. Blocks
 that no hit can need (`SPARE`) are evicted first, then blocks that few hits need (`ASIDE`). Blocks that leave with
-another entry (`LED`) are last. Each class has the order of release.
+another entry (`LED`) are last. Each of these three classes is evicted in the order of release.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
         return child
 
     def shrink(self, part: StatePart, until: int) -> None:
-        """Does nothing: a state takes the same room at every length."""
+        """Does nothing: a state takes as many blocks at every length."""
 
     def free(self, part: StatePart) -> None:
         if part.unit is not None:

@@ -2,7 +2,7 @@
 
 The search moves backward from one published position to the previous one. It looks at the first position of each window
 first: if that is missing, no window with it is complete. A prompt of 62,500 blocks without a hit thus costs one look
-for each place where stretches begin. With 64 blocks in a window it also costs at most 977 looks at units.
+at each position where stretches begin. With 64 blocks in a window, it also costs at most 62,500 / 64 looks at units.
 """
 
 from __future__ import annotations

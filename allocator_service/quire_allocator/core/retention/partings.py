@@ -45,7 +45,7 @@ class Partings:
     Attributes:
         edge_tokens: hits end at multiples of this.
         stop_tokens: steps are at multiples of this. With states, checkpoints are made at multiples of it anyway.
-        late, again, inside: prompts that diverged in this way; older ones count less.
+        late, again, inside: prompts that diverged in this way; older prompts count less.
         late_seen: the part of `late` that was counted, without the assumed prompts.
     """
 
@@ -66,7 +66,7 @@ class Partings:
 
     @property
     def are_inside(self) -> bool:
-        """Tells whether enough prompts diverge inside others, where no stop is, to make steps worthwhile."""
+        """Tells whether enough prompts diverge inside earlier prompts, where no stop is, to make steps worthwhile."""
         return self.inside >= self._share * (self.late + self.again + self.inside)
 
     @property

@@ -3,7 +3,7 @@
 A stop is made if every group can serve it from blocks that the sequence has or remembers:
 
     a hit ends there                  a request has asked for exactly this prefix
-    a commit has reached a stop       `stop_rules.py` computes these; a junction replaces an early stop, and each stop
+    a commit has reached a stop       `stop_rules.py` computes stops; a junction replaces an early stop, and each stop
                                       of an answer replaces the one before
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that continue do so here
@@ -11,7 +11,7 @@ A stop is made if every group can serve it from blocks that the sequence has or 
 No block is kept for an impossible hit: when a block that its hit would take is evicted, the stop is gone. Blocks
 that it alone needed are then spare in all groups, and are evicted before the next victim is chosen.
 
-A path keeps all stops where paths diverge, and the last three of the others. In a chat these are the ends of the
+A path keeps all stops where paths diverge, and the last three other stops. In a chat these are the ends of the
 previous turn, of the last prompt, and of its answer. While many prompts diverge before the end of a cached prompt, new
 prompts get further stops before their ends, and a path keeps as many more (`partings.py`).
 

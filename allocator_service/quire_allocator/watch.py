@@ -7,12 +7,12 @@ Lifecycle of a watch:
     3. following  events as they are published; a new session of the pool leads back to 2
     4. ended      by its caller, because the pool is gone, or because the next event for it is no longer kept
 
-If nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: it proves to the watcher that it has missed
+If nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: it proves that the watcher has missed
 nothing.
 
-A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. The pool changes while
-a snapshot is sent, so the changes follow it. `CacheEvent` in the protocol says how watchers handle this. Blocks in
-namespaces that the caller may not use are left out.
+A watcher reads the log at its own pace: nothing is queued for a watcher, and no step ever waits for a watcher. The pool
+changes while a snapshot is sent, so the changes follow the snapshot. `CacheEvent` in the protocol says how watchers
+handle these changes. Blocks in namespaces that the caller may not use are left out.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Watcher:
 
 def _messages(pool: str, session_id: bytes, cursor: int, event: Event) -> Iterator[pb.CacheEvent]:
     """Yields one event in as many messages as it needs. Only the last one carries the event's cursor: a watch that is
-    resumed after an earlier one gets the whole event again."""
+    resumed after an earlier message gets the whole event again."""
     parts = list(index.pieces(index.stretch_of(event)))
     for number, part in enumerate(parts, 1):
         done = cursor if number == len(parts) else cursor - 1

@@ -4,7 +4,7 @@ Lifecycle of an announcement:
 
     1. announced   a new sequence says which digests it will compute, from its matched tokens on
     2. advanced    a commit has published the first of these digests; the others are pending
-    3. gone        all of it is published, or the sequence was dropped
+    3. gone        all of its digests are published, or the sequence was dropped
 
 An announcement is filed under its first place, and under each place that it advanced to. If a prompt's published prefix
 ends at such a place, and its next digest is the announced one, the lookup returns how far both agree.

@@ -2,7 +2,7 @@
 
 Lifecycle of a sequence:
 
-    1. allocate    a new id, higher than every earlier one; its longest published prefix is shared, the rest granted
+    1. allocate    a new id, higher than every earlier id; its longest published prefix is shared, the rest granted
     2. grow        more tokens fit; if the block to write next is shared or published, a copy replaces it
     3. commit      a forward pass has finished: tokens count as computed, full blocks are published, blocks that fell
                    out of a window are given back, and on request unused lookahead, too
@@ -12,7 +12,7 @@ Lifecycle of a sequence:
 Who may write each part of a sequence, in tokens, with `committed <= token_count <= limit`:
 
     [0, full)                  full = committed // block_size * block_size: published, shareable by anyone, immutable
-    [full, committed)          written; shared with forks until one side grows
+    [full, committed)          written; shared with forks until a sharer grows
     [committed, token_count)   granted, being written by this sequence alone
     [token_count, limit)       granted slots that a grow uses without another grant
 
@@ -169,7 +169,7 @@ class Pool:
         )
 
     def names_new(self, sequence_ids: array[int]) -> bool:
-        """Tells whether one of these ids is above every earlier one."""
+        """Tells whether one of these ids is above every earlier id."""
         return not self._batch.has(sequence_ids) and max(sequence_ids, default=0) > self.last_sequence_id
 
     def grow_many(

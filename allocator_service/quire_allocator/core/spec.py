@@ -222,7 +222,7 @@ class GrowResult:  # noqa: PLW1641 - answers are never keys of a dict
         matched_token_count: leading tokens shared with published blocks (allocate only).
         attended_token_count: as in `Match` (allocate only, OK and PENDING).
         stops: token counts at which hits are to end, rising (`retention/stop_rules.py`; allocate only, OK).
-        pending_token_count: tokens after those that another sequence is computing (allocate only).
+        pending_token_count: tokens after the matched ones that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing the previous ones; after allocate the whole table.
             Empty if nothing changed in any group.
         copies: copies to run before any write of this step.

@@ -83,7 +83,7 @@ class Stretch(Scoped):
 
     @property
     def end_position(self) -> int:
-        """Returns the position behind its last one."""
+        """Returns the position behind its last position."""
         return self._first_position + self.size // DIGEST_BYTES
 
     @property

@@ -14,10 +14,10 @@ Lifecycle of a followed digest:
 
     1. asked      a prompt named it, and no commit has had it yet
     2. published  a commit had it
-    3. gone       it was evicted or dropped; a later commit brings it back to 2
+    3. gone       its block was evicted or dropped; a later commit brings the digest back to 2
     4. forgotten  since its last use, prompts named as many other digests as a pool of four times the size holds
 
-Outcomes and lifetimes are those of the first group of full attention. Pools without one are not followed.
+Outcomes and lifetimes are those of the first group of full attention. Pools without full attention are not followed.
 """
 
 from __future__ import annotations

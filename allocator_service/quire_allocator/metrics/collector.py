@@ -64,8 +64,8 @@ METRIC_NAMES = frozenset(
 class AllocatorCollector(Collector):
     """Reads directory and counters at scrape.
 
-    It runs in the metrics server's thread, so it copies collections before it iterates over them. A number may be one
-    step old.
+    The collector runs in the metrics server's thread, so it copies collections before it iterates over them. A number
+    may be one step old.
     """
 
     def __init__(self, directory: Directory, counters: Counters) -> None:

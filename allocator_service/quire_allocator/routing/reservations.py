@@ -3,8 +3,8 @@
 Lifecycle of a reservation:
 
     1. made      Route has chosen this pool: the prompt counts among the worker's load, and its prefix as promised
-    2. renewed   the worker asked for the prompt's blocks and was refused for now: it has the prompt
-    3. gone      taken (the worker admitted the prompt), refused (it never will), expired, or lost with its pool
+    2. renewed   the worker asked for the prompt's blocks and was refused for now: the worker has the prompt
+    3. gone      taken (the worker admitted the prompt), refused (the worker never will), expired, or lost with its pool
 
 A reservation holds no block. The worker does not know it: the allocator recognizes prompts by namespace and last
 digest. If two prompts are equal, the older reservation is taken first.
@@ -28,7 +28,7 @@ class RouteReservation:
 
     Attributes:
         caller: the caller of Route.
-        byte_count: bytes that it takes of its caller's limit.
+        byte_count: bytes of its caller's limit that it takes.
         shared_token_count: tokens that were promised: published at the route, or computed for other prompts.
         uncached_token_count: the rest of the prompt.
         length_s: seconds from its start, or its last renewal, to its end.
@@ -76,7 +76,7 @@ class Reservations:
 
     Attributes:
         uncached_token_count: tokens that the worker must compute for all reservations.
-        pending: the prefixes that it will compute for them.
+        pending: the prefixes that the worker will compute for the reservations.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 Lifecycle of a pool here:
 
-    1. registered   its owner has said what routers may know of its worker, and may say it again
-    2. routed to    `route` chooses it and adds a reservation; `admitted` ends the reservation
+    1. registered   its owner has said what routers may know of its worker, and may change these facts
+    2. routed to    `route` chooses the pool and adds a reservation; `admitted` ends the reservation
     3. forgotten    the pool is gone; its reservations are lost
 
 Published prefixes, and prefixes that live sequences compute, are read from the pool itself, so they are exact. After a

@@ -43,7 +43,7 @@ SLACK_BYTES: Final = 256 << 10  # bytes by which a pool may grow before all pool
 
 
 def pool_bytes(pool: Pool) -> int:
-    """Estimates the memory of a pool, without its event log: at least what it takes."""
+    """Estimates the memory of a pool, without its event log: at least as much as the pool takes."""
     blocks, history, managers = pool.blocks, pool.coordinator.history, pool.managers
     taken = POOL_BYTES + 4 * blocks.block_count + BLOCK_BYTES * blocks.used_count + RUN_BYTES * blocks.run_count
     taken += SCOPE_BYTES * len(managers) * len(blocks.namespaces) + PENDING_BYTES * pool.pending.left_count

@@ -9,7 +9,7 @@ Lifecycle of a `SessionMachine`, one for each stream:
     5. ended       by a refusal (the owner attaches again), or from outside by `end`: fenced, lease expired, draining
 
 Pure: time comes with every call, session ids come from a function that the caller gives, and an `Observer` gets the
-events for logs and metrics. `session/stream.py` is the shell around it for gRPC, `tests/simulation` another one.
+events for logs and metrics. `session/stream.py` is the shell around it for gRPC, `tests/simulation` another shell.
 
 One caller at a time: a method of one machine must return before a method of any machine of the same `SessionRegistry`
 is called.

@@ -78,7 +78,7 @@ class SessionRegistry:
         draining: whether the allocator is shutting down, and opens no session any more.
         kept_bytes: the bytes of steps and replies that sessions keep for replay.
         memory: bounds the memory of each caller's pools.
-        router: chooses workers among the pools whose owners registered one.
+        router: chooses workers among the pools whose owners registered a worker.
         streams: every stream, those that have not attached yet included.
         staging: the streams that have a place for a report.
     """
@@ -164,7 +164,7 @@ class SessionRegistry:
             self.memory.allow(owner, added)
 
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
-        """Drops cached blocks of a pool for a caller other than its owner. The owner learns of it with its next
+        """Drops cached blocks of a pool for a caller other than its owner. The owner learns of the drop with its next
         step. Returns how many blocks were dropped.
 
         Raises:

@@ -175,8 +175,8 @@ class SessionStream:
     def _interrupt(self) -> None:
         """Ends the stream after its machine was ended from outside.
 
-        A stream that waits for a message ends at once. One that writes an answer ends when the answer is out, or, if
-        the owner does not take it, after `SILENCE_S` seconds.
+        A stream that waits for a message ends at once. A stream that writes an answer ends when the answer is out, but
+        after `SILENCE_S` seconds at the latest, because an owner may take no answer.
         """
         if self._reading:
             self._task.cancel()

@@ -121,7 +121,7 @@ def _renewal(owner: Ownership, step: packed.Step) -> packed.StepReply:
     """Returns the answer to a step that only renews the lease.
 
     Raises:
-        Refusal: MALFORMED if it has operations.
+        Refusal: MALFORMED if the step has operations.
     """
     are_none = not StepColumns(step).operation_count
     require(are_none, f"number must be {owner.steps.next_step}, the number of the next step, not 0", field="number")

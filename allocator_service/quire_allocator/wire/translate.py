@@ -69,8 +69,8 @@ def in_range(field: str, value: int, least: int, most: int, where: str = "") -> 
 
 
 def _quoted(name: str) -> str:
-    """Returns a name quoted for a message. For a string that cannot be a name, gives only its length, because it may be
-    private text."""
+    """Returns a name quoted for a message. For a string that cannot be a name, gives only its length, because the
+    string may be private text."""
     is_one = name.isprintable() and " " not in name and len(name) <= QUOTED_CHARACTERS_MAX
     return repr(name) if is_one else f"a text of {len(name):,} characters"
 

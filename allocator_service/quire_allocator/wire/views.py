@@ -70,7 +70,7 @@ def _told_in(page_token: str) -> str:
     """Returns the text that a page token encodes.
 
     Raises:
-        ValueError: it is no token.
+        ValueError: the text is no page token.
     """
     return base64.b64decode(page_token, altchars=b"-_", validate=True).decode("ascii")
 
@@ -160,7 +160,7 @@ def add_blocks(
     pool: Pool, request: pb.GetPoolBlocksRequest, response: pb.GetPoolBlocksResponse, permissions: Permissions
 ) -> None:
     """Adds as many block states and sequences as one answer carries. The tables of the last sequence may continue in
-    the next one.
+    the next answer.
 
     Raises:
         Refusal: MALFORMED if the page token is not one of this allocator's.

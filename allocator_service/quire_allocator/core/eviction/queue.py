@@ -72,7 +72,7 @@ class Entry(ABC):
         self.is_successor = False
 
     def copy_history(self, other: Entry) -> None:
-        """Copies the history of `other`, because this entry was cut off it."""
+        """Copies the history of `other`, because this entry was cut off from `other`."""
         self.worth = other.worth
         self.keep_until_ms = other.keep_until_ms
         self.hits = other.hits
@@ -92,7 +92,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def first_position(self) -> int:
-        """Counts the positions before it in its prefix."""
+        """Counts the positions of its prefix before this entry."""
 
     @abstractmethod
     def key_at(self, offset: int) -> bytes:

@@ -1,7 +1,7 @@
 """The model of the default eviction policy: when blocks of each kind are used again.
 
 Kinds are numbers. Kinds of one *family* behave similarly. With few observations, a kind borrows its family's estimate.
-The model estimates, for each age, the share of the blocks that reach it and return there. Ages are powers of two. A
+The model estimates, for each age, the share of blocks of this age that return at it. Ages are powers of two. A
 block counts at the age where its wait ended, so that unfinished waits do not bias the estimate (Kaplan and Meier, JASA
 1958). Evicted entries are remembered for a while, so that the estimate does not depend on earlier evictions.
 

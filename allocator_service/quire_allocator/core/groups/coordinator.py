@@ -96,7 +96,7 @@ class Coordinator:
         """Returns the hits, their common length in tokens (the fixed point of all hit rules), and the junction.
 
         The junction is the length that full attention alone would serve or, without full attention, the length that
-        another prompt shares. 0 unless this length exceeds the common one.
+        another prompt shares. 0 unless this length exceeds the common length.
         """
         if len(self.managers) == 1:
             (manager,) = self.managers
@@ -123,7 +123,7 @@ class Coordinator:
         """Returns the last edge in (matched, attended], or 0.
 
         Example: blocks of 16 and 64 tokens, 200 tokens in full attention, and no state give 192. A sequence that makes
-        a checkpoint there lets the next one hit.
+        a checkpoint there lets the next sequence hit.
         """
         if not self.settles:
             return 0
@@ -167,7 +167,7 @@ class Coordinator:
         return sequence
 
     def fork(self, parent: SequenceState) -> SequenceState:
-        """Makes a sequence that shares the committed tokens of another one."""
+        """Makes a sequence that shares the committed tokens of its parent."""
         self.end_turn(parent)
         length = parent.committed_token_count
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])

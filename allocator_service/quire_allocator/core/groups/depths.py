@@ -1,4 +1,4 @@
-"""Lists the positions at which a namespace has published blocks of any prompt. Only these are searched for hits."""
+"""Lists the positions where a namespace has published blocks of any prompt. Only these positions are searched."""
 
 from __future__ import annotations
 

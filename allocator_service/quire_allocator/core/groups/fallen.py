@@ -1,6 +1,6 @@
 """Cached stretches: published blocks that fell out of the tables of windowed groups, held by no sequence.
 
-A prompt of a million tokens leaves 62,500 blocks of 16 tokens behind a window, and perhaps no request ever needs one.
+A prompt of a million tokens leaves 62,500 blocks of 16 tokens behind a window, and perhaps no request ever needs them.
 Blocks that fall out of a table together, and that no expected hit needs, are therefore one object.
 
 Lifecycle of a stretch here:
@@ -8,7 +8,7 @@ Lifecycle of a stretch here:
     1. fallen      published by the commit that lets it fall out, or made of units that fell out together; cached
     2. cut         a prompt hits or computes some of its positions: these become units again; the part behind them
                    stays the same object
-    3. trimmed     eviction takes blocks from its deep end, until nothing is left
+    3. trimmed     eviction takes blocks from the deep end of the stretch, until nothing is left
 
 A stretch is found by its first position and digest. A digest stands for a whole prefix. A prompt with that digest
 therefore agrees with the stretch up to some point, and a binary search finds this point.

@@ -27,7 +27,7 @@ class Hit:
     Attributes:
         token_count: tokens that the manager can serve.
         block_count: blocks that a sequence holds by taking it.
-        cached_block_count: blocks of it that no sequence holds; taking the hit leaves that many fewer to grant.
+        cached_block_count: blocks of the hit that no sequence holds; taking it leaves so many fewer to grant.
     """
 
     __slots__ = ("block_count", "cached_block_count", "token_count")
@@ -167,7 +167,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     def take_over(self, part: PartT) -> int | None:
         """Publishes kept blocks in place of their twins, and gives the twins back. Goes backward until another sequence
-        holds a twin. Returns the first replaced position; None without one."""
+        holds a twin. Returns the first replaced position; None if none was replaced."""
         return None
 
     @abstractmethod

@@ -197,7 +197,7 @@ class RunTree:
     def walk(self, root: Run) -> Iterator[Run]:
         """Yields every run below a root, parents before children, while the tree keeps changing.
 
-        A noted run may be split before its turn (its upper parts are then new runs) or evicted. So this goes up from
+        A noted run may be split before its turn (its upper parts are then new runs) or evicted. So `walk` goes up from
         the run's deep end to the position where the run began when it was noted.
         """
         noted = [(child, 0) for child in root.children.values()]

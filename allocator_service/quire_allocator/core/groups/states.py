@@ -1,8 +1,8 @@
 """Groups of recurrent state (mamba, linear attention): one running block, and checkpoints that can be hit.
 
 The running block holds the state after the committed tokens; every forward pass overwrites it in place. A commit that
-publishes this block turns it into a checkpoint. This requires that no granted token is left to compute: its pass would
-overwrite the state without a grow that copies it. It also requires that the commit ends exactly at
+publishes this block turns it into a checkpoint. No granted token may then be left to compute: its pass would overwrite
+the state without a grow that copies it. The commit must also end exactly at
 
     a multiple of the group's block size, or
     a place where later hits should be able to end (`Commit.ends`).
@@ -109,7 +109,7 @@ class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
             (part.unit,) = self._new_units(part.scope, blocks)
 
     def commit(self, part: StatePart, new: Commit) -> None:
-        """Makes a checkpoint, if the committed tokens end where one belongs."""
+        """Makes a checkpoint, if the committed tokens end where a checkpoint belongs."""
         until = new.until
         if part.unit is None or until == 0 or (until % self.block_size and until not in new.ends):
             return

@@ -45,7 +45,7 @@ class UnitScope(Scope):
         return [*self._by_digest.values(), *self._repeated.values()]
 
     def add(self, unit: Unit, key: UnitKey) -> Unit:
-        """Publishes a unit, unless another one is published with this key. Returns the published one."""
+        """Publishes a unit, unless another unit is published with this key. Returns the published unit."""
         if self._repeated and key in self._repeated:
             return self._repeated[key]
         published = self._by_digest.setdefault(key[1], unit)

@@ -35,11 +35,11 @@ class WindowPart(Part):
         self.kept: KeptBlocks | None = None
 
     def end(self, width: int) -> int:
-        """Returns the position behind the last one of the table; each position has `width` blocks."""
+        """Returns the position behind the end of the table; each position has `width` blocks."""
         return self.first + len(self.units) + len(self.tail) // width
 
     def add(self, blocks: array[int]) -> None:
-        """Adds blocks, and takes ownership of the array: while decoding it becomes the tail."""
+        """Adds blocks, and takes ownership of the array: while decoding, the array becomes the tail."""
         self.scope.held += len(blocks)
         if self.tail:
             self.tail.extend(blocks)

@@ -36,7 +36,7 @@ class WindowRule(ABC):
 
     @abstractmethod
     def reset_token_count(self) -> int:
-        """Returns a period in tokens: a token at a multiple of it reads no earlier token. 0 if each reads some."""
+        """Returns a period in tokens: a token at a multiple of it reads no earlier token. 0 if all read some."""
 
     def block_count_max(self, pass_token_count: int, block_size: int) -> int:
         """Returns the most blocks that a pass of `pass_token_count` tokens reads and writes."""

@@ -83,7 +83,7 @@ class WindowSearch:
         return False
 
     def _last_end(self, reset_positions: int) -> int:
-        """Returns the last position that follows a published one, or that needs no earlier position."""
+        """Returns the last position that follows a published position, or that needs no earlier position."""
         end, depths, stretches = self._end, self._scope.depths, self._stretches
         count = depths.count_before(end)
         last = depths.positions[count - 1] + 1 if count else 0

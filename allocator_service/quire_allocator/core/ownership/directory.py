@@ -7,8 +7,8 @@ Lifecycle of an ownership:
     3. disconnected  its stream ended without a detach: the state stays until the lease ends, for a resume
     4. gone          `remove` or `expire`; only then another incarnation may attach
 
-Fencing: at any time one stream is a pool's current one. A newer attach of the same incarnation replaces it, and the
-caller ends the old stream. A lease only cleans up. A claim locks out no process: owners guard their own memory.
+Fencing: at any time, a pool has one current stream. A newer attach of the same incarnation replaces it, and the caller
+ends the old stream. A lease only cleans up. A claim locks out no process: owners guard their own memory.
 
 Times are seconds of a monotonic clock, session ids come from the caller.
 """

@@ -8,7 +8,7 @@ hit.
     5. restore   where hits can end: where stretches and paths end
     6. queue     entries without holders, in their order of release: they are evicted in that order
 
-The rebuild writes only to a new pool. The caller puts it in force when complete: a refused report changes nothing.
+The rebuild writes only to a new pool. The caller puts the complete pool in force: a refused report changes nothing.
 
 Some state is not in the report, and starts empty. Prompts that are being computed are not announced, so a second prompt
 with the same prefix is computed as well. Policies know only that runs with several continuations were shared. Only full

@@ -43,8 +43,8 @@ class Partings:
     """Counts where the prompts of one pool diverge.
 
     Attributes:
-        edge_tokens: hits end at multiples of this.
-        stop_tokens: steps are at multiples of this. With states, checkpoints are made at multiples of it anyway.
+        edge_tokens: hits end at multiples of this number.
+        stop_tokens: steps are at multiples of this number. With states, checkpoints are made at multiples of it anyway.
         late, again, inside: prompts that diverged in this way; older prompts count less.
         late_seen: the part of `late` that was counted, without the assumed prompts.
     """
@@ -71,7 +71,7 @@ class Partings:
 
     @property
     def are_late(self) -> bool:
-        """Tells whether prompts continue from the end at least as often as before it: answers are then worth states."""
+        """Tells whether prompts diverge late at least as often as earlier: stops of answers are then worth states."""
         return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
     def note(self, behind: Behind, *, is_parting: bool, is_whole: bool) -> None:
@@ -100,7 +100,7 @@ class Partings:
     def steps_before(self, end: int) -> list[int]:
         """Returns token counts two edges, four and so on before the end of a prompt, the deepest first.
 
-        A prompt that diverges between two of them recomputes at most as many tokens as the old prompt has after that
+        A prompt that diverges between two counts recomputes at most as many tokens as the old prompt has after that
         point. With states, the counts are rounded down to checkpoints.
         """
         distances = [self.edge_tokens << (step + 1) for step in range(STEP_COUNT)]

@@ -4,12 +4,12 @@ A stop is made if every group can serve it from blocks that the sequence has or 
 
     a hit ends there                  a request has asked for exactly this prefix
     a commit has reached a stop       `stop_rules.py` computes stops; a junction replaces an early stop, and each stop
-                                      of an answer replaces the one before
+                                      of an answer replaces the previous stop
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that continue do so here
 
 No block is kept for an impossible hit: when a block that its hit would take is evicted, the stop is gone. Blocks
-that it alone needed are then spare in all groups, and are evicted before the next victim is chosen.
+that this stop alone needed are then spare in all groups, and are evicted before the next victim is chosen.
 
 A path keeps all stops where paths diverge, and the last three other stops. In a chat these are the ends of the
 previous turn, of the last prompt, and of its answer. While many prompts diverge before the end of a cached prompt, new

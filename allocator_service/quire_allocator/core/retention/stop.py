@@ -176,7 +176,7 @@ class Stop:
 
     @property
     def is_continued(self) -> bool:
-        """Tells whether only edited prompts would still end here."""
+        """Tells whether only edited prompts would still end at this stop."""
         return self.way_count > 0 and not self.is_parting
 
     def stops_after(self) -> list[Stop]:

@@ -152,7 +152,7 @@ class Counters:
     def __init__(self, namespaces: Collection[str] = ()) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
-        self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets it
+        self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets this function
         self.routes = RouteCounts()  # `AllocatorService` replaces these counters by its router's
         self.namespaces = sorted({*namespaces} - {OTHER})
         self._pools: defaultdict[str, PoolCounters] = defaultdict(lambda: PoolCounters(namespaces))

@@ -28,7 +28,7 @@ from quire_allocator.wire.step_columns import StepColumns
 # `tests/allocator/session/test_memory_of_blocks.py` measures the most bytes that a block takes.
 POOL_BYTES: Final = 32 << 10
 BLOCK_BYTES: Final = 48  # a used block: its id, its digest, its entry in a table
-RUN_BYTES: Final = 720  # a published stretch of full attention
+RUN_BYTES: Final = 720  # a run: a published stretch of full attention
 UNIT_BYTES: Final = 800  # a used position of windows or states
 SCOPE_BYTES: Final = 900  # a namespace in one manager
 PART_BYTES: Final = 420  # a sequence in one manager

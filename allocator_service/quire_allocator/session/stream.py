@@ -113,7 +113,7 @@ class SessionStream:
                 exchange = Exchange(machine, self._streams.counters, message, self._streams.clock())
                 del message  # frees the step's memory while the owner reads the answers
                 await self._send(exchange)
-                del exchange  # frees the answers' memory while this waits for the next message
+                del exchange  # frees the answers' memory while `run` waits for the next message
                 message = None if machine.phase is Phase.DETACHED else await self._read()
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)

@@ -184,7 +184,7 @@ class Fallen:
         for offset in range(first - begin, end - begin):
             own, place = blocks[offset * width : (offset + 1) * width], offset * DIGEST_BYTES
             key = begin + offset, digests[place : place + DIGEST_BYTES]
-            if scope.find(key[0], key[1]) is not None:  # happens only if the owner invented digests
+            if scope.find(key[0], key[1]) is not None:  # true only if the owner invented digests
                 self._lose(stretch, key[0], key[1], own)
                 continue
             unit = Unit(scope, own)

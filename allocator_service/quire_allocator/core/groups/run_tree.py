@@ -229,7 +229,7 @@ class RunTree:
         while run.parent is not None:
             path.append(run.blocks)
             run = run.parent
-        if len(path) <= 2:  # the usual case; a single concatenation copies the blocks only once
+        if len(path) <= 2:  # the usual case: a single concatenation copies each block only once
             return path[1] + tail if len(path) == 2 else tail[:]
         blocks = array("I")
         for part in reversed(path):

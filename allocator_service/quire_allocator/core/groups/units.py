@@ -123,7 +123,7 @@ class UnitManager(Manager[UnitScopeT, UnitHitT, PartT]):
         """Makes private units from newly granted blocks; a single unit keeps the array itself."""
         width = self.width
         scope.held += len(blocks)
-        if len(blocks) == width:  # the usual case, while decoding
+        if len(blocks) == width:  # a single unit, as usual while decoding
             return [Unit(scope, blocks)]
         return [Unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
 

@@ -160,7 +160,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
         """Turns a path's positions before `end` that are in stretches into units, about to be published."""
         begin = path.begin
         for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
-            if unit.first_digest != path.at(unit.first_position):  # happens only if the owner invented digests
+            if unit.first_digest != path.at(unit.first_position):  # true only if the owner invented digests
                 self._blocks.push(unit)
 
     def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
@@ -234,7 +234,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
 
     def _let_fall(self, scope: WindowScope, fallen: Sequence[Scoped]) -> None:
         """Counts one fewer table for these consecutive units and stretches."""
-        if len(fallen) == 1 and isinstance(fallen[0], Unit):  # the usual case while decoding
+        if len(fallen) == 1 and isinstance(fallen[0], Unit):  # a single unit, as usual while decoding
             self._release(fallen[0])
             return
         i = len(fallen)
@@ -262,7 +262,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
                 self._give_back(part.scope, own)
         if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(part, first, committed):
             part.first = first + 1
-            self._release(part.units.pop(0))  # the usual case while decoding
+            self._release(part.units.pop(0))  # a single unit, as usual while decoding
             return self._rule.needs_less_at(committed, (first + 2) * self.block_size - 1)
         if gone > 0:
             fallen: list[Scoped] = [*part.units[:gone]]

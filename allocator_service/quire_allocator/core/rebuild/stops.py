@@ -23,7 +23,7 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
 Links = dict[str, dict[UnitKey, bytes]]  # namespace -> published position -> digest of the previous position
-_Place = tuple[int, bytes]  # tokens before a stop, and the digest of all of them
+_Place = tuple[int, bytes]  # tokens before a stop, and the digest of these tokens
 
 
 def restore(pool: Pool, links: dict[int, Links]) -> None:

@@ -21,9 +21,9 @@ from typing import Final, NamedTuple
 
 LATE_BELIEVED: Final = 4.0  # number of late prompts that are assumed before any prompt was counted
 LATE_BELIEVED_OF_STATES: Final = 32.0
-REMEMBERED: Final = 256.0  # number of prompts after which all earlier ones count half
+REMEMBERED: Final = 256.0  # number of prompts after which all earlier prompts count half
 EARLY_SHARE: Final = 0.4  # If at least this share of prompts diverges early, more stops are worth their window blocks.
-EARLY_SHARE_OF_STATES: Final = 0.7  # the same share for states, which take a page each
+EARLY_SHARE_OF_STATES: Final = 0.7  # the same share in a pool with states, which take a page each
 STEP_COUNT: Final = 7
 
 

@@ -38,7 +38,7 @@ from quire_allocator.core.retention.worth import Worth
 from quire_allocator.core.spec import GroupKind, PoolSpec
 from quire_allocator.core.stretches import Stretch
 
-CONTINUED_MAX: Final = 3  # stops kept on one path, in addition to those where paths diverge
+CONTINUED_MAX: Final = 3  # most stops that one path keeps, besides the stops where paths diverge
 
 
 class Retention:

@@ -29,7 +29,7 @@ from quire_allocator.session.lease_watch import LeaseWatch
 log = structlog.get_logger()
 
 LEASE_CHECK_S = 0.5
-# Blocks of all pools of one caller: the pool of a GPU of 141 GB for a model of 2 KiB per token.
+# Most blocks in all pools of one caller. A GPU of 141 GB has so many if a block of 16 tokens takes 32 KiB.
 BLOCKS_DEFAULT: Final = 1 << 22
 
 

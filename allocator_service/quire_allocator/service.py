@@ -43,7 +43,7 @@ from quire_allocator.wire.translate import require
 
 log = structlog.get_logger()
 
-# How the core runs here, as `GetServerInfo` and the metrics report it.
+# Whether the core runs compiled or as Python; `GetServerInfo` and the metrics report this.
 CORE: Final = "python" if str(pool.__file__).endswith(".py") else "compiled"
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 RequestT = TypeVar("RequestT", bound=Message)
@@ -127,7 +127,7 @@ class _Witness:
     def quarantined(self, owner: Ownership, error: Exception) -> None:
         log.error("pool quarantined", pool=owner.name, exc_info=error)
         self._counters.quarantine_count += 1
-        if owner.unary:  # the pool ended with its session; a stream's owner attaches and reports it again
+        if owner.unary:  # the pool ended with its session; the owner of a stream reports its pool again
             self._counters.forget(owner.name)
         self._watching.wake(owner.name)
 
@@ -327,8 +327,8 @@ def add_to_server(service: AllocatorService, server: aio.Server) -> None:
     )
     handlers = {"Session": session, "Apply": apply}
     name = pb.DESCRIPTOR.services_by_name["AllocatorService"].full_name
-    # The first generic handler of a method serves it. If the method is also registered, the last registered handler
-    # serves it.
+    # gRPC serves a method with its first generic handler. If the method also has registered handlers, gRPC serves it
+    # with the last of these. So the handlers with packed messages are added first as generic, and last as registered.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
-    server.add_registered_method_handlers(name, handlers)  # type: ignore[attr-defined]  # its stubs are older
+    server.add_registered_method_handlers(name, handlers)  # type: ignore[attr-defined]  # grpc's stubs are older

@@ -5,14 +5,14 @@ Lifecycle of a watch:
     1. resumed    session and cursor are known and every later event is still kept; otherwise the watch begins with 2
     2. snapshot   `cleared`, then all blocks that can be hit, then the changes made meanwhile, then `snapshot_end`
     3. following  events as they are published; a new session of the pool leads back to 2
-    4. ended      by its caller, because the pool is gone, or because it fell behind the events that are kept
+    4. ended      by its caller, because the pool is gone, or because the next event for it is no longer kept
 
-If nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: it proves to the watcher that it has missed
+If nothing happens, an event `progress` comes every `WATCH_BEAT_S` seconds: it proves that the watcher has missed
 nothing.
 
-A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. The pool changes while
-a snapshot is sent, so the changes follow it. `CacheEvent` in the protocol says how watchers handle this. Blocks in
-namespaces that the caller may not use are left out.
+A watcher reads the log at its own pace: nothing is queued for a watcher, and no step ever waits for a watcher. The pool
+changes while a snapshot is sent, so the changes follow the snapshot. `CacheEvent` in the protocol says how watchers
+handle these changes. Blocks in namespaces that the caller may not use are left out.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _Watcher:
             raise Refusal(
                 "WATCHER_SLOW", f"events after cursor {cursor} are no longer kept; start again with a snapshot"
             )
-        # A list, because the log drops old events while a slow caller blocks a message.
+        # The events are copied to a list, because the log drops old events while a slow caller blocks a write.
         for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
             if self._permissions.may_use(event.scope.namespace.name):
                 for message in _messages(owner.name, session_id, number, event):
@@ -157,7 +157,7 @@ class _Watcher:
 
 def _messages(pool: str, session_id: bytes, cursor: int, event: Event) -> Iterator[pb.CacheEvent]:
     """Yields one event in as many messages as it needs. Only the last one carries the event's cursor: a watch that is
-    resumed after an earlier one gets the whole event again."""
+    resumed after an earlier message gets the whole event again."""
     parts = list(index.pieces(index.stretch_of(event)))
     for number, part in enumerate(parts, 1):
         done = cursor if number == len(parts) else cursor - 1

@@ -4,12 +4,12 @@ A new sequence is refused for the first of these reasons:
 
     TOO_LONG        it can never fit, even in passes as large as its owner announces
     PASS_TOO_LONG   it fits, but not with a first pass of this many tokens
-    PENDING         others are computing at least as much of its prefix as it asked to wait for
+    PENDING         other sequences are computing at least `defer_token_count` tokens of its prefix
     QUOTA           its namespace would exceed its limit
     NO_SPACE        its whole prompt, not only the first chunk, does not fit beside the blocks *promised* to growing
-                    prompts and the free *watermark* of running ones. An idle pool waives these two
+                    prompts and the free *watermark* of running ones. In an idle pool, both are 0
 
-A live sequence needs room for its request alone: TOO_LONG if even its smallest pass does not fit, else PASS_TOO_LONG
+A live sequence needs blocks for its request alone: TOO_LONG if even its smallest pass does not fit, else PASS_TOO_LONG
 with the excess of blocks; then QUOTA, as above; then NO_SPACE with the missing blocks and the victim whose preemption
 costs least.
 
@@ -31,8 +31,8 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
-TAKEOVERS_EXAMINED_MAX: Final = 1024  # only the oldest sequences are examined: a step's reply names each takeover
-VICTIMS_EXAMINED_MAX: Final = 1024  # only the newest sequences are examined: searching all would delay every step
+TAKEOVERS_EXAMINED_MAX: Final = 1024  # oldest sequences to search for twins: the step's reply names every takeover
+VICTIMS_EXAMINED_MAX: Final = 1024  # newest sequences to search for a victim: searching all would delay every step
 
 
 class Applicant(NamedTuple):
@@ -66,13 +66,13 @@ class Admission:
         self._blocks = blocks
         self._managers = managers
         self._sequences = sequences
-        self._cheapest: list[tuple[int, int, int]] | None = None  # None if the pool has changed since it was computed
+        self._cheapest: list[tuple[int, int, int]] | None = None  # None after a change of the pool, until a search
         self.limits_cache = any(quota.cached_blocks_max is not None for quota in spec.quotas)
-        self._has_taken_over = not spec.append_only  # whether takeovers were tried, or there are none to try
+        self._has_taken_over = not spec.append_only  # whether takeovers were tried; always True if not append-only
 
     @property
     def reserved_block_count(self) -> int:
-        """Counts the free blocks that a new sequence must leave."""
+        """Counts the blocks that a new sequence must leave free."""
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
     def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
@@ -96,7 +96,7 @@ class Admission:
         if 0 < applicant.defer_token_count <= applicant.pending_token_count:
             return GrowResult(Result.PENDING, 0, applicant.pending_token_count)
         hits = zip(self._managers, applicant.hits)
-        # A state in a hit is not counted: the grow copies it and releases the original.
+        # A checkpoint in a hit does not count toward the quota: the first grow copies it, and releases the original.
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])
         over = self._over_quota(applicant.space, needed + kept)
         if over > 0:
@@ -133,7 +133,7 @@ class Admission:
 
     def _take_over(self, result: Result) -> bool:
         """Frees the twins that are held only by sequences with their own copies, if blocks are short. Returns whether
-        it found any. A sequence alone in the pool can thus use all of it, even if it kept copies. Examines the oldest
+        it found any. A sequence alone can thus use the whole pool, even if it kept copies. Examines the oldest
         thousand sequences."""
         if self._has_taken_over or result not in (Result.NO_SPACE, Result.QUOTA):
             return False
@@ -174,7 +174,7 @@ class Admission:
 
     def cheapest_victim(self, priority: int, *, except_id: int = 0) -> Victim | None:
         """Returns the sequence to preempt, among those of at most this priority: lowest priority first, then fewest
-        tokens to recompute, then newest. Tokens in blocks that others hold are not recomputed. Examines the newest
+        tokens to recompute, then newest. Tokens in shared blocks are not recomputed. Examines the newest
         thousand sequences."""
         if self._cheapest is None:
             self._cheapest = self._two_cheapest()

@@ -1,4 +1,4 @@
-"""Batches of grows: the lookup of the latest batch, and its sequences that take one block for every group.
+"""Batches of grows: remembers the latest batch, and grants one block for every group to sequences of a batch.
 
 A decoding engine names the same sequences in step after step, and each takes its next blocks at a block edge.
 """
@@ -53,7 +53,7 @@ class DueRows:
         self._coordinator = coordinator
         self._grants = grants
         self._rows: list[int] = []
-        self.sequences: list[SequenceState] = []  # in the order of their rows
+        self.sequences: list[SequenceState] = []  # the sequences of `_rows`, in the same order
 
     def add(self, number: int, sequence: SequenceState, token_count: int) -> None:
         """Grants a row to the sequence of grow `number`, to hold `token_count` tokens."""

@@ -22,7 +22,7 @@ class BlockStates:
     """
 
     def __init__(self, block_count: int, first_id: int = 0) -> None:
-        # numpy is imported on first use: an allocator that takes over from a killed one must not wait for it.
+        # numpy is imported here, on first use: an allocator that replaces a killed one must not wait for this import.
         import numpy as np
 
         self.first_id = first_id

@@ -3,7 +3,7 @@
 Lifecycle of a block:
 
     1. empty free   no digest: on the stack `empty`
-    2. held         in at least one table; `take` brings it here from 1, or from 3 by eviction
+    2. held         in at least one table; `take` grants empty blocks, and evicts cached ones if too few are empty
     3. cached free  in no table, but published: hittable until evicted
 
 Groups of equal specification share one *manager* (`full.py`, `windows.py`, `states.py`), which knows its held and
@@ -21,9 +21,9 @@ from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES
 from quire_allocator.core.eviction.queue import Candidates, EvictionQueue
 from quire_allocator.core.scopes import Namespace, Scope, Scoped
 
-EMPTIED_TOLD_MAX: Final = 16_384  # most empty blocks that the reply to one step names
-KEPT_SHARE: Final = 0.25  # share of a pool that the callers of one namespace may ask to keep
-_COUNT_AFTER_MS: Final = 1_000  # the kept blocks of a namespace are counted at most this often
+EMPTIED_TOLD_MAX: Final = 16_384  # the reply to one step names at most this many emptied blocks
+KEPT_SHARE: Final = 0.25  # largest share of a pool that the callers of one namespace may keep cached
+_COUNT_AFTER_MS: Final = 1_000  # shortest time between two counts of the kept blocks of a namespace
 
 
 class Blocks:
@@ -35,14 +35,14 @@ class Blocks:
         self._stack = array("I", range(first_id, first_id + block_count))
         self._top = 0
         self.cached_count = 0
-        self.run_count = 0  # published stretches of full attention
+        self.run_count = 0  # number of published runs of full attention
         self.evicted_count = self.dropped_count = 0
-        # Evictions by a quota, and evictions for another namespace. The latter are also counted by (victim, taker)
-        # until metrics take them.
+        # Blocks evicted because of a quota, and blocks evicted for another namespace. `foreign_evictions` counts the
+        # latter by (victim, taker), until the metrics take these counts.
         self.quota_evicted_count = self.foreign_evicted_count = 0
         self.foreign_evictions: dict[tuple[str, str], int] = {}
-        self.kept_block_count_max = int(KEPT_SHARE * block_count)  # of each namespace
-        self.taker: Namespace | None = None  # the namespace that `take` grants to
+        self.kept_block_count_max = int(KEPT_SHARE * block_count)  # most kept blocks of one namespace
+        self.taker: Namespace | None = None  # the namespace that `take` grants blocks to
         self.policy = POLICIES[policy or DEFAULT_POLICY](block_count)
         self.queue = EvictionQueue(self.policy)
         self.namespaces: dict[str, Namespace] = {}
@@ -58,8 +58,8 @@ class Blocks:
         return self._top
 
     def emptied(self, used_before: int) -> array[int]:
-        """Returns the blocks that became empty, and perhaps some that were empty before. `used_before` is the highest
-        number of blocks in use in that time: nothing was taken from deeper in the stack."""
+        """Returns the blocks that a step emptied, and perhaps some that were empty before. `used_before` bounds the
+        number of blocks in use during the step: no block deeper in the stack was taken."""
         return self._stack[self._top : min(used_before, self._top + EMPTIED_TOLD_MAX)]
 
     @property
@@ -122,13 +122,13 @@ class Blocks:
             own.add(entry)
 
     def keep(self, space: Namespace, entries: Sequence[Scoped], keep_ms: int) -> None:
-        """Evicts entries late for `keep_ms` from now on, if they fit the namespace's share."""
+        """For `keep_ms` from now on, evicts these entries late, if they fit the share of the namespace."""
         now_ms = self.policy.now_ms
         new = [entry for entry in entries if entry.keep_until_ms <= now_ms]
         count = sum([entry.block_count for entry in new])
         is_due = now_ms >= space.kept_counted_ms + _COUNT_AFTER_MS
         if space.kept_block_count + count > self.kept_block_count_max and is_due:
-            space.kept = list({e: 0 for e in space.kept if e.keep_until_ms > now_ms and e.block_count})  # each once
+            space.kept = list({e: 0 for e in space.kept if e.keep_until_ms > now_ms and e.block_count})  # no repeats
             space.kept_block_count = sum([entry.block_count for entry in space.kept])
             space.kept_counted_ms = now_ms
         if space.kept_block_count + count <= self.kept_block_count_max:
@@ -169,7 +169,7 @@ class Blocks:
             self._evict(self.cached_count, self.queue)
         elif namespace.queue is not None:
             self._evict(namespace.cached_count, namespace.queue)
-        else:  # the namespace gets a queue of its own until this is done
+        else:  # until the drop is done, the namespace gets a queue of its own
             namespace.queue = queue = Candidates(self.policy)
             for _, ticket, entry in self.queue.items():
                 if isinstance(entry, Scoped) and entry.scope.namespace is namespace and ticket == entry.ticket:
@@ -192,7 +192,7 @@ class Blocks:
             self.dropped(entry.scope, evicted)
 
     def _evict(self, count: int, queue: Candidates | None = None) -> None:
-        """Evicts at least `count` blocks: from `queue`, or from the pool's queue to make room for `taker`."""
+        """Evicts at least `count` blocks: from `queue`, or from the pool's queue for a grant to `taker`."""
         taker = self.taker if queue is None else None
         queue = queue or self.queue
         while count > 0:
@@ -206,7 +206,7 @@ class Blocks:
                 key = victim.name, taker.name
                 self.foreign_evicted_count += evicted
                 self.foreign_evictions[key] = self.foreign_evictions.get(key, 0) + evicted
-            count -= cached - self.cached_count  # This includes blocks that were useful only with the evicted ones.
+            count -= cached - self.cached_count  # also counts blocks that were useful only together with `entry`
 
     def check_counts(self) -> None:
         """Raises AssertionError unless every block counts as exactly one of empty, cached and held. The cost does not

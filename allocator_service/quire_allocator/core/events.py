@@ -3,7 +3,7 @@
 Lifecycle of an event:
 
     1. recorded    by an operation; not visible yet
-    2. published   by `publish`: the owner has acknowledged the step that made it; it gets its place in the log
+    2. published   by `publish`: the owner has acknowledged the step that made it; the event gets its number
     3. forgotten   when the log is full, oldest first; a watcher that has not read it starts over from a snapshot
 
 The cursor of an event is its number in the life of this log; a log's first event is number 1.
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final, NamedTuple
 
-# Imported at run time, because `Event` names it. With an import only for type checkers, this compiled module could not
-# be the first to be imported.
+# `Scope` is imported at run time, because a field of `Event` has this type. With an import for type checkers only, this
+# compiled module could not be imported before `scopes`.
 from quire_allocator.core.scopes import Evictor, Scope
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -70,7 +70,7 @@ def digest_count_before(untold: set[bytes], digests: bytes) -> int:
     return len(digests) // DIGEST_BYTES
 
 
-# The fields of an Event as a plain tuple, because making a named tuple costs as much as an append.
+# A record is a plain tuple with the fields of an Event: making a named tuple would cost as much as an append.
 _Record = tuple[int, Change, Scope, bytes, int, bytes | bytearray, int, int]
 
 
@@ -82,7 +82,7 @@ class EventLog:
         self.digest_bytes_max = DIGEST_BYTES_KEPT_MAX
         self.step = 0
         self.last_cursor = 0
-        self.removed_count = 0  # calls of `removed`
+        self.removed_count = 0  # number of calls of `removed`
         self._recorded: list[_Record] = []
         self._recorded_bytes = 0
         self._kept: deque[_Record] = deque()
@@ -94,7 +94,7 @@ class EventLog:
         self._recorded_bytes += len(digests)
 
     def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:
-        """Records that the digests `source[start:end]` can be hit no more.
+        """Records that the digests `source[start:end]` can no longer be hit.
 
         The caller never changes `source` afterwards. The source is copied only if the digests are less than half of it.
         """
@@ -128,7 +128,7 @@ class EventLog:
     def forget(self) -> None:
         """Forgets the oldest events beyond the limits."""
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
-            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would build a list at each step of a full log
+            _, _, _, _, _, _, start, end = self._kept.popleft()  # `*_` would build a list for each forgotten event
             self._kept_bytes -= end - start
 
     def removed_in(self, step: int, digest_count_max: int, scope_count_max: int) -> tuple[dict[Scope, bytearray], bool]:

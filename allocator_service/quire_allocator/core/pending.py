@@ -3,11 +3,11 @@
 Lifecycle of an announcement:
 
     1. announced   a new sequence says which digests it will compute, from its matched tokens on
-    2. advanced    a commit has published the first of them; what is left is pending
-    3. gone        all of it is published, or the sequence was dropped
+    2. advanced    a commit has published the first of these digests; the others are pending
+    3. gone        all of its digests are published, or the sequence was dropped
 
 An announcement is filed under its first place, and under each place that it advanced to. If a prompt's published prefix
-ends there, and its next digest is the announced one, the lookup returns how far both agree.
+ends at such a place, and its next digest is the announced one, the lookup returns how far both agree.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Announcement:
 
     def __init__(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> None:
         is_short = 2 * DIGEST_BYTES * (digest_count - next_digest) < len(digests)
-        self.first = next_digest if is_short else 0  # number of the first of `digests`; long ones are not copied
+        self.first = next_digest if is_short else 0  # number of the first of `digests`: only a short part is copied
         self.digests = digests[next_digest * DIGEST_BYTES : digest_count * DIGEST_BYTES] if is_short else digests
         self.namespace = namespace
         self.next_digest = next_digest
         self.digest_count = digest_count
-        self.places: list[int] = []  # digest counts that the announcement has had, the first one included
+        self.places: list[int] = []  # every value that `next_digest` has had, the first one included
 
     def key(self, place: int) -> bytes:
         """Returns the digest at `place`. Other prompts find this announcement under it."""
@@ -37,7 +37,7 @@ class Announcement:
 
 
 class PendingPrefixes:
-    """Finds the announcements of a pool by their next digests. `left_count` of all their digests are unpublished."""
+    """Finds the announcements of a pool by their next digests. `left_count` counts all their unpublished digests."""
 
     def __init__(self) -> None:
         self.left_count = 0

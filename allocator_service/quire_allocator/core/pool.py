@@ -2,19 +2,19 @@
 
 Lifecycle of a sequence:
 
-    1. allocate    a new id, higher than every earlier one; its longest published prefix is shared, the rest granted
-    2. grow        more tokens fit; a block about to be written that is shared or published is replaced by a copy
+    1. allocate    a new id, higher than every earlier id; its longest published prefix is shared, the rest granted
+    2. grow        more tokens fit; if the block to write next is shared or published, a copy replaces it
     3. commit      a forward pass has finished: tokens count as computed, full blocks are published, blocks that fell
-                   out of a window are given back; so can be lookahead that was not used
+                   out of a window are given back, and on request unused lookahead, too
     4. fork        another sequence shares everything committed, the half-filled last block included
     5. free        references are dropped, tail first
 
 Who may write each part of a sequence, in tokens, with `committed <= token_count <= limit`:
 
     [0, full)                  full = committed // block_size * block_size: published, shareable by anyone, immutable
-    [full, committed)          written; shared with forks until one side grows
+    [full, committed)          written; shared with forks until a sharer grows
     [committed, token_count)   granted, being written by this sequence alone
-    [token_count, limit)       room that growing takes without a grant
+    [token_count, limit)       granted slots that a grow uses without another grant
 
 Every operation is all-or-nothing and answers with a `Result`: no space is an answer, not an exception. Operations of
 one pool are applied by one caller at a time. The managers contain the differences between types of attention
@@ -80,15 +80,15 @@ class Pool:
     def allocate(
         self,
         sequence_id: int,  # must be higher than every earlier id
-        token_count: int,  # tokens to hold; the sequence holds more if more of a longer prompt is matched
+        token_count: int,  # tokens to hold; the sequence holds more if a longer part of the prompt is cached
         digests: bytes = b"",  # digests of the full blocks of `digest_tokens` tokens that may be shared, concatenated
         namespace: str = "",  # prefixes are shared only inside a namespace
         *,
-        prompt_token_count: int = 0,  # set if `token_count` is only the first chunk of a prompt
-        priority: int = 0,  # sequences of a higher priority are never named to be preempted for this one
-        defer_token_count: int = 0,  # refuses with PENDING if others compute at least this many tokens of its prefix
-        is_return: bool = False,  # a preempted request returns: its tokens count as returned, not as queried
-        breakpoints: Sequence[int] = (),  # rising token counts where its owner expects later prompts to diverge
+        prompt_token_count: int = 0,  # tokens of the whole prompt, if `token_count` is only its first chunk
+        priority: int = 0,  # sequences of a higher priority are never preempted for this sequence
+        defer_token_count: int = 0,  # if not 0: refuses with PENDING if others compute so many tokens of the prefix
+        is_return: bool = False,  # whether a preempted request returns; its tokens count as returned, not as queried
+        breakpoints: Sequence[int] = (),  # rising token counts where the owner expects later prompts to diverge
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
@@ -109,7 +109,7 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # With enough free blocks beyond the reserve nothing can refuse, not even TOO_LONG. Admission is then skipped.
+        # If enough blocks are free beyond the reserve, no check can fail, not even TOO_LONG. Admission is then skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(space, hits, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
@@ -169,20 +169,20 @@ class Pool:
         )
 
     def names_new(self, sequence_ids: array[int]) -> bool:
-        """Tells whether one of these ids is above every earlier one."""
+        """Tells whether one of these ids is above every earlier id."""
         return not self._batch.has(sequence_ids) and max(sequence_ids, default=0) > self.last_sequence_id
 
     def grow_many(
         self, sequence_ids: array[int], token_counts: list[int]
     ) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-        """Makes room in live sequences, in order, for `token_counts` tokens. Lower counts change nothing.
+        """Grows live sequences, in order, until they can hold `token_counts` tokens. Lower counts change nothing.
 
         A private copy replaces the block of the next token if that block is shared, or if another sequence filled it
         further and published it. A decoding engine names the same sequences step after step, so they are looked up only
         when the ids change.
 
         Returns:
-            The grants; also the number and result of each grow that needs more than its present room and one block: OK,
+            The grants; also the number and result of each grow that needs more than its granted slots and a block: OK,
             NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)
@@ -294,7 +294,7 @@ class Pool:
             return Result.UNCOMMITTED
         self.admission.note_change()
         child = self.coordinator.fork(parent)
-        # If parent and child now share a block that one of them has yet to write:
+        # The parent's limit changes if parent and child now share a block that one of them has yet to write.
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1

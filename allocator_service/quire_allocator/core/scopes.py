@@ -88,4 +88,4 @@ class Evictor(ABC):
         """Evicts at least `wanted` blocks of a candidate, or all its blocks if it has fewer; returns the number."""
 
     def replaced(self, entry: Scoped) -> None:  # noqa: B027 - most managers keep the replaced entry
-        """Notes that another entry replaced this one: hits now end at the other entry."""
+        """Notes that another entry replaced this entry: hits now end at the other entry."""

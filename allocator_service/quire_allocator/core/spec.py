@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 DIGEST_BYTES: Final = 32
 NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the window and was given back
 RETENTIONS: Final = ("auto", "dense")
-OTHERS: Final = "*"  # in a quota: every namespace without its own
-NEVER: Final = 1 << 62  # tokens: more than any sequence has
+OTHERS: Final = "*"  # as a quota's namespace: every namespace without its own quota
+NEVER: Final = 1 << 62  # a token count above that of every sequence
 NO_BLOCKS: Final = array("I")  # an empty array to copy; copying it costs half as much as making a new one
 
 
@@ -65,7 +65,7 @@ class Quota:
         namespace: its name. "*" means every namespace without its own quota.
         held_blocks_max: the most blocks that its sequences may hold; a shared block counts once. Beyond this limit,
             operations get Result.QUOTA.
-        cached_blocks_max: the most blocks that it may leave in the cache. Beyond it, its own are evicted first.
+        cached_blocks_max: the most blocks that it may leave cached. Beyond this limit, its blocks are evicted first.
     """
 
     namespace: str
@@ -144,8 +144,8 @@ class Copy(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A table entry that now names the block which was published first. In an append-only pool the entry stays as it
-    is, and the published block is held beside it: its *twin*."""
+    """A table entry that now names the block which was published first. In an append-only pool the entry keeps its
+    block, and the sequence also holds the published block, the *twin* of its own."""
 
     group: int
     position: int
@@ -153,7 +153,7 @@ class Swap(NamedTuple):
 
 
 class Takeover(NamedTuple):
-    """A sequence's own blocks in a group are published, from a position on. They replace its twins, now empty."""
+    """From a position on, a sequence's own blocks in a group are published. They replace its twins, now empty."""
 
     sequence_id: int
     group: int
@@ -215,14 +215,14 @@ class Grants:
 
 
 class GrowResult:  # noqa: PLW1641 - answers are never keys of a dict
-    """The answer to allocate and grow. It is no named tuple, because making one costs as much as an append.
+    """The answer to allocate and grow. Not a named tuple, because making a named tuple costs as much as an append.
 
     Attributes:
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
         attended_token_count: as in `Match` (allocate only, OK and PENDING).
         stops: token counts at which hits are to end, rising (`retention/stop_rules.py`; allocate only, OK).
-        pending_token_count: tokens after those that another sequence is computing (allocate only).
+        pending_token_count: tokens after the matched ones that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing the previous ones; after allocate the whole table.
             Empty if nothing changed in any group.
         copies: copies to run before any write of this step.

@@ -1,8 +1,8 @@
 """A stretch: consecutive published blocks of one prefix as one object, however many they are.
 
 A run of full attention is a stretch that is a node of a tree (`runs.py`). Blocks that fall out of the tables of a
-windowed group together, and are cached, are a stretch of their own (`fallen.py`). A prompt that takes only a part of
-one cuts it in two. Eviction takes blocks from the deep end.
+windowed group together, and are cached, are a stretch of their own (`fallen.py`). A prompt that takes only a part of a
+stretch cuts the stretch in two. Eviction takes blocks from the deep end.
 
 Blocks are counted per *position*: `width` blocks, one for each group of the specification.
 """
@@ -27,7 +27,7 @@ class Stretch(Scoped):
 
     def __init__(self, scope: Scope, first_position: int, digests: bytes | bytearray, blocks: array[int]) -> None:
         super().__init__(scope)
-        self._digests = digests  # a bytearray once extended; longer than `size` once trimmed
+        self._digests = digests  # a bytearray after `extend`; longer than `size` after `trim`
         self.size = len(digests)
         self.blocks = blocks
         self._first_position = first_position
@@ -61,7 +61,7 @@ class Stretch(Scoped):
         self.size = size
         if size:
             del self.blocks[kept:]
-        else:  # Code that has noted this stretch sees that it was removed.
+        else:  # Code that noted this stretch earlier then sees that the stretch is gone.
             self._digests, self.blocks = b"", array("I")
         return source, blocks
 
@@ -83,7 +83,7 @@ class Stretch(Scoped):
 
     @property
     def end_position(self) -> int:
-        """Returns the position behind its last one."""
+        """Returns the position behind its last position."""
         return self._first_position + self.size // DIGEST_BYTES
 
     @property
@@ -109,7 +109,7 @@ class Stretch(Scoped):
 
 def agreeing(own: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
     """Counts the bytes of the leading digests that a stretch shares with `digests[start:end]`; at least one digest."""
-    if len(own) > end - start:  # the usual case: the same prompt made the stretch, without its last block
+    if len(own) > end - start:  # the usual case: the same prompt made the stretch, and `digests` end earlier
         wanted = digests if not start and end == len(digests) else digests[start:end]
         if own.startswith(wanted):
             return end - start

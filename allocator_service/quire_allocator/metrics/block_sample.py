@@ -5,19 +5,19 @@ on every day (SHARDS). The digests are filed in slices, by the time of their las
 digests than a pool has room for, that pool would have hit the block under LRU eviction.
 
 At first all digests are followed. Whenever there would be more than `_FOLLOWED_MIN`, half of them are dropped, down to
-the pool's share. Otherwise a pool that saw few prefixes would have none in its sample.
+the pool's share. Otherwise the sample of a pool with few prefixes could be empty.
 
 A slice is an eighth of the pool, and the model is no finer than that. An exactly ordered list for each size would cost
 far more per use.
 
 Lifecycle of a followed digest:
 
-    1. asked      a prompt named it, and nobody has computed it yet
+    1. asked      a prompt named it, and no commit has had it yet
     2. published  a commit had it
-    3. gone       it was evicted or dropped; a later commit brings it back to 2
-    4. forgotten  as many others were named since as fit a pool of four times the size
+    3. gone       its block was evicted or dropped; a later commit brings the digest back to 2
+    4. forgotten  since its last use, prompts named as many other digests as a pool of four times the size holds
 
-Outcomes and lifetimes are those of the first group of full attention. Pools without one are not followed.
+Outcomes and lifetimes are those of the first group of full attention. Pools without full attention are not followed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from quire_allocator.wire.step_columns import StepColumns
 
 OUTCOMES: Final = ("hit", "group", "evicted", "computing", "new")
 _HIT: Final = 0
-_GROUP: Final = 1  # full attention had the block, another group did not
+_GROUP: Final = 1  # full attention had the block cached, but another group did not
 _EVICTED: Final = 2  # the block was published earlier and has been evicted
-_COMPUTING: Final = 3  # an earlier prompt had asked for the block
+_COMPUTING: Final = 3  # an earlier prompt asked for the block, and no commit has had it yet
 _NEW: Final = 4
 
-SIZES = (0.5, 1.0, 2.0, 4.0)  # sizes of modelled pools, in multiples of the pool's own
+SIZES = (0.5, 1.0, 2.0, 4.0)  # sizes of modelled pools, in multiples of the real pool's size
 AGE_SECONDS_BOUNDS = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
-_FOLLOWED_MIN: Final = 256  # blocks of a pool that the sample follows, if the pool has that many
+_FOLLOWED_MIN: Final = 256  # a sample follows at least this many digests, if the pool holds so many
 _BYTES: Final = 256  # number of values of a byte
 _BEGINNINGS: Final = _BYTES * _BYTES  # number of values of a digest's first two bytes
 
-_SLICES: Final = 8  # slices for as many digests as the pool itself has room for
+_SLICES: Final = 8  # slices that together have as many digests as the real pool can hold
 _SLICES_MAX: Final = 64
 
 _ASKED: Final = 0
@@ -103,15 +103,15 @@ class BlockSample:
         self._least = min(_BEGINNINGS, max(1, _FOLLOWED_MIN * _BEGINNINGS // room)) if room else _BEGINNINGS
         self.tokens = pool.digest_tokens if room else 0
         self._follow(_BEGINNINGS)
-        self._slices = [_Slice()]  # the newest last
-        self._followed: dict[bytes, _Followed] = {}  # digests that the largest modelled pool would have
+        self._slices = [_Slice()]  # in the order of use, the newest last
+        self._followed: dict[bytes, _Followed] = {}  # digests that the largest modelled pool would have cached
 
     def _follow(self, beginning_count: int) -> None:
         """Follows digests whose first two bytes are a number below `beginning_count`."""
         room = self._room
         self._beginning_count = beginning_count
         self._weight = _BEGINNINGS / beginning_count
-        # 0 for the first bytes of digests that the sample follows
+        # By the value of a digest's first byte: 0 if the sample may follow the digest, else 1.
         self._marks = bytes([byte * _BYTES >= beginning_count for byte in range(_BYTES)])
         self._rooms = [max(1, int(size * room * beginning_count / _BEGINNINGS)) for size in SIZES]
         self._slice_room = max(1, room * beginning_count // _BEGINNINGS // _SLICES)
@@ -197,7 +197,7 @@ class BlockSample:
             newer = 0
             for each in reversed(self._slices):
                 if each is followed.slice:
-                    newer += each.count // 2  # later prompts asked for about half of them
+                    newer += each.count // 2  # about half of the digests in its slice are newer
                     break
                 newer += each.count
             for number, room in enumerate(self._rooms):
@@ -224,8 +224,8 @@ class BlockSample:
         return followed
 
     def _make_room(self) -> None:
-        """Begins a slice if the newest one is full, and forgets digests that no modelled pool has room for. Called only
-        after a whole prompt, because its hits are held."""
+        """Begins a slice if the newest one is full, and forgets digests that no modelled pool would have. Called only
+        after a whole prompt, because a pool cannot evict the prompt's hits meanwhile."""
         self._follow_fewer(0)
         if len(self._slices[-1].digests) < self._slice_room:
             return
@@ -271,7 +271,7 @@ class BlockSample:
         place, is_exact = firsts.find(0), self._beginning_count % _BYTES == 0
         while place >= 0:
             offset = start + place * DIGEST_BYTES
-            if is_exact or self._is_followed(source, offset):  # otherwise the second byte decides, too
+            if is_exact or self._is_followed(source, offset):  # unless the cut is exact, the second byte decides, too
                 offsets.append(offset)
             place = firsts.find(0, place + 1)
         return offsets

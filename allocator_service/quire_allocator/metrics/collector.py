@@ -64,8 +64,8 @@ METRIC_NAMES = frozenset(
 class AllocatorCollector(Collector):
     """Reads directory and counters at scrape.
 
-    It runs in the metrics server's thread, so it copies collections before it iterates over them. A number may be one
-    step old.
+    The collector runs in the metrics server's thread, so it copies collections before it iterates over them. A number
+    may be one step old.
     """
 
     def __init__(self, directory: Directory, counters: Counters) -> None:
@@ -167,7 +167,7 @@ class AllocatorCollector(Collector):
                 family.add_metric([owner.name, name, "held"], own_held)
                 family.add_metric([owner.name, name, "cached"], own_cached)
                 held, cached = held - own_held, cached - own_cached
-            # The pool may change while this adds the counts up.
+            # The pool may change during the sums above, so a difference may be negative.
             family.add_metric([owner.name, OTHER, "held"], max(0, held))
             family.add_metric([owner.name, OTHER, "cached"], max(0, cached))
         yield family

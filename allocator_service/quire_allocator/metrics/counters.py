@@ -51,7 +51,7 @@ class PoolCounters:
     Attributes:
         short_blocks: blocks that refused grows were short of, by result.
         foreign_evictions: evicted blocks, by the labels of the victim's namespace and of the taker's.
-        step_seconds_sum: seconds of all steps. The sum in `step_seconds` itself stays 0: its class is not compiled.
+        step_seconds_sum: seconds of all steps. The sum in `step_seconds` stays 0, as its class is not compiled.
         attended_token_count: tokens that full attention had cached beyond the hits of new prompts.
         sample: a sample of the blocks of the pool in force; None before its first step.
         reported_block_count, recovered_block_count, recovered_sequence_count: sums over all reports that became pools.
@@ -69,7 +69,7 @@ class PoolCounters:
         self._namespaces = namespaces
         self._step_buckets: list[int] = self.step_seconds.counts
         self._commit_count = self._free_count = self._fork_count = self._grow_count = 0
-        self._refused: dict[tuple[str, int], int] = {}  # operations by phase and result
+        self._refused: dict[tuple[str, int], int] = {}  # refused operations by phase and result
 
     @property
     def operations(self) -> dict[tuple[str, int], int]:
@@ -152,7 +152,7 @@ class Counters:
     def __init__(self, namespaces: Collection[str] = ()) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
-        self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets it
+        self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets this function
         self.routes = RouteCounts()  # `AllocatorService` replaces these counters by its router's
         self.namespaces = sorted({*namespaces} - {OTHER})
         self._pools: defaultdict[str, PoolCounters] = defaultdict(lambda: PoolCounters(namespaces))
@@ -167,7 +167,7 @@ class Counters:
 
     def seen(self, pool: str) -> PoolCounters:
         """Returns the counters of one pool, to be read. Another thread calls this, and the pool may be gone by then. In
-        that case the returned counters are new, and are not kept."""
+        that case, the returned counters are new, and are not stored."""
         return self._pools.get(pool) or PoolCounters()
 
     def forget(self, pool: str) -> None:

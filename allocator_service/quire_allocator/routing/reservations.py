@@ -3,8 +3,8 @@
 Lifecycle of a reservation:
 
     1. made      Route has chosen this pool: the prompt counts among the worker's load, and its prefix as promised
-    2. renewed   the worker asked for the prompt's blocks and was refused for now: it has the prompt
-    3. gone      taken (the worker admitted the prompt), refused (it never will), expired, or lost with its pool
+    2. renewed   the worker asked for the prompt's blocks and was refused for now: the worker has the prompt
+    3. gone      taken (the worker admitted the prompt), refused (the worker never will), expired, or lost with its pool
 
 A reservation holds no block. The worker does not know it: the allocator recognizes prompts by namespace and last
 digest. If two prompts are equal, the older reservation is taken first.
@@ -28,8 +28,8 @@ class RouteReservation:
 
     Attributes:
         caller: the caller of Route.
-        byte_count: bytes that it takes of its caller's limit.
-        shared_token_count: tokens that were promised: published at that time, or computed by others.
+        byte_count: bytes of its caller's limit that it takes.
+        shared_token_count: tokens that were promised: published at the route, or computed for other prompts.
         uncached_token_count: the rest of the prompt.
         length_s: seconds from its start, or its last renewal, to its end.
         end_s: when it ends, unless it is renewed.
@@ -76,14 +76,14 @@ class Reservations:
 
     Attributes:
         uncached_token_count: tokens that the worker must compute for all reservations.
-        pending: the prefixes that it will compute for them.
+        pending: the prefixes that the worker will compute for the reservations.
     """
 
     def __init__(self) -> None:
         self.uncached_token_count = 0
         self.pending = PendingPrefixes()
         self._by_key: dict[tuple[str, bytes], deque[RouteReservation]] = {}
-        # a heap with one entry per reservation: the end that it had at first
+        # A heap of (time, number, reservation). At this time, `expire` ends the reservation, or schedules it again.
         self._ends: list[tuple[float, int, RouteReservation]] = []
         self._number = 0
         self._count = 0
@@ -120,7 +120,7 @@ class Reservations:
             self.pending.drop(reservation.announcement)
         self.uncached_token_count -= reservation.uncached_token_count
         self._count -= 1
-        # The reservation's entry in the heap stays until that time. Without this line, the digests would stay as long.
+        # The heap keeps a removed reservation until its scheduled time. This line frees the digests earlier.
         reservation.is_gone, reservation.digests, reservation.announcement = True, b"", None
 
     def expire(self, now: float) -> list[RouteReservation]:

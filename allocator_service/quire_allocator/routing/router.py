@@ -2,8 +2,8 @@
 
 Lifecycle of a pool here:
 
-    1. registered   its owner has said what routers may know of its worker, and may say it again
-    2. routed to    `route` chooses it and adds a reservation; `admitted` ends the reservation
+    1. registered   its owner has said what routers may know of its worker, and may change these facts
+    2. routed to    `route` chooses the pool and adds a reservation; `admitted` ends the reservation
     3. forgotten    the pool is gone; its reservations are lost
 
 Published prefixes, and prefixes that live sequences compute, are read from the pool itself, so they are exact. After a
@@ -27,10 +27,10 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, Result
 from quire_allocator.routing.reservations import Reservations, RouteReservation
 
-# How reservations end: admitted, impossible to admit, expired, dropped with the pool, or refused because of the
-# caller's other reservations.
+# How reservations end, in this order: the worker admitted the prompt; it can never admit the prompt; the time ended;
+# the pool was dropped; or no reservation was made, because the caller has too many.
 END_KINDS: Final = ("taken", "refused", "expired", "lost", "unmade")
-_FOR_NOW: Final = (Result.PENDING, Result.NO_SPACE, Result.QUOTA)  # the worker will ask again
+_FOR_NOW: Final = (Result.PENDING, Result.NO_SPACE, Result.QUOTA)  # results after which a worker asks again
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class Router:
     def _reserve(self, owner: Ownership, prompt: Prompt, candidate: Candidate, now: float) -> bool:
         size = owner.pool.digest_tokens
         limit = min((prompt.token_count - 1) // size, len(prompt.digests) // DIGEST_BYTES)
-        # Workers send no digest for the block of the last token, so the digests end where theirs do.
+        # Workers send no digest for the block of a prompt's last token, so the reservation leaves out this digest, too.
         digests = prompt.digests[: limit * DIGEST_BYTES]
         made = RouteReservation(prompt.namespace, digests, caller=prompt.caller, length_s=prompt.reservation_s)
         made.shared_token_count = candidate.shared_token_count

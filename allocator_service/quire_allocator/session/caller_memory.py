@@ -2,7 +2,7 @@
 
 An honest pool has long prefixes, about 44 bytes a block. A hostile owner publishes each block alone, or makes
 sequences, stops and namespaces that share nothing: then a block takes twenty times as much. If a caller's pools take
-too much, the pool that grows evicts cached blocks. If that is not enough, its step is refused. A caller that may do
+too much, the pool that grows evicts cached blocks. If eviction is not enough, its step is refused. A caller that may do
 everything is trusted, as every caller without a certificate is.
 
 Pure: no clock, no wire.
@@ -24,10 +24,11 @@ from quire_allocator.core.scopes import Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 from quire_allocator.wire.step_columns import StepColumns
 
-# Bytes of one each, of Python's objects and its allocator: `tests/allocator/session/test_memory_of_blocks.py`.
+# Estimated bytes of one pool, block, run and so on: Python's objects, and the overhead of Python's allocator.
+# `tests/allocator/session/test_memory_of_blocks.py` measures the most bytes that a block takes.
 POOL_BYTES: Final = 32 << 10
-BLOCK_BYTES: Final = 48  # used; its id, its digest, its entry in a table
-RUN_BYTES: Final = 720  # a published stretch of full attention
+BLOCK_BYTES: Final = 48  # a used block: its id, its digest, its entry in a table
+RUN_BYTES: Final = 720  # a run: a published stretch of full attention
 UNIT_BYTES: Final = 800  # a used position of windows or states
 SCOPE_BYTES: Final = 900  # a namespace in one manager
 PART_BYTES: Final = 420  # a sequence in one manager
@@ -37,12 +38,12 @@ NEED_BYTES: Final = 16  # a unit that a stop needs
 PENDING_BYTES: Final = 64  # a digest that a sequence announces
 GHOST_BYTES: Final = 190  # an evicted entry that the policy remembers
 HISTORY_BYTES: Final = 200  # a digest of an earlier prompt
-TRUSTED_BYTES: Final = 1 << 60  # what a pool of a trusted caller may take
-SLACK_BYTES: Final = 256 << 10  # a pool may grow by this much between two sums over its caller's pools
+TRUSTED_BYTES: Final = 1 << 60  # most bytes of a trusted caller's pool; no pool gets so large
+SLACK_BYTES: Final = 256 << 10  # bytes by which a pool may grow before all pools of its caller are summed again
 
 
 def pool_bytes(pool: Pool) -> int:
-    """Estimates the memory of a pool, without its event log: at least what it takes."""
+    """Estimates the memory of a pool, without its event log: at least as much as the pool takes."""
     blocks, history, managers = pool.blocks, pool.coordinator.history, pool.managers
     taken = POOL_BYTES + 4 * blocks.block_count + BLOCK_BYTES * blocks.used_count + RUN_BYTES * blocks.run_count
     taken += SCOPE_BYTES * len(managers) * len(blocks.namespaces) + PENDING_BYTES * pool.pending.left_count
@@ -83,8 +84,8 @@ class CallerMemory:
         self._staged: dict[str, tuple[Hashable, int]] = {}  # caller and bytes of each staged report, by pool
 
     def left_bytes(self, owner: Ownership, needed: int) -> int:
-        """Returns the bytes that the caller's other pools leave to the pool of `owner`. If they are allowed so much
-        that less than `needed` is left, they have to ask again before they grow."""
+        """Returns the bytes that the caller's other pools leave to the pool of `owner`. If the allowances of the other
+        pools leave less than `needed`, these allowances end: each of these pools asks again before it grows."""
         others = [each for each in self._pools(owner.caller) if each is not owner]
         staged = [
             size for name, (caller, size) in self._staged.items() if caller == owner.caller and name != owner.name
@@ -108,7 +109,7 @@ class CallerMemory:
         blocks, cached = pool.blocks, pool.blocks.cached_count
         goal = self.left_bytes(owner, pool_bytes(pool) + added) - added
         if pool_bytes(pool) > goal:
-            goal -= self.bytes_max // 64  # so that this happens rarely
+            goal -= self.bytes_max // 64  # evicts more than is needed, so that evictions are rare
         while pool_bytes(pool) > goal and blocks.cached_count:
             entry = blocks.queue.peek()
             assert isinstance(entry, Scoped), "the eviction queue is empty although blocks are cached"

@@ -1,6 +1,6 @@
 """Bounds the memory of steps and replies that sessions keep for replay.
 
-Each session keeps a window of them, and each may have megabytes, so an owner of many sessions could take gigabytes.
+Each session keeps a window of steps, and each step may have megabytes: an owner of many sessions could take gigabytes.
 Only large steps are counted, because honest ones are small.
 
 Pure: no clock, no wire.
@@ -17,7 +17,7 @@ from quire._serving.caller_shares import CallerShares
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
 
-SMALL_BYTES: Final = 8 << 10  # A step with its reply up to this size is not counted.
+SMALL_BYTES: Final = 8 << 10  # A step is not counted if it and its reply together have at most so many bytes.
 
 
 class _Kept:
@@ -34,17 +34,17 @@ class KeptBytes:
     """Counts the bytes of large steps and their replies, per caller.
 
     Args:
-        directory: the sessions; the bytes of those that are gone no longer count.
+        directory: the sessions; the bytes of ended sessions no longer count.
     """
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self.shares = CallerShares(limits.KEPT_BYTES_MAX)
-        self._of = dict[bytes, _Kept]()  # by session id
+        self._of = dict[bytes, _Kept]()  # counted steps by session id
 
     def count(self, owner: Ownership, number: int, size: int) -> None:
         """Counts the step that its session has just recorded. If its caller keeps too many bytes, the session forgets
-        this reply and all before it. A repeated step among these then gets STEP_GAP, and the owner reports its pool.
+        this reply and all earlier replies. If one of these steps is repeated, it gets STEP_GAP, and the owner reports.
 
         Args:
             owner: the owner of the session.

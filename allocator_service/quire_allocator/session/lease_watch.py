@@ -14,8 +14,8 @@ class LeaseWatch:
     """Ends leases in checks, which its caller makes every `period_s` seconds.
 
     - A late check shows that this process stalled and read nothing, so every lease is extended by the delay.
-    - A check ends only leases that were over at the check before, since every message that arrived until then has been
-      read meanwhile.
+    - A check ends only leases that were over at the previous check: every message that arrived before that check has
+      been read by now.
 
     So a silent owner keeps its pool for its lease and up to two periods more: with a lease of 10 s and a period of 0.5
     s, for 10 to 11 s.
@@ -28,7 +28,7 @@ class LeaseWatch:
         self._checked_at = now
 
     def check(self, now: float) -> None:
-        """Makes one check at `now`, in seconds: calls `expire` with the time of the check before."""
+        """Makes one check at `now`, in seconds: calls `expire` with the time of the previous check."""
         stalled_s = now - self._checked_at - self._period_s
         if stalled_s > 0:
             self._directory.extend_leases(stalled_s)

@@ -9,7 +9,7 @@ Lifecycle of a `SessionMachine`, one for each stream:
     5. ended       by a refusal (the owner attaches again), or from outside by `end`: fenced, lease expired, draining
 
 Pure: time comes with every call, session ids come from a function that the caller gives, and an `Observer` gets the
-events for logs and metrics. `session/stream.py` is the shell around it for gRPC, `tests/simulation` another one.
+events for logs and metrics. `session/stream.py` is the shell around it for gRPC, `tests/simulation` another shell.
 
 One caller at a time: a method of one machine must return before a method of any machine of the same `SessionRegistry`
 is called.
@@ -81,7 +81,7 @@ class SessionMachine:
         self._directory = sessions.directory
         self._on_end = on_end
         self._permissions = permissions
-        self._restricted = None if permissions.namespaces.are_all else permissions  # looked up once per stream
+        self._restricted = None if permissions.namespaces.are_all else permissions  # None if all are permitted
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
         self._report_heard = self._report_asked = 0.0
@@ -151,7 +151,7 @@ class SessionMachine:
             authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
-        if attach.last_step and not resumes:  # an owner that has sent no step most likely has nothing to report
+        if attach.last_step and not resumes:  # an owner without steps most likely has nothing to report
             self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,
@@ -251,7 +251,7 @@ class SessionMachine:
             )
 
         self._sessions.apply(owner, operate, now)
-        for drop in owner.untold_drops:  # the owner made the report before it could know of these drops
+        for drop in owner.untold_drops:  # the owner made the report before it knew of these drops
             self._sessions.apply_drop(owner, drop, now)
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)
@@ -298,7 +298,7 @@ class SessionMachine:
             self._sessions.router.register(owner.name, worker)
 
     def _step(self, owner: Ownership, step: packed.Step, now: float) -> packed.SessionReply:
-        session_id = step.session_id  # read once, because an access costs time
+        session_id = step.session_id  # read once, because each access to a message costs time
         require(
             bool(session_id) and session_id == owner.session_id,
             "session_id is not the one of this stream, which is in Resumed or Ready",

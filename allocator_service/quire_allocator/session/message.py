@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """Lets a stream's machine answer a message, and keeps the answers until they are sent. No part of the message is
-    kept unless a session keeps it: many streams may wait for their owners at once.
+    """Lets a stream's machine answer a message, and keeps the answers until they are sent. Does not keep the message,
+    because many streams may wait for their owners at once; a session may keep the step in the message.
 
     Attributes:
         answers: the bytes of each answer.
@@ -39,7 +39,7 @@ class Exchange:
             raise Refusal("MALFORMED", "the message is not a SessionRequest") from None
         started = time.perf_counter()
         if machine.phase is Phase.REPORTING and request.HasField("report_end"):
-            # The pool is made now. All its objects stay, and scanning them for garbage doubles the time.
+            # `receive` makes the whole pool. All its objects stay, and scanning them for garbage would double the time.
             gc.disable()
             try:
                 replies = machine.receive(request, now)
@@ -53,7 +53,7 @@ class Exchange:
         if self._applied is not None and owner is not None:
             machine.applied = None
             self._reply = replies[0].step_reply
-            # Read now, because the pool may be dropped later.
+            # Noted for `observe`, because the pool may be dropped before that call.
             self._numbers, self._pool = counters.of(owner.name), owner.pool
             machine.count_kept(owner, len(message) + len(self.answers[0]))
 

@@ -43,7 +43,7 @@ class Observer(Protocol):
 
     def recovered(self, owner: Ownership, reported_block_count: int, asked: float) -> None:
         """A pool was made of a report of `reported_block_count` blocks that was requested at time `asked`. `opened` was
-        called before."""
+        called for this pool before."""
 
     def disagreed(self, owner: Ownership) -> None:
         """The owner gave up a session that still exists, and reports its pool again."""
@@ -78,7 +78,7 @@ class SessionRegistry:
         draining: whether the allocator is shutting down, and opens no session any more.
         kept_bytes: the bytes of steps and replies that sessions keep for replay.
         memory: bounds the memory of each caller's pools.
-        router: chooses workers among the pools whose owners registered one.
+        router: chooses workers among the pools whose owners registered a worker.
         streams: every stream, those that have not attached yet included.
         staging: the streams that have a place for a report.
     """
@@ -153,7 +153,7 @@ class SessionRegistry:
                 raise Refusal("LIMIT", text)
 
     def make_room(self, owner: Ownership, added: int, now: float) -> None:
-        """Lets a pool take `added` more bytes of memory. If its caller's pools take too much, evicts from this one.
+        """Lets a pool take `added` more bytes of memory. If its caller's pools take too much, evicts from this pool.
 
         Raises:
             Refusal: LIMIT, POOL_QUARANTINED.
@@ -164,7 +164,7 @@ class SessionRegistry:
             self.memory.allow(owner, added)
 
     def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
-        """Drops cached blocks of a pool for a caller other than its owner. The owner learns of it with its next
+        """Drops cached blocks of a pool for a caller other than its owner. The owner learns of the drop with its next
         step. Returns how many blocks were dropped.
 
         Raises:

@@ -153,7 +153,7 @@ class StagedReport:
             )
         released = self._freed.in_order()
         require(len(set(released)) == len(released), lambda: f"block {_repeated(released)} is freed twice")
-        if self._rebuild is None:  # An empty pool needs no memory for the use of its blocks.
+        if self._rebuild is None:  # No chunk came: an empty pool needs no `Rebuild`.
             pool = Pool(self._spec)
             pool.last_sequence_id = end.last_sequence_id
             return pool

@@ -42,7 +42,7 @@ def answer_step(
         Refusal: STEP_MISMATCH, STEP_GAP, MALFORMED, TOO_LARGE, LIMIT or NAMESPACE_FORBIDDEN, with nothing applied;
             POOL_QUARANTINED.
     """
-    number, ack = step.number, step.ack  # each read once, because an access costs time
+    number, ack = step.number, step.ack  # each read once, because each access to a message costs time
     if ack >= number:
         raise Refusal("MALFORMED", f"ack must be below the number of its step, {number}, not {ack}", field="ack")
     kept = owner.steps.replay(number, step)
@@ -79,8 +79,8 @@ def answer_step(
     owner.untold_drops.clear()
     owner.steps.record(step, answer)
     owner.steps.forget(ack)
-    # An owner has at most `window` unanswered steps. Without this bound, events of an owner that never acknowledges
-    # pile up.
+    # An owner has at most `window` unanswered steps, so events of older steps are published without an acknowledgment.
+    # Otherwise the events of an owner that never acknowledges would pile up.
     sessions.publish(owner, max(ack, number - owner.window))
     return Answered(answer, columns)
 

@@ -33,7 +33,7 @@ from quire_allocator.wire.translate import require
 if TYPE_CHECKING:
     from quire_allocator.metrics.counters import Counters
 
-WAITERS_MAX: Final = 1_000  # owners whose waiting was logged; the oldest are forgotten
+WAITERS_MAX: Final = 1_000  # waiting owners that are remembered, so that each is logged once; the oldest are forgotten
 log = structlog.get_logger()
 
 HEARTBEAT = packed.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString()
@@ -113,7 +113,7 @@ class SessionStream:
                 exchange = Exchange(machine, self._streams.counters, message, self._streams.clock())
                 del message  # frees the step's memory while the owner reads the answers
                 await self._send(exchange)
-                del exchange  # frees the answers' memory while this waits for the next message
+                del exchange  # frees the answers' memory while `run` waits for the next message
                 message = None if machine.phase is Phase.DETACHED else await self._read()
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s, field=refusal.field)
@@ -137,7 +137,7 @@ class SessionStream:
         try:
             for answer in exchange.answers:
                 await self._write(answer)
-        finally:  # A failed write counts, too.
+        finally:  # The step counts even if writing its answer fails.
             exchange.observe()
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
@@ -175,8 +175,8 @@ class SessionStream:
     def _interrupt(self) -> None:
         """Ends the stream after its machine was ended from outside.
 
-        A stream that waits for a message ends at once. One that writes an answer ends when the answer is out, or, if
-        the owner does not take it, after `SILENCE_S` seconds.
+        A stream that waits for a message ends at once. A stream that writes an answer ends when the answer is out, but
+        after `SILENCE_S` seconds at the latest, because an owner may take no answer.
         """
         if self._reading:
             self._task.cancel()
@@ -211,7 +211,7 @@ class SessionStream:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._reported.wait()
             except TimeoutError:
-                with contextlib.suppress(aio.BaseError):  # the owner is gone; `_read` ends the stream
+                with contextlib.suppress(aio.BaseError):  # fails if the owner is gone; `_read` then ends the stream
                     await self._write(HEARTBEAT)
 
     async def _stop_beating(self) -> None:

@@ -5,8 +5,8 @@ Lifecycle of a unary session:
     1. open   `open` has taken a pool, which starts empty; a repeated request id takes no other pool
     2. gone   `close` gave the pool back, or its lease ended
 
-While it is open, `apply` takes its steps one by one. A repeat of the last step gets the kept reply. Both renew the
-lease, but a refused call does not. Times are seconds of a monotonic clock.
+While a session is open, `apply` takes its steps one by one. A repeat of the last step gets the kept reply. Both calls
+renew the lease, but a refused call does not. Times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class UnarySessions:
                 sequence is in a namespace that this caller may not use.
         """
         owner = self.find(step.session_id, permissions)
-        authorization.require_sequences(permissions, owner.pool)  # any caller that may own the pool can make this call
+        authorization.require_sequences(permissions, owner.pool)  # the session may have sequences of another caller
         if not step.number:
             reply = _renewal(owner, step)
         else:
@@ -121,7 +121,7 @@ def _renewal(owner: Ownership, step: packed.Step) -> packed.StepReply:
     """Returns the answer to a step that only renews the lease.
 
     Raises:
-        Refusal: MALFORMED if it has operations.
+        Refusal: MALFORMED if the step has operations.
     """
     are_none = not StepColumns(step).operation_count
     require(are_none, f"number must be {owner.steps.next_step}, the number of the next step, not 0", field="number")

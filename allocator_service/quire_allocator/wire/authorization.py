@@ -1,7 +1,7 @@
 """Checks a caller's permissions for each request of the protocol. Pure: no function here changes anything.
 
 Namespaces enter a session in three ways. Another stream or caller continues a session with live sequences, a report
-lists sequences, or a grow makes a sequence. This module checks all three. So all live sequences of an open session are
+lists sequences, or a grow makes a sequence. All three are checked here. So all live sequences of an open session are
 in permitted namespaces, and operations on them need no check. A fork is in its parent's namespace, and a grow never
 makes a sequence with the id of one of its step's forks.
 """
@@ -40,8 +40,8 @@ def require_observing(permissions: Permissions, pool: str) -> None:
 
 
 def require_namespace(permissions: Permissions, namespace: str) -> None:
-    """Refuses a caller that may not use a namespace. The message does not name it: messages are logged, and the name
-    may be another tenant's.
+    """Refuses a caller that may not use a namespace. The message does not name the namespace: messages are logged, and
+    the name may be another tenant's.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
@@ -50,7 +50,7 @@ def require_namespace(permissions: Permissions, namespace: str) -> None:
 
 
 def require_drop(permissions: Permissions, drop: CacheDrop) -> None:
-    """Refuses a drop of a namespace that is not permitted, or of all if one is not.
+    """Refuses a drop of a namespace that is not permitted, or of all namespaces if one is not permitted.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
@@ -90,7 +90,7 @@ def forbidden_rows(permissions: Permissions, pool: Pool, columns: StepColumns) -
     """Returns the rows of a checked step's grows that must not make a sequence and are answered FORBIDDEN.
 
     The step's other operations are applied: a worker has one certificate for all its callers, and one caller's sequence
-    must not stop the others'.
+    must not stop sequences of other callers.
     """
     if not columns.has_new or permissions.namespaces.are_all:
         return frozenset()

@@ -17,14 +17,14 @@ from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire.step_columns import StepColumns
 
 NUMBER_BYTES = 4  # bytes of a block id, or of an entry of a packed array
-COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination again among the blocks
-SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
-TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
-# Result, matched, pending, junction, number of stops, shortfall, index, and 12 bytes for a victim.
+COPY_BYTES = 3 * NUMBER_BYTES  # a copy: source, destination, and the destination again among the granted blocks
+SWAP_BYTES = 4 * NUMBER_BYTES  # a swap: operation, group, index, block
+TAKEOVER_BYTES = 4 * NUMBER_BYTES  # a takeover: sequence (8 bytes), group, index
+# A grow, 7 numbers and 12 bytes: result, matched, pending, junction, number of stops, shortfall, index, and the victim.
 GROW_BYTES = 10 * NUMBER_BYTES
 
 
-SCOPE_BYTES = 160  # a namespace, and protobuf's overhead for it and its digests
+SCOPE_BYTES = 160  # a namespace, with protobuf's overhead for the namespace and its digests
 
 
 def check(answer_bytes: int) -> None:
@@ -42,7 +42,7 @@ def check(answer_bytes: int) -> None:
 
 def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = False) -> int:
     """Bounds the size of a step's reply. The step's columns agree in length. Unless `exact` is set, returns a cheaper,
-    coarser bound if even that one fits."""
+    coarser bound if even the coarser bound fits."""
     groups = pool.coordinator.group_count
     grows = len(columns.grow_sequences)
     fixed = columns.operation_count  # 1 byte for each result
@@ -60,7 +60,7 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
     if pool.coordinator.settles:
         new_count = sum([sequence > pool.last_sequence_id for sequence in columns.grow_sequences])
         fixed += new_count * STOPS_MAX * NUMBER_BYTES
-    # Most steps are so small that they fit even if every sequence is new.
+    # Most steps are so small that their replies fit even if every sequence is new.
     coarse = fixed + groups * NUMBER_BYTES * (columns.tokens // pool.coordinator.digest_tokens + grows)
     if coarse <= limits.ANSWER_BYTES_MAX and not exact:
         return coarse
@@ -74,7 +74,7 @@ def _entries_added(pool: Pool, columns: StepColumns) -> int:
     prompts = columns.prompt_token_counts or repeat(0)
     rows = zip(columns.grow_sequences, columns.grow_token_counts, prompts)
     for sequence_id, chunk, prompt in rows:
-        token_count = max(chunk, prompt)  # more of a long prompt may match than its first chunk
+        token_count = max(chunk, prompt)  # the hit of a long prompt may be longer than its first chunk
         before = held.get(sequence_id)
         before = _held_token_count(pool, sequence_id) if before is None else before
         total += _entries(pool, token_count, before)

@@ -1,4 +1,4 @@
-"""Translates what routing has on the wire: the worker of a pool, a prompt to route, its route, and admissions."""
+"""Translates the messages of routing: the worker of a pool, a prompt to route, its route, and admissions."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _fork(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
 
 
 def _grow(pool: Pool, columns: StepColumns, reply: packed.StepReply) -> None:
-    """Applies the grows. Most are of live sequences that have room already, and leave nothing in the reply."""
+    """Applies the grows. Most are of live sequences with enough granted slots, and leave nothing in the reply."""
     if columns.has_new:
         grants, others = _grow_each(pool, columns)
     else:
@@ -187,7 +187,7 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
         reply.unmatched.pending_token_counts = pack_column(pending)
     if any(grown.stops for _, grown in others):
         stop_counts, token_counts = [0] * count, list[int]()
-        for number, grown in others:  # in the order of the grow operations
+        for number, grown in others:  # `others` has the order of the grow operations
             stop_counts[number] = len(grown.stops)
             token_counts += grown.stops
         reply.stops.counts = pack_uint32(stop_counts)

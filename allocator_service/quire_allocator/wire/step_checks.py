@@ -144,7 +144,7 @@ def _check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int
     """
     state = pool.sequences.get(sequence)
     if state is None or token_count > state.token_count:
-        return  # the commit itself will answer NOT_FOUND or TOO_LONG, and looks at no digest
+        return  # `Pool.commit` will answer NOT_FOUND or TOO_LONG, and ignore the digests
     committed = state.committed_token_count
     if token_count < committed:
         raise Refusal(

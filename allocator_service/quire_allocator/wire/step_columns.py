@@ -31,8 +31,8 @@ class StepColumns:
             the grows.
         commit_digest_data, grow_digest_data: digests of all operations, concatenated as they came.
         size_max: upper bound of the message's bytes, unknown fields not counted.
-        commit_digests, grow_digests, grow_namespaces: for each operation its digests, its namespace, the
-            ends of its turns; `check_step` sets these and the next four.
+        commit_digests, grow_digests, grow_namespaces, breakpoints: for each operation its digests, its namespace, its
+            breakpoints; `check_step` sets these and the next four.
         drops: drops of the cache.
         digest_count: digests of all commits.
         tokens: tokens that all grows ask for, those of whole prompts included.

@@ -69,8 +69,8 @@ def in_range(field: str, value: int, least: int, most: int, where: str = "") -> 
 
 
 def _quoted(name: str) -> str:
-    """Returns a name quoted for a message. For a string that cannot be a name, gives only its length, because it may be
-    private text."""
+    """Returns a name quoted for a message. For a string that cannot be a name, gives only its length, because the
+    string may be private text."""
     is_one = name.isprintable() and " " not in name and len(name) <= QUOTED_CHARACTERS_MAX
     return repr(name) if is_one else f"a text of {len(name):,} characters"
 
@@ -115,7 +115,7 @@ def features(names: Sequence[str]) -> frozenset[str]:
     unknown = sorted(asked.difference(FEATURES))
     require(
         not unknown,
-        # A name may be of any length.
+        # `_quoted` bounds the message: an owner may send a name of any length.
         lambda: f"feature {_quoted(unknown[0])} is not known: this allocator knows {', '.join(FEATURES)}; update it",
         "VERSION",
         "features",

@@ -24,9 +24,9 @@ from quire_allocator.core.sequence import SequenceState
 from quire_allocator.routing.router import Worker
 from quire_allocator.wire import translate
 
-_VIEW_FIELDS: Final = range(2, 6)  # reserved in GetPoolRequest
-_OLD_BYTES_MAX: Final = 256  # bytes of an old GetPoolRequest; a million unknown fields would take a second to look at
-_NO_SEQUENCE: Final = 1 << 64  # higher than any id
+_VIEW_FIELDS: Final = range(2, 6)  # numbers of fields that old clients set; now reserved in GetPoolRequest
+_OLD_BYTES_MAX: Final = 256  # most bytes of an old GetPoolRequest; reading a million unknown fields takes a second
+_NO_SEQUENCE: Final = 1 << 64  # higher than any sequence id
 _PLACE: Final = re.compile(r"\d{1,20}\.\d{1,20}\.\d{1,20}", re.ASCII)
 
 
@@ -55,7 +55,7 @@ def pool_page(
 
 
 def _name_in(page_token: str) -> str:
-    """Returns the name of the last pool of the page before; empty at the beginning."""
+    """Returns the name of the last pool on the previous page; empty for the first page."""
     try:
         return translate.pool_name(_told_in(page_token)) if page_token else ""
     except (ValueError, Refusal):
@@ -67,10 +67,10 @@ def _page_token(told: str) -> str:
 
 
 def _told_in(page_token: str) -> str:
-    """Returns the text of a token before it was encoded.
+    """Returns the text that a page token encodes.
 
     Raises:
-        ValueError: it is no token.
+        ValueError: the text is no page token.
     """
     return base64.b64decode(page_token, altchars=b"-_", validate=True).decode("ascii")
 
@@ -160,7 +160,7 @@ def add_blocks(
     pool: Pool, request: pb.GetPoolBlocksRequest, response: pb.GetPoolBlocksResponse, permissions: Permissions
 ) -> None:
     """Adds as many block states and sequences as one answer carries. The tables of the last sequence may continue in
-    the next one.
+    the next answer.
 
     Raises:
         Refusal: MALFORMED if the page token is not one of this allocator's.

@@ -30,23 +30,23 @@ class LeastRecentlyUsed(EvictionPolicy):
         return entry.released
 
 
-# Families of entries that were never shared, by parent: 0 none (one position of a window or state), 1 a run that was
-# not shared, 2 a run shared 1 to 3 times, 3 a run shared `_POPULAR_HITS` times or more. Each family has four kinds, by
-# length of the prompt: up to 0.5, 1 or 2 times the mean, and longer.
+# An entry that was never shared has one of four families, by its parent: 0 no parent (a position of a window or state),
+# 1 a run that was not shared, 2 a run shared 1 to 3 times, 3 a run shared `_POPULAR_HITS` times or more. A family has
+# four kinds, by the length of the prompt: up to 0.5, 1 or 2 times the mean length, or longer.
 _NEW_FAMILIES: Final = 4
 _POPULAR_HITS: Final = 4
 _LENGTH_EDGES = (0.5, 1.0, 2.0)  # not Final, because the compiler treats a Final tuple of floats as unset
-_LENGTH_MEMORY: Final = 256  # the mean covers about the last 256 new entries
+_LENGTH_MEMORY: Final = 256  # the mean length covers about this many of the latest new entries
 _LENGTHS: Final = len(_LENGTH_EDGES) + 1
-# Families of shared entries, by hits: 1, 2, 3 to 7, and more. Each has four kinds, by the last wait: below a quarter of
-# a pool, below one pool, below four pools, and longer.
+# A shared entry has one of four families, by its number of hits: 1, 2, 3 to 7, or more. Each family has four kinds, by
+# the last wait: below a quarter of the pool's blocks, below one pool, below four pools, or longer.
 _LEVELS = (1, 2, 7)
 _GAPS: Final = 4
 _SHARED: Final = _NEW_FAMILIES * _LENGTHS
 _LEFT: Final = _SHARED + (len(_LEVELS) + 1) * _GAPS  # the kind of deep ends that prompts leave behind
 _KINDS: Final = _LEFT + 1
-GHOSTS_MAX: Final = 65_536  # 12 MiB
-# The prior of each family: the share that returns per doubling of the age. Observations soon outweigh it.
+GHOSTS_MAX: Final = 65_536  # most evicted stretches that one pool remembers: 12 MiB
+# Each family's prior: the share of its blocks that returns while the age doubles. Observations soon outweigh priors.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _FAMILIES = (
     *(Family(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
@@ -67,15 +67,15 @@ class ReuseValue(EvictionPolicy):
     order of release. The oldest and the newest entry of each lane are compared, and the least valuable is evicted.
 
     Deep ends are a separate kind. After a prompt diverges inside an entry, the rest of that entry is a deep end. In a
-    new entry it is as many blocks as prompts usually leave behind: a half-filled block of a chat, a whole question
-    about a document.
+    new entry, the deep end has as many blocks as prompts usually leave behind: a half-filled block of a chat, a whole
+    question about a document.
     """
 
     lane_count = _KINDS * (BURDEN_MAX + 1)
 
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
-        self._time = 0  # blocks that sequences asked for
+        self._time = 0  # the policy's clock: number of blocks that sequences asked for
         self._unlearned_time = 0  # the part of `_time` due to LED entries, which the model does not learn from
         self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, min(1024 + block_count // 4, GHOSTS_MAX))
@@ -125,7 +125,7 @@ class ReuseValue(EvictionPolicy):
         return True
 
     def cut(self, upper: Entry, lower: Entry) -> None:
-        """Divides the deep end between both parts. The lower part will show how many the prompt leaves."""
+        """Divides the deep end between both parts. Later hits of the lower part show how many blocks prompts leave."""
         count = lower.block_count
         upper.is_whole = False
         upper.left_behind = max(0, lower.left_behind - count)
@@ -159,7 +159,7 @@ class ReuseValue(EvictionPolicy):
 
     def put_aside(self, entry: Entry, block_count: int) -> None:
         is_counted = bool(entry.hits) or entry.is_successor
-        if entry.worth == LED and not is_counted:  # Kept blocks take room, so they advance the clock, too.
+        if entry.worth == LED and not is_counted:  # LED blocks occupy the pool, so they advance the clock, too.
             self._time += block_count
             self._unlearned_time += block_count
         entry.released = self._time
@@ -193,7 +193,7 @@ class ReuseValue(EvictionPolicy):
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
             if behind is not None and behind.released == entry.released and behind.kind == kind:
-                count += behind.block_count  # Its end was evicted just before, so both parts are one ghost.
+                count += behind.block_count  # The entry's end was evicted just before: both become one `Ghost`.
             elif behind is not None:
                 self._ghosts.add(self._trimmed[1], behind, self._time)
         key = entry.key_at(entry.block_count - block_count)

@@ -10,7 +10,7 @@ Lifecycle of an entry (a run of the prefix tree, or one position of a windowed o
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
 block from the deep end, so that descendants leave before their ancestors. The policy ranks only some candidates. Blocks
 that no hit can need (`SPARE`) are evicted first, then blocks that few hits need (`ASIDE`). Blocks that leave with
-another entry (`LED`) are last. Each class has the order of release.
+another entry (`LED`) are last. Each of these three classes is evicted in the order of release.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any, Final
 
-SPARE: Final = 0  # a hit can end here only by chance
-ASIDE: Final = 1  # a hit can end here only if a prompt was edited, which is rare
-RANKED: Final = 2  # ranked by the policy
-LED: Final = 3  # useful only while another entry exists; the policy ranks that entry
+SPARE: Final = 0  # worth of blocks that a hit needs only by chance
+ASIDE: Final = 1  # worth of blocks that a hit needs only if a prompt was edited, which is rare
+RANKED: Final = 2  # worth of blocks that the policy ranks
+LED: Final = 3  # worth of blocks that are useful only while another entry exists; the policy ranks that entry
 BURDEN_MAX: Final = 4
 _NEAR: Final = 2  # number of lanes that are compared between two full comparisons
 _NOTHING: Final = -math.inf
-SWEEP_AFTER: Final = 128  # additions before a sweep, in addition to the number of candidates at the last sweep
+SWEEP_AFTER: Final = 128  # additions until a sweep, besides one addition for each item that the last sweep left
 
 
 class Entry(ABC):
@@ -72,7 +72,7 @@ class Entry(ABC):
         self.is_successor = False
 
     def copy_history(self, other: Entry) -> None:
-        """Copies the history of `other`, because this entry was cut off it."""
+        """Copies the history of `other`, because this entry was cut off from `other`."""
         self.worth = other.worth
         self.keep_until_ms = other.keep_until_ms
         self.hits = other.hits
@@ -92,7 +92,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def first_position(self) -> int:
-        """Counts the positions before it in its prefix."""
+        """Counts the positions of its prefix before this entry."""
 
     @abstractmethod
     def key_at(self, offset: int) -> bytes:
@@ -120,7 +120,7 @@ class EvictionPolicy(ABC):
         """Notes that `lower` was cut off `upper`, with its history. Returns whether the rank of `lower` changed."""
         return False
 
-    def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - optional: by default both keep all of the history
+    def cut(self, upper: Entry, lower: Entry) -> None:  # noqa: B027 - optional: both parts keep the history by default
         """Splits the history, because the prompt that hit `upper` continues along `lower`."""
 
     def cached(self, entry: Entry, block_count: int) -> None:
@@ -181,7 +181,7 @@ class _Lane:
 
     def sweep(self) -> int:
         """Drops outdated items; returns how many remain."""
-        if not self.heap:  # true for most lanes most of the time; all items of the stack are then outdated
+        if not self.heap:  # Most lanes have an empty heap. All items of their stacks are then outdated.
             self.stack.clear()
             return 0
         self.heap = [item for item in self.heap if item[1] == item[2].ticket]
@@ -194,7 +194,7 @@ class _Line:
     """Candidates that are evicted in the order of their stamps, under any policy.
 
     Most candidates arrive in that order: in decoding, a block falls out of its window at every edge. Two lists hold
-    these; a heap holds the others. Each addition drops an outdated entry from their front.
+    these; a heap holds the others. Each addition drops at most one outdated entry from the front of the lists.
     """
 
     __slots__ = ("_begin", "_entries", "_heap", "_last", "_tickets")
@@ -202,8 +202,8 @@ class _Line:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._tickets: list[int] = []
-        self._begin = 0  # index in the lists at which the entries begin
-        self._last = 0  # the stamp of the last entry
+        self._begin = 0  # index of the first entry in both lists; items before it are gone
+        self._last = 0  # the stamp of the last entry in the lists
         self._heap: list[tuple[int, int, Entry]] = []
 
     def push(self, entry: Entry) -> None:
@@ -263,17 +263,17 @@ class _Line:
 class Candidates:
     """Entries in eviction order, by the tickets of an `EvictionQueue`.
 
-    Comparing both ends of all lanes takes long. Between two full comparisons, only the two best lanes of the last one
-    are looked at. An entry added to another lane with a smaller value than `_bound` forces a comparison.
+    Comparing both ends of all lanes takes long. Between two full comparisons, only the two lanes that were best are
+    looked at. An entry that is added to another lane with a smaller value than `_bound` forces a full comparison.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._lines = [_Line() for _ in range(RANKED + 2)]  # lanes by rank: two before the ranked ones, one after them
+        self._lines = [_Line() for _ in range(RANKED + 2)]  # one line for each worth; the line of RANKED stays empty
         self._kept: list[tuple[int, int, int, Entry]] = []  # a heap of `keep_until_ms`, stamp, ticket and entry
         self._near: list[_Lane] = []
-        self._bound = _NOTHING  # lowest value at a lane's end, outside `_near`
+        self._bound = _NOTHING  # lowest value at the ends of the lanes outside `_near`
         self._compare_at = 0
         self._sweep_in = SWEEP_AFTER
 
@@ -287,7 +287,7 @@ class Candidates:
             heappush(self._kept, (entry.keep_until_ms, entry.released, entry.ticket, entry))
         else:
             lane = self._lanes[policy.lane(entry)]
-            item: Any = (entry.released, entry.ticket, entry)  # any: mypyc would make one tuple for each list
+            item: Any = (entry.released, entry.ticket, entry)  # with an exact type, mypyc would make two tuples
             heappush(lane.heap, item)
             if len(self._lanes) > 1:
                 lane.stack.append(item)
@@ -385,7 +385,7 @@ class EvictionQueue(Candidates):
         return super()._sweep() if count > 2 * self._count else count
 
     def push(self, entry: Entry) -> None:
-        """Makes a cached entry without children a candidate, or gives one in the queue its new place."""
+        """Makes a cached entry without children a candidate, or moves a candidate to its new place in the queue."""
         if not entry.ticket:
             self._count += 1
         self._last_ticket += 1

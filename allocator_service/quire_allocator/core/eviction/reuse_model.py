@@ -1,7 +1,7 @@
 """The model of the default eviction policy: when blocks of each kind are used again.
 
 Kinds are numbers. Kinds of one *family* behave similarly. With few observations, a kind borrows its family's estimate.
-The model estimates, for each age, the share of the blocks that reach it and return there. Ages are powers of two. A
+The model estimates, for each age, the share of blocks of this age that return at it. Ages are powers of two. A
 block counts at the age where its wait ended, so that unfinished waits do not bias the estimate (Kaplan and Meier, JASA
 1958). Evicted entries are remembered for a while, so that the estimate does not depend on earlier evictions.
 
@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 _AGE_BITS: Final = 64
-AGES: Final = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096), and beyond; the unit is 1/64 of the pool
-_FAMILY_POOLS: Final = 1.0  # weight of a family's estimate in the estimate for a kind, in pools of blocks
-_BELIEF_POOLS: Final = 0.25  # weight of a family's prior, in pools of blocks
-_FORGET_POOLS: Final = 64  # after this time an observation counts half; in pools of blocks
-# A family's values are recomputed after 4 new waits at first. After every 8 recomputations, one more wait is needed, up
-# to 64.
+AGES: Final = 14  # number of ages: [0, 1), [1, 2), [2, 4), ... [2048, 4096), and beyond, in 64ths of the pool
+_FAMILY_POOLS: Final = 1.0  # in a kind's estimate, its family counts as much as this many pools of observed blocks
+_BELIEF_POOLS: Final = 0.25  # in a family's estimate, its prior counts as much as this many pools of observed blocks
+_FORGET_POOLS: Final = 64  # time after which an observation counts half, in pools of blocks
+# A family's values are recomputed after 4 new waits at first. Every 8 recomputations raise this number of waits by one,
+# up to 64.
 _LEARN_FIRST: Final = 4
 _LEARN_SLOWER: Final = 8
 _LEARN_EVERY: Final = 64
@@ -39,8 +39,8 @@ class Family(NamedTuple):
     Attributes:
         kinds: consecutive numbers.
         belief: prior share of returns per doubling of the age, from an eighth of the pool to 16 pools.
-        wider: all kinds, its own included, whose common estimate this family borrows from; empty for none. It counts
-        only if most cached blocks leave with others, because few others are then left to learn from.
+        wider: all kinds, its own included, whose common estimate this family borrows from; empty for none. Used only
+        in a pool with LED blocks: the model does not learn from LED blocks, so few blocks are left to learn from.
     """
 
     kinds: range
@@ -95,7 +95,7 @@ class ReuseModel:
             self._returned[kind][bucket] += count
 
     def learn(self, time: int, unlearned_time: int = 0) -> None:
-        """Recomputes the values of one family, if any is due. One takes some ten microseconds."""
+        """Recomputes the values of one family, if any is due. A family takes some ten microseconds."""
         if not self._due:
             return
         self._elapsed += time - self._time
@@ -147,7 +147,7 @@ def _hazards(
     expected: list[float],
     weight: float,
 ) -> list[float]:
-    """Returns, for each age, the share of the blocks that reach it and return there; `weight` of them as `expected`."""
+    """Returns, for each age, the share of blocks that return there, as if `weight` more blocks behaved as expected."""
     hazards, left = [], 1.0
     for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
         old = started * share
@@ -159,7 +159,7 @@ def _hazards(
 
 
 def _values(hazards: list[float], edges: list[int]) -> list[float]:
-    """Returns the value at each age, 0 beyond the last: slopes of the upper hull of (time, returns) to its right."""
+    """Returns each age's value, 0 beyond the last: the slope of the upper hull of (time, returns) after that age."""
     times, returns = [0.0], [0.0]
     time = back = 0.0
     alive, edge = 1.0, 0
@@ -202,7 +202,7 @@ class Ghosts:
         self._model = model
         self._block_count_max = block_count_max
         self._count_max = count_max
-        self._ghosts: dict[bytes, Ghost] = {}  # the oldest eviction first
+        self._ghosts: dict[bytes, Ghost] = {}  # by key, in the order of eviction
         self._block_count = 0
 
     def __len__(self) -> int:

@@ -56,7 +56,7 @@ class Coordinator:
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
         assert not (spec.append_only and self.in_place), "an append-only pool cannot have groups of states"
-        self._full_count = len(self.managers) - len(self._settling)  # managers of full attention; they come first
+        self._full_count = len(self.managers) - len(self._settling)  # full-attention managers, the first in `managers`
         self.history = PromptHistory() if not self._full_count else None
         self._edge_tokens = spec.edge_tokens
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
@@ -66,16 +66,16 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         states = [number for number, m in enumerate(self.managers) if m.spec.kind is GroupKind.STATE]
-        self._ending = states[0] if states else 0  # This manager's `last_end` is the last edge where hits may end.
+        self._ending = states[0] if states else 0  # number of the manager that gives the last edge where hits may end
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
-        # The nameless namespace of a pool without quotas. It is empty when forgotten, and is reused as the next new
-        # namespace.
+        # The namespace without a name, if no quota limits it. This namespace is empty when the pool forgets it, so the
+        # same object serves the next sequence without a name.
         self._unnamed: Namespace | None = None
 
     def new_namespace(self, name: str) -> Namespace:
         """Returns an empty namespace; the caller files it."""
         if not name and self._unnamed is not None and "" not in self._blocks.namespaces:
-            # A pool that uses only this namespace forgets it with each last sequence, and soon needs it again.
+            # A pool that uses only the nameless namespace forgets it with each last sequence, and soon needs it again.
             return self._unnamed
         quota = self._quotas.get(name) or self._quotas.get(OTHERS)
         limits_cache = quota is not None and quota.cached_blocks_max is not None
@@ -96,7 +96,7 @@ class Coordinator:
         """Returns the hits, their common length in tokens (the fixed point of all hit rules), and the junction.
 
         The junction is the length that full attention alone would serve or, without full attention, the length that
-        another prompt shares. 0 unless this length exceeds the common one.
+        another prompt shares. 0 unless this length exceeds the common length.
         """
         if len(self.managers) == 1:
             (manager,) = self.managers
@@ -123,7 +123,7 @@ class Coordinator:
         """Returns the last edge in (matched, attended], or 0.
 
         Example: blocks of 16 and 64 tokens, 200 tokens in full attention, and no state give 192. A sequence that makes
-        a checkpoint there lets the next one hit.
+        a checkpoint there lets the next sequence hit.
         """
         if not self.settles:
             return 0
@@ -158,7 +158,7 @@ class Coordinator:
             for manager, hit in zip(self.managers, hits):
                 manager.cut_after(hit)
         turn = self.retention.rules.turn(prompt, token_count, junction, breakpoints)
-        space.sequence_count += 1  # otherwise the namespace would be forgotten with its last cached block
+        space.sequence_count += 1  # counted first: else the namespace would be forgotten with its last cached block
         parts = tuple([m.open(scope, hit) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts, turn)
         if keeps and token_count:
@@ -167,7 +167,7 @@ class Coordinator:
         return sequence
 
     def fork(self, parent: SequenceState) -> SequenceState:
-        """Makes a sequence that shares the committed tokens of another one."""
+        """Makes a sequence that shares the committed tokens of its parent."""
         self.end_turn(parent)
         length = parent.committed_token_count
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
@@ -218,7 +218,7 @@ class Coordinator:
         self.retention.passed(sequence.turn, stop)
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
-        """Takes and returns the blocks that each manager needs and now owns. The caller has checked the room."""
+        """Takes and returns the blocks that each manager needs and now owns. The caller has checked `free_count`."""
         self._blocks.taker = sequence.namespace
         blocks = self._blocks.take(sum(needs))
         if len(self.managers) == 1:
@@ -245,7 +245,7 @@ class Coordinator:
         source, first = self._blocks, 0
         if len(sequences) * self.group_count <= source.empty_count:
             blocks = source.take(len(sequences) * self.group_count)
-        else:  # row by row, so that the evictions for a row are counted for its namespace
+        else:  # Each row's evictions count for the namespace of the row's sequence, so rows are taken singly.
             blocks = NO_BLOCKS[:]
             for sequence in sequences:
                 source.taker = sequence.namespace
@@ -285,7 +285,7 @@ class Coordinator:
             new.digests = new.digests[:size]
             sequence.is_named = sequence.is_named and len(new.digests) == size
         for manager, part in zip(self.managers, sequence.parts):
-            # If room remained, the next pass would overwrite a published state without a grow that copies it.
+            # If granted slots remained, the next pass would overwrite a published state without a grow that copies it.
             if not has_room or not manager.in_place:
                 manager.commit(part, new)
 

@@ -1,11 +1,11 @@
-"""Lists the positions at which a namespace has published blocks of any prompt. Only these are searched for hits."""
+"""Lists the positions where a namespace has published blocks of any prompt. Only these positions are searched."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from typing import Final
 
-_NEAR: Final = 4_096  # most positions are below this, and are counted in a list
+_NEAR: Final = 4_096  # most positions are below this number; a list has the counts of these
 
 
 class Depths:
@@ -19,7 +19,7 @@ class Depths:
 
     def __init__(self) -> None:
         self.positions: list[int] = []
-        self._near: list[int] = []  # counts of the first positions, up to the highest one that was ever counted
+        self._near: list[int] = []  # counts of the positions below `_NEAR`, up to the highest one that was added
         self._far: dict[int, int] = {}
 
     def add(self, position: int) -> None:

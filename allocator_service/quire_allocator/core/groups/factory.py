@@ -16,7 +16,7 @@ from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.retention.retention import Retention
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 
-# Managers that search prefixes from the left come first: they bound the search of those that search from the right.
+# Managers that search prefixes from the left come first: the prefix that they find bounds the searches from the right.
 MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[WindowManager] | type[StateManager]] = {
     GroupKind.FULL_ATTENTION: FullAttentionManager,
     GroupKind.SLIDING_WINDOW: WindowManager,

@@ -1,6 +1,6 @@
 """Cached stretches: published blocks that fell out of the tables of windowed groups, held by no sequence.
 
-A prompt of a million tokens leaves 62,500 blocks of 16 tokens behind a window, and perhaps no request ever needs one.
+A prompt of a million tokens leaves 62,500 blocks of 16 tokens behind a window, and perhaps no request ever needs them.
 Blocks that fall out of a table together, and that no expected hit needs, are therefore one object.
 
 Lifecycle of a stretch here:
@@ -8,7 +8,7 @@ Lifecycle of a stretch here:
     1. fallen      published by the commit that lets it fall out, or made of units that fell out together; cached
     2. cut         a prompt hits or computes some of its positions: these become units again; the part behind them
                    stays the same object
-    3. trimmed     eviction takes blocks from its deep end, until nothing is left
+    3. trimmed     eviction takes blocks from the deep end of the stretch, until nothing is left
 
 A stretch is found by its first position and digest. A digest stands for a whole prefix. A prompt with that digest
 therefore agrees with the stretch up to some point, and a binary search finds this point.
@@ -54,7 +54,7 @@ class Path:
         return self.digests[(first - self.begin) * self.step : (end - self.begin) * self.step]
 
     def agreed(self, stretch: Stretch, end: int) -> int:
-        """Returns how far, at most up to `end`, a stretch agrees with the path, from their equal first digests on."""
+        """Returns the position, at most `end`, where a stretch and the path diverge. Their first digests are equal."""
         low, high = stretch.first_position + 1, min(end, stretch.end_position)
         while low < high:
             middle = (low + high + 1) // 2
@@ -119,7 +119,7 @@ class WindowScope(UnitScope):
         return found
 
     def through(self, position: int, digest: bytes) -> Stretch | None:
-        """Returns the stretch that contains this position, but not as its first. Examines every stretch."""
+        """Returns the stretch that contains this position behind its first one. Examines every stretch."""
         for stretch in self.stretches.values():
             is_inside = stretch.first_position < position < stretch.end_position
             if is_inside and stretch.digest_at(position) == digest:
@@ -184,7 +184,7 @@ class Fallen:
         for offset in range(first - begin, end - begin):
             own, place = blocks[offset * width : (offset + 1) * width], offset * DIGEST_BYTES
             key = begin + offset, digests[place : place + DIGEST_BYTES]
-            if scope.find(key[0], key[1]) is not None:  # happens only if the owner invented digests
+            if scope.find(key[0], key[1]) is not None:  # true only if the owner invented digests
                 self._lose(stretch, key[0], key[1], own)
                 continue
             unit = Unit(scope, own)

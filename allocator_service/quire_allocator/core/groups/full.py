@@ -137,7 +137,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         digests = filled(new.digests, self._stride, committed, self.block_size)
         if not digests:
             return
-        if part.published < committed // self.block_size:  # an earlier block has no digest, so these have no parent
+        if part.published < committed // self.block_size:  # an earlier block has no digest: later blocks lack a parent
             return
         width = self.width
         count = len(digests) // DIGEST_BYTES
@@ -195,8 +195,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
 
     def shared_token_count(self, part: RunPart) -> int:
         run, position = part.run, part.published
-        # A run that only this sequence holds has one holder, or two if the sequence also borrows a child that no other
-        # sequence holds.
+        # A run that only this sequence holds has one holder. The deepest run has two if the sequence borrows its child,
+        # and no other sequence holds that child: the child is the second holder.
         own = 2 if part.borrowed is not None and part.borrowed.live == 1 else 1
         while run.parent is not None and run.live == own:
             position = run.first_position
@@ -274,7 +274,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         """
         width, count = self.width, 1
         child = part.run.children.get(digests[:DIGEST_BYTES])
-        if child is not None:  # already published: this sequence takes that block, and no longer shares its own
+        if child is not None:  # the digest is published: the sequence takes its block, and leaves the shared block
             if child.size > DIGEST_BYTES:
                 child = self.tree.cut(child, 1)
             swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks))
@@ -302,7 +302,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return part.borrowed is not None or part.tail[0] in self._sharers
 
     def _leave_shared(self, part: RunPart) -> None:
-        """Drops the sequence's reference on the shared first position of its tail, which other sequences keep."""
+        """Drops the sequence's reference on the shared first position of its tail. Other sequences keep theirs."""
         if part.borrowed is not None:
             borrowed, part.borrowed = part.borrowed, None
             self.tree.release(borrowed)

@@ -10,7 +10,7 @@ from typing import Final
 
 from quire_allocator.core.spec import DIGEST_BYTES
 
-DIGESTS_MAX: Final = 32_768  # 6 MiB
+DIGESTS_MAX: Final = 32_768  # most digests that one pool remembers: 6 MiB
 
 
 class PromptHistory:
@@ -18,7 +18,7 @@ class PromptHistory:
 
     def __init__(self, digest_count_max: int = DIGESTS_MAX) -> None:
         self._digest_count_max = digest_count_max
-        self._seen: dict[tuple[str, bytes], None] = {}  # the oldest first
+        self._seen: dict[tuple[str, bytes], None] = {}  # namespace and digest, the oldest first
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -26,7 +26,7 @@ class PromptHistory:
     def common_count(self, namespace: str, digests: bytes) -> int:
         """Counts the leading digests that another prompt of the namespace had. Changes nothing."""
         low, high = 0, len(digests) // DIGEST_BYTES
-        while low < high:  # A digest identifies all digests before it, and those are remembered as long as it is.
+        while low < high:  # a binary search: while a digest is remembered, all digests before it are, too
             middle = (low + high + 1) // 2
             if (namespace, digests[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]) in self._seen:
                 low = middle

@@ -6,10 +6,10 @@ published block of the same digest, the committing sequence therefore
     1. keeps     its own block, and also holds the published one, its *twin*: blocks after it can then be published
                  below a published parent, and hit by others
     2. takes over: once no other sequence holds the twin and its block is needed, the own block replaces it
-    3. frees     both
+    3. frees     the own block and the twin
 
-If no sequence holds the published block, the own one replaces it at once, and there are never two. In a windowed group
-both fall out of the window together.
+If no sequence holds the published block, the own block replaces it at once, and no twin exists. In a windowed group
+the own block and its twin fall out of the window together.
 """
 
 from __future__ import annotations

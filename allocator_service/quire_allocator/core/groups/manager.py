@@ -27,7 +27,7 @@ class Hit:
     Attributes:
         token_count: tokens that the manager can serve.
         block_count: blocks that a sequence holds by taking it.
-        cached_block_count: blocks of it that no sequence holds; taking the hit leaves that many fewer to grant.
+        cached_block_count: blocks of the hit that no sequence holds; taking it leaves so many fewer to grant.
     """
 
     __slots__ = ("block_count", "cached_block_count", "token_count")
@@ -167,7 +167,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     def take_over(self, part: PartT) -> int | None:
         """Publishes kept blocks in place of their twins, and gives the twins back. Goes backward until another sequence
-        holds a twin. Returns the first replaced position; None without one."""
+        holds a twin. Returns the first replaced position; None if none was replaced."""
         return None
 
     @abstractmethod
@@ -180,7 +180,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         return NEVER
 
     def settled_until(self, part: PartT, committed: int) -> int:
-        """Returns a count of committed tokens: until then no further block falls out of the table."""
+        """Returns the count of committed tokens before which no further block falls out of the table."""
         return NEVER
 
     @abstractmethod
@@ -231,11 +231,11 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         return 0
 
     def behind(self, scope: ScopeT, hit: HitT, digests: bytes, token_count: int) -> Behind | None:
-        """Returns the continuations after `token_count` tokens of a prompt, at least its hit's; None if unknown."""
+        """Returns the continuations after `token_count` tokens of a prompt, no fewer than its hit; None if unknown."""
         return None
 
     def cut_after(self, hit: HitT) -> None:
-        """Cuts a run where the hit ends. The prompt follows it further, but other groups cannot serve that."""
+        """Cuts a run where the hit ends. The prompt continues in the run, but other groups cannot serve more of it."""
 
     def _give_back(self, scope: Scope, blocks: array[int]) -> None:
         """Empties blocks that one sequence held, and that no prompt can hit."""
@@ -256,5 +256,5 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Adds to `states` the table counts of each block, over all namespaces and all live sequences."""
 
 
-# The managers of a pool: it passes each manager only the scopes, hits and parts that this manager made.
+# A manager of any kind. The pool passes each manager only the scopes, hits and parts that this manager made.
 AnyManager: TypeAlias = Manager[Scope, Hit, Part]

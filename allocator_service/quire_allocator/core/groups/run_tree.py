@@ -30,7 +30,7 @@ class RunTree:
         """Returns the longest published prefix of at most `token_limit` tokens. Changes nothing."""
         limit = min(token_limit // self.block_size * DIGEST_BYTES, len(digests))
         run, offset, runs = root, 0, []
-        cached = cut = 0  # positions
+        cached = cut = 0  # cached positions of the hit; positions that the hit takes of a run that it cuts
         while offset < limit:
             child = run.children.get(digests[offset : offset + DIGEST_BYTES])
             if child is None:
@@ -79,7 +79,7 @@ class RunTree:
         return child
 
     def is_extendable(self, run: Run) -> bool:
-        """Tells whether a run can take in the next blocks of the sequence that ends in it: they share one history."""
+        """Tells whether a run can take in the next blocks of the sequence that ends in it: all have one history."""
         return run.live == 1 and not (run.children or run.hits or run.keep_until_ms) and run.parent is not None
 
     def extend(self, run: Run, digests: bytes, blocks: array[int], position: int) -> None:
@@ -197,7 +197,7 @@ class RunTree:
     def walk(self, root: Run) -> Iterator[Run]:
         """Yields every run below a root, parents before children, while the tree keeps changing.
 
-        A noted run may be split before its turn (its upper parts are then new runs) or evicted. So this goes up from
+        A noted run may be split before its turn (its upper parts are then new runs) or evicted. So `walk` goes up from
         the run's deep end to the position where the run began when it was noted.
         """
         noted = [(child, 0) for child in root.children.values()]
@@ -229,7 +229,7 @@ class RunTree:
         while run.parent is not None:
             path.append(run.blocks)
             run = run.parent
-        if len(path) <= 2:  # the usual case; a single concatenation copies the blocks only once
+        if len(path) <= 2:  # the usual case: a single concatenation copies each block only once
             return path[1] + tail if len(path) == 2 else tail[:]
         blocks = array("I")
         for part in reversed(path):

@@ -1,8 +1,8 @@
 """Groups of recurrent state (mamba, linear attention): one running block, and checkpoints that can be hit.
 
 The running block holds the state after the committed tokens; every forward pass overwrites it in place. A commit that
-publishes this block turns it into a checkpoint. This requires that no granted token is left to compute: its pass would
-overwrite the state without a grow that copies it. It also requires that the commit ends exactly at
+publishes this block turns it into a checkpoint. No granted token may then be left to compute: its pass would overwrite
+the state without a grow that copies it. The commit must also end exactly at
 
     a multiple of the group's block size, or
     a place where later hits should be able to end (`Commit.ends`).
@@ -58,7 +58,7 @@ class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
         for position in reversed(scope.depths.between(0, limit + 1)):
             unit = scope.find(position, digests[(position - 1) * DIGEST_BYTES : position * DIGEST_BYTES])
             if unit is not None:
-                # The sequence holds no block of the hit: its first grow copies the checkpoint and releases it.
+                # The sequence keeps no block of the hit: its first grow replaces the checkpoint by a copy.
                 return UnitHit(position * self._digest_tokens, 0 if unit.live else self.width, [unit])
         return NO_UNITS
 
@@ -109,7 +109,7 @@ class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
             (part.unit,) = self._new_units(part.scope, blocks)
 
     def commit(self, part: StatePart, new: Commit) -> None:
-        """Makes a checkpoint, if the committed tokens end where one belongs."""
+        """Makes a checkpoint, if the committed tokens end where a checkpoint belongs."""
         until = new.until
         if part.unit is None or until == 0 or (until % self.block_size and until not in new.ends):
             return
@@ -133,7 +133,7 @@ class StateManager(UnitManager[UnitScope, UnitHit, StatePart]):
         return child
 
     def shrink(self, part: StatePart, until: int) -> None:
-        """Does nothing: a state takes the same room at every length."""
+        """Does nothing: a state takes as many blocks at every length."""
 
     def free(self, part: StatePart) -> None:
         if part.unit is not None:

@@ -30,7 +30,7 @@ class UnitScope(Scope):
     def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         super().__init__(namespace, manager)
         self._by_digest: dict[bytes, Unit] = {}
-        self._repeated: dict[UnitKey, Unit] = {}  # units with a digest filed for another position; usually none
+        self._repeated: dict[UnitKey, Unit] = {}  # units with a digest that another position has, too; usually none
         self.depths = Depths()  # positions of the published units, of all prefixes
 
     def find(self, position: int, digest: bytes) -> Unit | None:
@@ -45,7 +45,7 @@ class UnitScope(Scope):
         return [*self._by_digest.values(), *self._repeated.values()]
 
     def add(self, unit: Unit, key: UnitKey) -> Unit:
-        """Publishes a unit, unless another one is published with this key. Returns the published one."""
+        """Publishes a unit, unless another unit is published with this key. Returns the published unit."""
         if self._repeated and key in self._repeated:
             return self._repeated[key]
         published = self._by_digest.setdefault(key[1], unit)
@@ -92,7 +92,7 @@ class UnitManager(Manager[UnitScopeT, UnitHitT, PartT]):
     def walk(self, scope: UnitScopeT) -> Iterator[IndexedStretch]:
         name = scope.namespace.name
         for unit in scope.units():
-            if unit.is_published:  # the unit may have been removed since then
+            if unit.is_published:  # the unit may have been removed since the walk began
                 yield IndexedStretch(name, self.groups, self.spec, b"", unit.first_digest, unit.first_position)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
@@ -115,7 +115,7 @@ class UnitManager(Manager[UnitScopeT, UnitHitT, PartT]):
             yield position, self._digest_at(digests, (position + 1) * self.block_size)
 
     def _drop(self, unit: Unit) -> None:
-        """Empties the blocks of a cached unit, although no grant needs the room."""
+        """Empties the blocks of a cached unit, although no grant needs the blocks."""
         self._unpublish(unit)
         self._blocks.dropped(unit.scope, self.width)
 
@@ -123,7 +123,7 @@ class UnitManager(Manager[UnitScopeT, UnitHitT, PartT]):
         """Makes private units from newly granted blocks; a single unit keeps the array itself."""
         width = self.width
         scope.held += len(blocks)
-        if len(blocks) == width:  # the usual case, while decoding
+        if len(blocks) == width:  # a single unit, as usual while decoding
             return [Unit(scope, blocks)]
         return [Unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
 
@@ -135,13 +135,13 @@ class UnitManager(Manager[UnitScopeT, UnitHitT, PartT]):
             self._hold(unit)
 
     def _hold(self, unit: Unit) -> None:
-        """Counts one more table that contains the unit. The first one takes the unit out of the cache."""
+        """Counts one more table that contains the unit. The first table takes the unit out of the cache."""
         unit.live += 1
         if unit.live == 1:
             self._retention.held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
-        """Counts one fewer table that contains the unit. After the last one, the unit is cached, or empty."""
+        """Counts one fewer table that contains the unit. Without any table, the unit is cached, or empty."""
         unit.live -= 1
         if unit.live:
             return
@@ -152,7 +152,7 @@ class UnitManager(Manager[UnitScopeT, UnitHitT, PartT]):
 
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
         """Publishes a private unit under its key. The caller reports it to the log. Returns the unit to use from now
-        on: another one if the key was published before."""
+        on: the earlier unit if the key was published before."""
         other = scope.add(unit, key)
         if other is unit:
             self._blocks.policy.stored(unit, None)

@@ -18,7 +18,7 @@ class WindowPart(Part):
     Attributes:
         units: the units in its table, from position `first` on.
         tail: blocks behind them, `width` for each position.
-        falling: units and stretches that a commit lets fall out, rising; empty once that is settled.
+        falling: units and stretches that a commit lets fall out, rising; empty once the commit is settled.
         needed: fallen units that a hit at the last edge before the committed tokens would take.
         kept: its own blocks that replace published ones in its table; None before the first.
     """
@@ -29,17 +29,17 @@ class WindowPart(Part):
         self.scope = scope
         self.first = first
         self.units = units
-        self.tail = NO_BLOCKS  # one shared array that never changes
+        self.tail = NO_BLOCKS  # All empty tails share this array, which never changes.
         self.falling: tuple[Scoped, ...] = ()
         self.needed: tuple[Unit, ...] = ()
         self.kept: KeptBlocks | None = None
 
     def end(self, width: int) -> int:
-        """Returns the position behind the last one of the table; each position has `width` blocks."""
+        """Returns the position behind the end of the table; each position has `width` blocks."""
         return self.first + len(self.units) + len(self.tail) // width
 
     def add(self, blocks: array[int]) -> None:
-        """Adds blocks, and takes ownership of the array: while decoding it becomes the tail."""
+        """Adds blocks, and takes ownership of the array: while decoding, the array becomes the tail."""
         self.scope.held += len(blocks)
         if self.tail:
             self.tail.extend(blocks)
@@ -67,8 +67,8 @@ class WindowPart(Part):
         return [unit for unit in known if unit.is_published]
 
     def first_alone(self, width: int) -> int:
-        """Returns the first of the last kept positions whose published blocks only this sequence holds; `NEVER` if
-        none."""
+        """Returns the first kept position from which on no other sequence holds a published block that a kept one
+        replaces; `NEVER` if there is none."""
         first = NEVER
         for position, own in reversed(list(self.kept or ())):
             alone, start = 0, position - self.first

@@ -36,11 +36,11 @@ class WindowRule(ABC):
 
     @abstractmethod
     def reset_token_count(self) -> int:
-        """Returns a period in tokens: a token at a multiple of it reads no earlier token. 0 if each reads some."""
+        """Returns a period in tokens: a token at a multiple of it reads no earlier token. 0 if all read some."""
 
     def block_count_max(self, pass_token_count: int, block_size: int) -> int:
         """Returns the most blocks that a pass of `pass_token_count` tokens reads and writes."""
-        before = block_size - math.gcd(block_size, self.start_tokens())  # most unread tokens in the first block
+        before = block_size - math.gcd(block_size, self.start_tokens())  # most unread tokens at the first block's start
         return -(-(before + self.window - 1 + pass_token_count) // block_size)
 
 

@@ -2,7 +2,7 @@
 
 The search moves backward from one published position to the previous one. It looks at the first position of each window
 first: if that is missing, no window with it is complete. A prompt of 62,500 blocks without a hit thus costs one look
-for each place where stretches begin. With 64 blocks in a window it also costs at most 977 looks at units.
+at each position where stretches begin. With 64 blocks in a window, it also costs at most 62,500 / 64 looks at units.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WindowSearch:
         return WindowHit(0, 0, [], [])
 
     def _stands(self, position: int) -> bool:
-        """Adds the stretch with this position to the places; returns whether there is one."""
+        """Adds the stretch with this position to the places; returns whether such a stretch exists."""
         places = self._places
         for begin, end, stretch in reversed(self._stretches):
             if begin <= position:
@@ -83,7 +83,7 @@ class WindowSearch:
         return False
 
     def _last_end(self, reset_positions: int) -> int:
-        """Returns the last position that follows a published one, or that needs no earlier position."""
+        """Returns the last position that follows a published position, or that needs no earlier position."""
         end, depths, stretches = self._end, self._scope.depths, self._stretches
         count = depths.count_before(end)
         last = depths.positions[count - 1] + 1 if count else 0

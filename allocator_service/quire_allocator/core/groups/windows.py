@@ -46,8 +46,8 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
         super().__init__(spec, groups, pool, log, retention)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._fallen = Fallen(self.width, log, retention)
-        self._remembers = not retention.is_even  # remembers fallen units that a hit at the last edge would need
-        # A period in positions: tokens at its multiples need no earlier position. 0 if there is none.
+        self._remembers = not retention.is_even  # whether sequences remember fallen units for a hit at the last edge
+        # A token at a multiple of this many positions needs no earlier position. 0 if every token needs some.
         reset = self._rule.reset_token_count()
         self._reset_positions = math.lcm(reset, spec.block_size) // spec.block_size
 
@@ -112,7 +112,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
             return
         stay = self._rule.first_needed(until) // size
         digests = new.digests if self._stride == 1 else filled(new.digests, self._stride, committed, size)
-        named = begin + len(digests) // DIGEST_BYTES  # positions from here on have no digest, and stay private
+        named = begin + len(digests) // DIGEST_BYTES  # positions from `named` on have no digest, and stay private
         is_next = end - begin == 1 == named - begin and part.first < begin and stay <= begin
         if is_next and not (scope.stretches and scope.starts.has(begin)):
             self._commit_next(part, begin, digests, swaps)
@@ -120,7 +120,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
         path = Path(digests, DIGEST_BYTES, begin)
         self._take_out(part, path, named)
         units, blocks, taken = part.units, part.tail, 0
-        half = units.pop() if begin - part.first < len(units) else None  # half-filled until now
+        half = units.pop() if begin - part.first < len(units) else None  # the unit that was half-filled until now
         falling: list[Scoped] = []
         spans: list[range] = []
         if stay > begin:
@@ -160,13 +160,13 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
         """Turns a path's positions before `end` that are in stretches into units, about to be published."""
         begin = path.begin
         for unit in self._fallen.take_out(part.scope, path, begin, end, is_linked=part.first < begin):
-            if unit.first_digest != path.at(unit.first_position):  # happens only if the owner invented digests
+            if unit.first_digest != path.at(unit.first_position):  # true only if the owner invented digests
                 self._blocks.push(unit)
 
     def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
         """Publishes one position after others of the sequence, as decoding does. No stretch may begin there."""
         units, blocks, width, scope = part.units, part.tail, self.width, part.scope
-        if position - part.first < len(units):  # half-filled until now
+        if position - part.first < len(units):  # the unit was half-filled until now
             unit = units.pop()
         elif len(blocks) == width:
             unit, part.tail = Unit(scope, blocks), NO_BLOCKS
@@ -202,7 +202,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
 
     def _publish_own(self, part: WindowPart, unit: Unit, key: UnitKey, swaps: list[Swap]) -> Unit:
         """Publishes a private unit with its key. Returns the unit to use from now on: the key's published one, if any.
-        In an append-only pool, a cached unit takes the blocks over. If it is held, the sequence keeps its own too."""
+        In an append-only pool, a cached unit takes over the blocks. Beside a held unit, the sequence keeps its own."""
         other = part.scope.find(key[0], key[1]) if self._append_only else None
         if other is None:
             return self._publish(part.scope, unit, key, swaps, key[0])
@@ -234,11 +234,11 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
 
     def _let_fall(self, scope: WindowScope, fallen: Sequence[Scoped]) -> None:
         """Counts one fewer table for these consecutive units and stretches."""
-        if len(fallen) == 1 and isinstance(fallen[0], Unit):  # the usual case while decoding
+        if len(fallen) == 1 and isinstance(fallen[0], Unit):  # a single unit, as usual while decoding
             self._release(fallen[0])
             return
         i = len(fallen)
-        while i > 0:  # the deepest first, because short prefixes serve most prompts
+        while i > 0:  # the deepest entries fall first, because short prefixes serve most prompts
             end = i
             while i > 0 and is_idle(fallen[i - 1]):
                 i -= 1
@@ -262,7 +262,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
                 self._give_back(part.scope, own)
         if gone == 1 and not (falling or part.needed) and part.units and not self._is_needed(part, first, committed):
             part.first = first + 1
-            self._release(part.units.pop(0))  # the usual case while decoding
+            self._release(part.units.pop(0))  # a single unit, as usual while decoding
             return self._rule.needs_less_at(committed, (first + 2) * self.block_size - 1)
         if gone > 0:
             fallen: list[Scoped] = [*part.units[:gone]]
@@ -285,7 +285,7 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
 
     def fork(self, part: WindowPart, committed: int) -> WindowPart:
         count = -(-committed // self.block_size) - part.first
-        if count > len(part.units):  # from now on both have the half-filled block
+        if count > len(part.units):  # parent and child share the half-filled block from now on
             part.units.append(Unit(part.scope, part.tail[: self.width]))
             del part.tail[: self.width]
         child = WindowPart(part.scope, part.first, part.units[:count])
@@ -336,8 +336,8 @@ class WindowManager(UnitManager[WindowScope, WindowHit, WindowPart]):
 
     def walk(self, scope: WindowScope) -> Iterator[IndexedStretch]:
         noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
-        # Units may become stretches while this iterates, and stretches units. All of them are yielded; the log has the
-        # removals.
+        # While this iterates, units may become stretches, and stretches units. This yields all blocks that it noted at
+        # the start, and the log has the removals.
         noted += [(unit.first_position, unit.first_digest) for unit in scope.units()]
         for position, digests in noted:
             yield IndexedStretch(scope.namespace.name, self.groups, self.spec, b"", digests, position)

@@ -7,8 +7,8 @@ Lifecycle of an ownership:
     3. disconnected  its stream ended without a detach: the state stays until the lease ends, for a resume
     4. gone          `remove` or `expire`; only then another incarnation may attach
 
-Fencing: at any time one stream is a pool's current one. A newer attach of the same incarnation replaces it, and the
-caller ends the old stream. A lease only cleans up. A claim locks out no process: owners guard their own memory.
+Fencing: at any time, a pool has one current stream. A newer attach of the same incarnation replaces it, and the caller
+ends the old stream. A lease only cleans up. A claim locks out no process: owners guard their own memory.
 
 Times are seconds of a monotonic clock, session ids come from the caller.
 """
@@ -27,7 +27,7 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 
 OWNED_RETRY_S_MIN, OWNED_RETRY_S_MAX = 0.05, 1.0
-BLOCKS_OF_CALLER_MAX = 1 << 25  # twice as many for all callers together; an empty one takes 4 bytes
+BLOCKS_OF_CALLER_MAX = 1 << 25  # twice as many for all callers together; an empty block takes 4 bytes
 
 
 @dataclass(slots=True)
@@ -36,13 +36,13 @@ class Ownership:
 
     Attributes:
         stream: handle of the current stream; None for unary sessions and while disconnected.
-        pool: the pool; without blocks while only claimed, because `attach` takes no memory.
+        pool: the pool; while only claimed, a pool without blocks, because `attach` takes no memory.
         caller: the key under which its pools and blocks are counted.
         session_id: 16 bytes; empty while only claimed, and after quarantine.
         steps: the kept replies to the session's steps.
         change_count: number of applied steps.
         untold_drops: drops by other callers since the owner's last step.
-        allowed_bytes: memory that the pool may take by estimate, before its caller's pools are looked at.
+        allowed_bytes: estimated memory that the pool may reach before all pools of its caller are summed again.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Directory:
     def open_unary(
         self, *, name: str, spec: PoolSpec, request_id: str, session_id: bytes, now: float, caller: Hashable = None
     ) -> Ownership:
-        """Takes a pool for a unary session; the same `request_id` again returns the session it opened.
+        """Takes a pool for a unary session; a repeated `request_id` returns the session that it opened.
 
         Raises:
             Refusal: POOL_OWNED, LIMIT; LAYOUT if the repeated request names another specification.
@@ -238,13 +238,13 @@ class Directory:
             owner.lease_end += stalled_s
 
     def _admit(self, name: str, spec: PoolSpec, caller: Hashable, now: float) -> None:
-        # A lease that has run out still counts here. Only `expire` ends a lease: it allows for the server's own stalls,
-        # and its caller ends the old stream.
+        # A lease that has run out still counts here. Only `expire` ends leases: before each call, the server extends
+        # all leases by its own stalls, and after the call it ends the old streams.
         owner = self._owners.get(name)
         if owner is not None:
             wait_s = max(0.0, owner.lease_end - now)
             message = f"pool {name} has another owner; its lease ends in {int(wait_s * 1000)} ms"
-            # The owner may detach earlier, so a waiting caller retries every second, and at once when the lease ends.
+            # The owner may detach before its lease ends: a waiting caller retries each second, and when the lease ends.
             raise Refusal("POOL_OWNED", message, max(OWNED_RETRY_S_MIN, min(wait_s, OWNED_RETRY_S_MAX)))
         own_count = sum(each.caller == caller for each in self._owners.values())
         if own_count + len(self._owners) >= 2 * self.pools_max:

@@ -16,7 +16,7 @@ class StepLog:
         self._kept: deque[tuple[object, object]] = deque()  # (step, reply) of the last steps, in order
 
     def replay(self, number: int, step: object) -> object | None:
-        """Returns the kept reply to a repeated step, or None if `number` is the next one and has to be applied.
+        """Returns the kept reply to a repeated step, or None if `number` is the next number and has to be applied.
 
         Raises:
             Refusal: STEP_MISMATCH if the number was used for another step; STEP_GAP for any other number.

@@ -163,7 +163,7 @@ def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, Window
 
 
 def _check_stretches(manager: WindowManager, scope: WindowScope, found: Recount) -> None:
-    """Checks that stretches have no holders, and that each is found where it begins."""
+    """Checks that stretches have no holders, and that each stretch is found where it begins."""
     starts = sorted({position for position, _ in scope.stretches})
     assert scope.starts.positions == starts, "the index of starts differs from where stretches begin"
     for key, stretch in scope.stretches.items():

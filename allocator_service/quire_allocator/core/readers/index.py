@@ -1,6 +1,6 @@
 """Iterates over all blocks that a prompt can hit, while the pool changes.
 
-It yields all blocks that exist from its start to its end. Other blocks may be missing; the event log has their changes.
+A walk yields all blocks that exist from its start to its end. Others may be missing; the event log has their changes.
 """
 
 from __future__ import annotations

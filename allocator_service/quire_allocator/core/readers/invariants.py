@@ -127,7 +127,7 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     )
     parts = list(zip(pool.managers, sequence.parts, strict=True))
     room = min(manager.room(part, token_count) for manager, part in parts)
-    # The limit may stay at the token count after a sharer of the block that is written next has left.
+    # The limit is the token count while sequences share the block to write next. The limit may stay so afterwards.
     assert sequence.limit in (room, token_count), (
         f"sequence {sequence_id} has the limit {sequence.limit}, but room for {room} tokens"
     )

@@ -23,7 +23,7 @@ from quire_allocator.core.spec import GroupSpec
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
 
-SPECIFICATIONS_MAX: Final = 16  # most specifications with a metric label of their own
+SPECIFICATIONS_MAX: Final = 16  # most specifications that get a metric label each
 
 
 class RetentionUse(NamedTuple):
@@ -116,7 +116,7 @@ def _check_stop(key: StopKey, stop: Stop) -> None:
 
 
 def _check_path(stop: Stop, count_max: int) -> None:
-    """Checks that earlier stops are above this one, and that only a few continued ones are left on the path."""
+    """Checks that earlier stops are above this stop, and that only a few continued stops are left on its path."""
     count, below = 0, stop.token_count + 1
     before: Stop | None = stop
     while before is not None:

@@ -89,7 +89,7 @@ def namespaces(pool: Pool, shown: Shown) -> list[NamespaceUse]:
 
 
 def unwritten_slot_count(pool: Pool) -> int:
-    """Counts the tokens of room that sequences were granted and have not committed: lookahead, and the rest of a last
+    """Counts the granted slots that have no committed token: the lookahead of sequences, and the rest of each last
     block.
 
     Looks at the first group that holds tokens, and at each table separately: if forks share a half-filled block, each

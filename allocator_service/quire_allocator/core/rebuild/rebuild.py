@@ -8,7 +8,7 @@ hit.
     5. restore   where hits can end: where stretches and paths end
     6. queue     entries without holders, in their order of release: they are evicted in that order
 
-The rebuild writes only to a new pool. The caller puts it in force when complete: a refused report changes nothing.
+The rebuild writes only to a new pool. The caller puts the complete pool in force: a refused report changes nothing.
 
 Some state is not in the report, and starts empty. Prompts that are being computed are not announced, so a second prompt
 with the same prefix is computed as well. Policies know only that runs with several continuations were shared. Only full
@@ -179,11 +179,11 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     cached.sort(key=itemgetter(0))
     for _, _, entry in cached:
         count = entry.block_count
-        pool.blocks.now_held(entry, count)  # The entry is released again below.
+        pool.blocks.now_held(entry, count)  # held only until the lines below cache the entry again
         if isinstance(entry, Unit):
             pool.coordinator.retention.cached(entry, count)
         elif isinstance(entry, Run):
-            # A lower bound: each continuation but the first was a prompt that shared this run.
+            # A lower bound of the hits: each continuation after the first came from a prompt that shared this run.
             entry.hits = max(0, len(entry.children) - 1)
             pool.coordinator.retention.assess(entry)
             pool.blocks.now_cached(entry, count, is_candidate=not entry.children)

@@ -97,9 +97,9 @@ class BlockUse:
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
-        self._places = array("i", [_UNUSED]) * spec.block_id_end  # position of each published block
+        self._places = array("i", [_UNUSED]) * spec.block_id_end  # place of each published block, by block id
         self._place_count = 0
-        self.block_count = 0  # number of blocks with a use, including blocks that the pool does not take over
+        self.block_count = 0  # blocks that have a use, including blocks that the rebuilt pool leaves out
 
     def publish(self, blocks: array[int]) -> int:
         """Gives published blocks consecutive places; returns the first place."""
@@ -134,7 +134,7 @@ class BlockUse:
             place = self._places[block]
             if place == _PRIVATE:
                 refuse(f"block {block} is held twice")
-            if place != _UNUSED:  # published, even if the pool does not take them over
+            if place != _UNUSED:  # The block is published, even if the rebuilt pool leaves it out.
                 refuse(f"block {block} has a digest, but a sequence holds it as not yet written")
             self._places[block] = _PRIVATE
 

@@ -27,7 +27,7 @@ class ReportedRunPart(NamedTuple):
     Attributes:
         borrowed: the position under which the first of its own blocks is published.
         shares: whether the first block is half filled, so that another sequence may have it, too.
-        owns: number of blocks, of the tail and kept ones, that count for this sequence.
+        owns: number of its tail and kept blocks that count as held for this sequence.
         kept: its own blocks in place of published ones; None if there are none.
     """
 
@@ -52,7 +52,7 @@ class RunBuilder:
         self._number = pool.managers.index(manager)
         self._forest = Forest(manager.width, use)
         self._is_linked = False
-        # First block of a half-filled position -> its prefix, and all its blocks.
+        # First block of a half-filled position -> namespace and end of the prefix before it, and the position's blocks.
         self._sharers: dict[int, tuple[str, Spot | None, array[int]]] = {}
         self._parts: dict[int, list[RunPart]] = {}
 
@@ -117,7 +117,7 @@ class RunBuilder:
                 if stretch.held:
                     parent.held = max(parent.held, stretch.parent_index + 1)
         cached: list[tuple[int, int, Scoped]] = []
-        while order:  # each stretch is freed once its runs are made, unless a sequence or another stretch needs it
+        while order:  # `pop` frees each stretch once its runs are made, unless a sequence or another stretch needs it
             stretch = order.pop()
             scope = spaces[stretch.namespace].scopes[self._number]
             assert isinstance(scope, RunScope)
@@ -160,7 +160,7 @@ class RunBuilder:
         above = stretch.parent
         parent = above.run_at(stretch.parent_index) if above is not None else scope.root
         for start, end in zip(starts, [*starts[1:], reach], strict=True):
-            if start == end:  # even its first position lacks a block
+            if start == end:  # The first position of the stretch lacks a block.
                 break
             digests, blocks = stretch.digests[start * DIGEST_BYTES : end * DIGEST_BYTES], stretch.blocks
             own = blocks[start * width : end * width]

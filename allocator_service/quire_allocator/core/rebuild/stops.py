@@ -1,7 +1,7 @@
 """Restores the stops, where hits can end (`core/retention`). A report names only blocks.
 
 A stop is made wherever a stretch of windowed blocks ends, a checkpoint exists, or a path ends or branches, if every
-group can serve a hit there. The lost stops may have been at other places. If the blocks of several stops overlap, only
+group can serve a hit there. The lost stops may have been elsewhere. If the blocks of several stops overlap, only
 the last stop is found. Every checkpoint becomes a stop, and the last few on each path stay. Without full attention, the
 rebuild cannot know which stops are on one path. Blocks that no restored stop needs are spare.
 """
@@ -23,7 +23,7 @@ from quire_allocator.core.scopes import Namespace
 from quire_allocator.core.sequence import SequenceState
 
 Links = dict[str, dict[UnitKey, bytes]]  # namespace -> published position -> digest of the previous position
-_Place = tuple[int, bytes]  # tokens before a stop, and the digest of all of them
+_Place = tuple[int, bytes]  # tokens before a stop, and the digest of these tokens
 
 
 def restore(pool: Pool, links: dict[int, Links]) -> None:

@@ -82,7 +82,7 @@ class Piece:
     def __init__(self, prefix: ReportedStretch, first_place: int) -> None:
         self.prefix = prefix
         self.first_place = first_place
-        self.stretch: JoinedStretch | None = None  # None until it is linked
+        self.stretch: JoinedStretch | None = None  # None until the piece is linked
         self.offset = 0
 
     @property
@@ -144,7 +144,7 @@ class Forest:
             _refuse_repeated(tree.pieces)
 
     def spot(self, namespace: str, block: int, position: int) -> Spot | None:
-        """Returns the place of a first group's block; None if it is not at this position, or not taken over."""
+        """Returns the spot of a first group's block; None if it is not at this position, or not taken over."""
         place = self._use.place(block)
         if place is None:
             return None

@@ -38,7 +38,7 @@ class UnitBuilder:
         self._keys: dict[tuple[str, UnitKey], array[int]] = {}
         self.links: Links = {}
         self._by_block: dict[int, Unit] | None = None
-        self._private: dict[int, tuple[Unit, int]] = {}  # first block -> (unit, position)
+        self._private: dict[int, tuple[Unit, int]] = {}  # first block of a private unit -> the unit, its position
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Takes in published blocks of the manager's group number `column`."""

@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-LATE_BELIEVED: Final = 4.0  # number of prompts assumed to have diverged late, before any real one
+LATE_BELIEVED: Final = 4.0  # number of late prompts that are assumed before any prompt was counted
 LATE_BELIEVED_OF_STATES: Final = 32.0
-REMEMBERED: Final = 256.0  # number of prompts after which all earlier ones count half
-EARLY_SHARE: Final = 0.4  # If at least this share of prompts ends early, early ends are worth their window blocks.
-EARLY_SHARE_OF_STATES: Final = 0.7  # the same share for states, which take a page each
+REMEMBERED: Final = 256.0  # number of prompts after which all earlier prompts count half
+EARLY_SHARE: Final = 0.4  # If at least this share of prompts diverges early, more stops are worth their window blocks.
+EARLY_SHARE_OF_STATES: Final = 0.7  # the same share in a pool with states, which take a page each
 STEP_COUNT: Final = 7
 
 
@@ -43,9 +43,9 @@ class Partings:
     """Counts where the prompts of one pool diverge.
 
     Attributes:
-        edge_tokens: hits end at multiples of this.
-        stop_tokens: steps are at multiples of this. With states, checkpoints are made at multiples of it anyway.
-        late, again, inside: prompts that diverged in this way; older ones count less.
+        edge_tokens: hits end at multiples of this number.
+        stop_tokens: steps are at multiples of this number. With states, checkpoints are made at multiples of it anyway.
+        late, again, inside: prompts that diverged in this way; older prompts count less.
         late_seen: the part of `late` that was counted, without the assumed prompts.
     """
 
@@ -66,12 +66,12 @@ class Partings:
 
     @property
     def are_inside(self) -> bool:
-        """Tells whether enough prompts diverge inside others, where no stop is, to make steps worthwhile."""
+        """Tells whether enough prompts diverge inside earlier prompts, where no stop is, to make steps worthwhile."""
         return self.inside >= self._share * (self.late + self.again + self.inside)
 
     @property
     def are_late(self) -> bool:
-        """Tells whether prompts continue from the end at least as often as before it: answers are then worth states."""
+        """Tells whether prompts diverge late at least as often as earlier: stops of answers are then worth states."""
         return self.late_seen + LATE_BELIEVED >= self.again + self.inside
 
     def note(self, behind: Behind, *, is_parting: bool, is_whole: bool) -> None:
@@ -100,7 +100,7 @@ class Partings:
     def steps_before(self, end: int) -> list[int]:
         """Returns token counts two edges, four and so on before the end of a prompt, the deepest first.
 
-        A prompt that diverges between two of them recomputes at most as many tokens as the old prompt has after that
+        A prompt that diverges between two counts recomputes at most as many tokens as the old prompt has after that
         point. With states, the counts are rounded down to checkpoints.
         """
         distances = [self.edge_tokens << (step + 1) for step in range(STEP_COUNT)]

@@ -3,17 +3,17 @@
 A stop is made if every group can serve it from blocks that the sequence has or remembers:
 
     a hit ends there                  a request has asked for exactly this prefix
-    a commit has reached a stop       `stop_rules.py` computes these; a junction replaces an early stop, and each stop
-                                      of an answer replaces the one before
+    a commit has reached a stop       `stop_rules.py` computes stops; a junction replaces an early stop, and each stop
+                                      of an answer replaces the previous stop
     the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
                                       checkpoint): a turn has ended, and most prompts that continue do so here
 
 No block is kept for an impossible hit: when a block that its hit would take is evicted, the stop is gone. Blocks
-that it alone needed are then spare in all groups, and are evicted before the next victim is chosen.
+that this stop alone needed are then spare in all groups, and are evicted before the next victim is chosen.
 
-A path keeps all stops where paths diverge, and the last three of the others. In a chat these are the ends of the
-previous turn, of the last prompt, and of its answer. While many prompts diverge from cached ones before their end,
-prompts get further stops before their ends, and as many more stay (`partings.py`).
+A path keeps all stops where paths diverge, and the last three other stops. In a chat these are the ends of the
+previous turn, of the last prompt, and of its answer. While many prompts diverge before the end of a cached prompt, new
+prompts get further stops before their ends, and a path keeps as many more (`partings.py`).
 
 Managers report here which blocks they no longer publish, and which runs they cut. The coordinator asks them for the
 units and runs of a stop.
@@ -38,7 +38,7 @@ from quire_allocator.core.retention.worth import Worth
 from quire_allocator.core.spec import GroupKind, PoolSpec
 from quire_allocator.core.stretches import Stretch
 
-CONTINUED_MAX: Final = 3  # stops kept on one path, in addition to those where paths diverge
+CONTINUED_MAX: Final = 3  # most stops that one path keeps, besides the stops where paths diverge
 
 
 class Retention:
@@ -66,7 +66,7 @@ class Retention:
     # -- when stops are made --------------------------------------------------------------------------------------
 
     def note_parting(self, key: StopKey, behind: Behind, *, is_whole: bool) -> None:
-        """Counts a new prompt that parts at an edge. `is_whole`: only its last tokens are behind that edge."""
+        """Counts a new prompt that diverges at an edge. `is_whole`: only its last tokens are behind that edge."""
         stop = self.find(key)
         self.partings.note(behind, is_parting=stop is not None and stop.is_parting, is_whole=is_whole)
 
@@ -128,7 +128,7 @@ class Retention:
             if unit.stops is None:
                 unit.stops = []
             unit.stops.append(stop)
-            if not unit.live:  # a checkpoint that another sequence made
+            if not unit.live:  # The unit is cached: a checkpoint that another sequence made.
                 self._revalue(unit)
         for run in runs:
             counts = [other.token_count for other in run.stops]
@@ -216,7 +216,7 @@ class Retention:
     def cached_stretch(self, stretch: Stretch) -> None:
         """Notes a new cached stretch: it is published, fell out of a window, and no sequence holds it."""
         count = stretch.block_count
-        stretch.worth = RANKED if self.is_even else SPARE  # no stop needs the unit
+        stretch.worth = RANKED if self.is_even else SPARE  # no stop needs a block of the stretch
         if stretch.worth == SPARE:
             stretch.scope.spare += count
         self.blocks.now_cached(stretch, count, is_candidate=True)

@@ -7,8 +7,8 @@ end, because every group can serve it there. Blocks that no stop needs are evict
 Lifecycle of a stop:
 
     1. made        a commit, a hit, a fork or the end of a sequence has reached it, and every group can serve it
-    2. continued   a deeper one was made after it: only edited prompts still end here. If two paths
-                   *part* at a stop, it stays as valuable as it was
+    2. continued   a deeper stop was made after it: only edited prompts still end here. If two paths
+                   *part* at a stop, the stop stays as valuable as it was
     3. gone        a block that it needs was evicted, or it is too far before the end of its path
 
 Lifecycle of a unit, which is one position of all groups of one windowed or state specification: `width` blocks that are
@@ -43,7 +43,7 @@ from quire_allocator.core.scopes import Scope, Scoped
 from quire_allocator.core.stretches import Stretch
 
 UnitKey = tuple[int, bytes]  # position, digest
-StopKey = tuple[str, int, bytes]  # namespace, number of tokens before it, digest of all of them
+StopKey = tuple[str, int, bytes]  # namespace, number of tokens before the stop, digest of these tokens
 
 
 class Unit(Scoped):
@@ -60,7 +60,7 @@ class Unit(Scoped):
 
     __slots__ = ("_digest", "_position", "aside_count", "blocks", "is_published", "needed_count", "stops", "was_hit")
 
-    def __init__(self, scope: Scope, blocks: array[int]) -> None:  # runs once a block: `super()` costs too much
+    def __init__(self, scope: Scope, blocks: array[int]) -> None:  # runs for each block: `super()` costs too much
         self.scope = scope
         self.live = 1
         self.hits = self.released = self.ticket = self.keep_until_ms = 0
@@ -176,7 +176,7 @@ class Stop:
 
     @property
     def is_continued(self) -> bool:
-        """Tells whether only edited prompts would still end here."""
+        """Tells whether only edited prompts would still end at this stop."""
         return self.way_count > 0 and not self.is_parting
 
     def stops_after(self) -> list[Stop]:
@@ -189,7 +189,7 @@ class Stop:
         return found
 
 
-# Most runs have neither children nor stops, so they share these. The first child or stop replaces them.
+# Most runs have neither children nor stops, and share these empty collections until their first child or stop.
 _NO_CHILDREN: Final[dict[bytes, Run]] = {}
 _NO_STOPS: Final[list[Stop]] = []
 

@@ -5,7 +5,7 @@ there. An owner that keeps states ends passes at stops. `docs/hybrid.md` has the
 
 A state takes a page, so its size decides about early stops and answers' stops. A prompt has an early stop if the
 attention of its new part takes at least a quarter of the blocks of a state. An answer gets stops if the prompt's
-attention takes at least as many. A fork has no stops of the answer, and its parent has none from then on.
+attention takes at least as many blocks as a state. A fork has no stops of the answer; its parent loses them.
 
     prompt of 4,096 tokens, blocks of 16, one group of full attention and 24 of states; its end is 4,080
         all is new           255 blocks of attention, 24 of a state: early at 3,568, and at 4,112, 4,128, 4,144, ...
@@ -27,8 +27,8 @@ from quire_allocator.core.spec import GroupKind, GroupSpec
 _EARLY_PART: Final = 8
 _STATE_PART: Final = 4
 _DISTANCES: Final = tuple(sorted([1, *[2 << each for each in range(11)], *[3 << each for each in range(10)]]))
-_TOKENS_MAX: Final = 2**32 - 1  # largest token count
-STOPS_MAX: Final = 3 + 4 + STEP_COUNT + 22  # most stops of one sequence: 4 breakpoints, 22 `_DISTANCES`
+_TOKENS_MAX: Final = 2**32 - 1  # largest token count that a message carries
+STOPS_MAX: Final = 3 + 4 + STEP_COUNT + 22  # end, junction and early stop; 4 breakpoints; steps; 22 `_DISTANCES`
 
 
 class Turn:

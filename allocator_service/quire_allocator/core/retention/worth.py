@@ -75,7 +75,7 @@ class Worth:
             positions = min(positions, max(1, run.left_behind // width))
         if self.is_even:
             return positions
-        # A RANKED run loses only its last position; the other positions then become spare.
+        # A RANKED run loses only its last position: the stop there ends, so the positions before it become SPARE.
         return 1 if run.worth == RANKED else min(positions, _positions_to_stop(run))
 
 

@@ -24,9 +24,9 @@ from quire._secret_files import require_private
 from quire.errors import UsageError
 
 AUTHORITY: Final = "ca"
-RENEWED_BELOW: Final = 1 / 3  # share of a certificate's life: enough time to notice a failed renewal
+RENEWED_BELOW: Final = 1 / 3  # A certificate is renewed in this last share of its lifetime.
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # difference between this machine's clock and a verifier's
+CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # how far a verifier's clock may be behind this machine's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -58,7 +58,7 @@ def make_authority(folder: Path, *, days: int, replaced: Authority | None = None
         UsageError: a file cannot be written, or exists although nothing is to be replaced.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    # Each authority gets its own name: some libraries use only the first of two authorities with the same name.
+    # Each CA certificate gets a unique name: some libraries use only the first of two CA certificates with equal names.
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     name = _name(f"quire development CA {identifier.digest.hex()[:16]}")
     builder = _builder(name, name, key, days).add_extension(
@@ -84,7 +84,7 @@ def read_authority(folder: Path) -> Authority | None:
     try:
         cert, *earlier = x509.load_pem_x509_certificates(cert_path.read_bytes())
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError):  # The error's text may be long and does not help a user.
+    except (OSError, ValueError, TypeError):  # The library's error text may be long and does not help a user.
         raise UsageError(f"{cert_path} and {key_path} are not the certificate and key of an authority") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
         raise UsageError(f"{key_path} is not the private key of {cert_path}")
@@ -304,8 +304,8 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    # A server that looks between the two writes finds a pair that does not match. On failure the server keeps its
-    # previous certificate and checks again later.
+    # A server that reads the files between the two writes finds a key that does not match the certificate. The server
+    # then keeps its previous certificate and reads the files again later.
     for suffix, mode, data in (("key", 0o600, secret), ("pem", 0o644, cert)):
         path = folder / f"{name}.{suffix}"
         if replaces:
@@ -313,7 +313,7 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
             continue
         try:
             _write_file(path, mode, data)
-        except UsageError:  # A key without its certificate would be refused by the next run.
+        except UsageError:  # The next run would refuse a key without its certificate.
             if suffix == "pem":
                 (folder / f"{name}.key").unlink()
             raise

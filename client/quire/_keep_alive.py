@@ -19,7 +19,7 @@ from quire._trace_context import NO_TRACE, carry
 from quire.errors import QuireError, Reason
 
 RENEWALS_PER_LEASE: Final = 3
-# With these reasons the session no longer exists, so the renewals end.
+# A renewal that is refused for one of these reasons is the last one: the session no longer exists.
 GONE: Final = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN})
 
 log = logging.getLogger(__name__)

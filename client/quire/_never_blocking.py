@@ -64,7 +64,7 @@ class NeverBlockingText(io.TextIOBase):
             if self._waiting_bytes + len(data) > BYTES_MAX:
                 self._drop(data)
                 return len(text)
-            if not self._waiting_bytes:  # else it is cleared already
+            if not self._waiting_bytes:  # While bytes are queued, `_empty` is cleared already.
                 self._empty.clear()
             self._waiting_bytes += len(data)
             self._texts.put(data)

@@ -36,7 +36,7 @@ from quire.errors import QuireError, Reason
 
 MESSAGE_S: Final = 10.0  # time for a unary call's message to arrive after its headers
 MESSAGES_AT_ONCE_MAX: Final = 16  # concurrent reads per caller. Further messages wait unread and take no memory.
-MESSAGES_BYTES_MAX: Final = 64 << 20  # bytes of requests and answers per caller. All callers may hold twice as many.
+MESSAGES_BYTES_MAX: Final = 64 << 20  # requests and answers of one caller. All callers together may hold twice this.
 SMALL_BYTES: Final = 8 << 10  # Requests and answers up to this size are not counted.
 ANSWER_COPIES: Final = 2  # An answer counts twice, because gRPC copies it.
 HEALTH_CALLS_MAX: Final = 256
@@ -89,7 +89,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         if traced := trace_context.read(handler_call_details.invocation_metadata or ()):
             behave = self._in_trace(behave, traced, method, is_unary=is_unary)
         behave = _ending(behave)
-        if is_unary:  # The answer is already bytes.
+        if is_unary:  # `behave` returns encoded answers, so gRPC needs no serializer.
             return grpc.stream_unary_rpc_method_handler(behave, handler.request_deserializer)
         return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
 

@@ -19,10 +19,13 @@ import enum
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-# A lower weight copies more prefixes than a busy fleet has time for; a higher one makes queues (benchmarks/fleet.py).
+# Weight of a token that the worker must compute. With a lower weight, a busy fleet computes too many prefixes at more
+# than one worker; with a higher weight, prompts queue at the worker that has their prefix (benchmarks/fleet.py).
 UNCACHED_WEIGHT: Final = 1.5
-FREE_WEIGHT: Final = 1.1  # at workers with nothing to do and room; with 1.0 a burst would make a copy at each of them
-SEQUENCE_TOKENS: Final = 50  # tokens to compute that a live sequence counts as
+# The weight at an idle worker with enough empty blocks. With 1.0, a burst of prompts would copy a prefix to every idle
+# worker.
+FREE_WEIGHT: Final = 1.1
+SEQUENCE_TOKENS: Final = 50  # A live sequence counts as this many tokens to compute.
 PREFILL_TOKENS_PER_S: Final = 8_000  # assumed while no worker of a model has measured its rate
 
 
@@ -30,8 +33,8 @@ class Basis(enum.StrEnum):
     """How the chosen worker compares with the others."""
 
     PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
-    LOAD = "load"  # no worker has a prefix of it cached
-    SPREAD = "spread"  # a worker with a longer cached prefix has too much to do
+    LOAD = "load"  # no worker has a prefix of the prompt cached
+    SPREAD = "spread"  # a worker has a longer prefix cached, but has too much to do
 
 
 class Candidate(NamedTuple):

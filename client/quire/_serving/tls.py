@@ -36,7 +36,7 @@ class ServerTls:
         self._lock = threading.Lock()  # Handshakes of gRPC and of the metrics server run on different threads.
         self._stamp = self._look()
         self._context, self._grpc = self._read()
-        self._fault = ""  # why the replaced files are unusable
+        self._fault = ""  # why the replaced files are unusable; empty if they are usable
         self._told: object = None  # the configuration that gRPC uses for handshakes
 
     @property
@@ -73,7 +73,7 @@ class ServerTls:
                     return
                 self._context, self._grpc = self._read()
             except UsageError as error:
-                if str(error) != self._fault:  # Every handshake comes here, even a stranger's.
+                if str(error) != self._fault:  # Each handshake calls this method, but each fault is logged once.
                     self._fault = str(error)
                     log.warning(
                         "the replaced certificate files are unusable; the previous certificates stay in use",

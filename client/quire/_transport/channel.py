@@ -52,7 +52,7 @@ LIVENESS: Final = "liveness"  # service name in grpc.health.v1 for liveness; wit
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
-LOOKED_S: Final = 1.0  # a finding about an address is reused for this time
+LOOKED_S: Final = 1.0  # For this time, failed calls reuse the result of one probe of the address.
 ATTEMPTS_MAX: Final = 4
 BACKOFF_S: Final = 0.05  # pause before the second attempt
 BACKOFF_S_MAX: Final = 0.5
@@ -92,13 +92,13 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge the windows until each call may buffer megabytes.
+    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge the flow-control windows to megabytes per call.
     # A call gives up a dead connection after 10 s. TCP alone would keep it for a quarter of an hour.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the previous option.
+    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override 5 s.
     ("grpc.http2.max_pings_without_data", 0),
-    # Each channel uses its own connection. Otherwise a new channel would reuse one that has fallen silent.
+    # Each channel uses its own connection. Otherwise a new channel could reuse a connection that has fallen silent.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -158,7 +158,7 @@ class Link:
     """
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
-        check_channels_work()  # This check precedes the credentials, because they use gRPC, too.
+        check_channels_work()  # must come first: creating credentials uses gRPC, too
         self.address = address = canonical(address)
         self.server = ANY_SERVER  # the kind of server expected at this address, for error messages
         self._found = (-math.inf, "")

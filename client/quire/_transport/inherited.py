@@ -69,7 +69,7 @@ class _Inheritance:
 
     def take(self) -> None:
         """Keeps inherited calls and channels alive in a child, and makes canceling a call do nothing."""
-        # A fork in C may skip `look`.
+        # A fork in C may skip `look`. Then gRPC counts as running if this process has made a channel.
         self.is_refused |= self._has_run if self._ran is None else self._ran
         for kept in (*self.calls, *self.channels):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
@@ -85,7 +85,7 @@ class _Inheritance:
             return self._has_run
         for thread in _THREADS.iterdir():
             try:
-                name = (thread / "comm").read_bytes()  # A long name may end within a character.
+                name = (thread / "comm").read_bytes()  # bytes, because Linux may cut a long name inside a character
             except OSError:
                 continue  # This thread has just ended.
             if name.startswith(_THREAD_NAMES):

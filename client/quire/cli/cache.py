@@ -61,7 +61,7 @@ def _keep_s(text: str) -> float:
     return found
 
 
-DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator takes until the owner's next step
+DROP_DIGESTS_MAX: Final = 1_024  # most digests of drops that an allocator accepts before the owner's next step
 Adapter = Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")]
 Namespace = Annotated[str, typer.Option(help="Only requests of the same namespace share prefixes.")]
 

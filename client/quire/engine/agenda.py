@@ -82,11 +82,11 @@ class Agenda:
         self._admissions: list[Admission] = []
         self._copies: list[Copy] = []
         self._missing = 0  # blocks that other sequences must give back for the next pass
-        self._is_frugal = False  # The allocator refused room ahead, so the next step asks only for the necessary room.
-        self._is_careful = False  # A step with several admissions was refused, so they are sent one by one.
+        self._is_frugal = False  # The allocator refused blocks. The next step asks for no slots ahead.
+        self._is_careful = False  # A step with several admissions was refused. They are sent one by one.
         self._sent: Operations | None = None
 
-    # -- what an engine notes ------------------------------------------------------------------------------------------
+    # -- calls of the engine -------------------------------------------------------------------------------------------
 
     def new_admission(
         self,
@@ -187,7 +187,7 @@ class Agenda:
         copies, self._copies = self._copies, []
         return copies
 
-    # -- what is said --------------------------------------------------------------------------------------------------
+    # -- the next operations -------------------------------------------------------------------------------------------
 
     def next_operations(self) -> Operations:
         """Returns the operations to send now. Call `take` or `fail` before asking for the next ones."""
@@ -231,7 +231,7 @@ class Agenda:
         fills = token_count // size > before // size
         leaves_state = forked_at is not None or (token_count > before and token_count % size == 0)
         if self._has_states and leaves_state and sequence.room > token_count:
-            keep = token_count  # A state can be checkpointed or forked only if the sequence has no room beyond it.
+            keep = token_count  # A state is only checkpointed or forked without slots for later tokens.
         if not (fills or keep or (forked_at is not None and token_count > before)):
             return None
         chain = sequence._chain.copy()
@@ -258,7 +258,7 @@ class Agenda:
         asks = needs_of(decoding, free, ahead_tokens=self._ahead_tokens, increment=self._increment)
         return [Grow(sequence, token_count) for sequence, token_count in asks]
 
-    # -- what the answer changes ---------------------------------------------------------------------------------------
+    # -- the allocator's answer ----------------------------------------------------------------------------------------
 
     def take(self, outcome: StepOutcome) -> None:
         """Applies the outcome of the sent operations.
@@ -354,7 +354,7 @@ class Agenda:
         if grown.result is Result.NO_SPACE and not admission.is_abandoned and self._can_give_back(grown.shortfall):
             return  # The admission stays on the agenda.
         self._admissions.remove(admission)
-        if admission.answer is not None:  # The admission itself failed.
+        if admission.answer is not None:  # The answer is an error that the admission caused.
             return
         if grown.result is not Result.OK:
             admission.answer = self._refusal(grown)

@@ -135,7 +135,7 @@ class AsyncEngine:
                 wanted.
             QuireError: the allocator refused the step. No operation was applied; the next turn sends them again.
         """
-        await asyncio.sleep(0)  # Without this, a loop of turns and passes would block all sending and receiving.
+        await asyncio.sleep(0)  # Lets other tasks run: a loop of turns and passes would block sending and receiving.
         agenda = self._agenda
         while True:
             if self._under_way is None and not self._send():

@@ -33,8 +33,8 @@ from quire.types import GroupKind
 GROUP_COST: Final = 0.005
 STATE_GROUP_SHARE: Final = 1 / 20
 LENGTH_MIN: Final = 256  # tokens. In shorter sequences, padding has little effect.
-# In a model with states a hit also needs a checkpoint. Checkpoints are hundreds of tokens apart, so smaller blocks
-# gain nothing.
+# With states, smaller `edge_tokens` cost the same as this number: a hit also needs a checkpoint, and checkpoints are
+# hundreds of tokens apart.
 EDGE_TOKENS_WITH_STATES: Final = 64
 
 

@@ -138,7 +138,7 @@ class Usage:
     granted_block_count: int  # new blocks used, including copies and recomputation after a preemption
     unshared_block_count: int  # blocks that the samples would have needed without sharing
     preemption_count: int
-    sample_token_count_max: int = 0  # `max_tokens`, or the room after the prompt; 0 if the worker does not say
+    sample_token_count_max: int = 0  # `max_tokens`, or the tokens that fit after the prompt; 0 if unknown
     cache_write_token_count: int = 0  # prompt tokens that were written to the cache
 
 

@@ -46,7 +46,7 @@ class Tls:
         Raises:
             UsageError: as in `channel_credentials`, or a file contains no certificate.
         """
-        self.channel_credentials()  # checks the files
+        self.channel_credentials()  # called only for its checks of the files
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:

@@ -91,7 +91,7 @@ def _pack(code: str, numbers: Iterable[int], name: str = "") -> bytes:
     except (OverflowError, TypeError):
         _refuse(code, numbers, name)
         raise
-    # True and False would be packed as 1 and 0.
+    # Booleans are refused, because `array` would pack them as 1 and 0.
     if name and not isinstance(numbers, array) and bool in map(type, numbers):
         _refuse(code, numbers, name)
     if not IS_LITTLE_ENDIAN:

@@ -262,7 +262,7 @@ def cache_drop(
         TypeError: `kept_digest_count` is not a number.
     """
     data = b"" if digests is None else concatenated(digests)
-    if digests is not None and not data:  # A short prompt has no digests. On the wire, that means everything.
+    if digests is not None and not data:  # On the wire, no digests mean the whole namespace or pool.
         raise ValueError("digests must not be empty: leave them out to drop the whole namespace or pool")
     if data and namespace is None:
         raise ValueError("digests need the namespace that they belong to: give namespace, too")

@@ -43,7 +43,7 @@ class Answers:
     def __init__(self) -> None:
         self._asked: dict[int, Pending] = {}
         self._missed: dict[int, tuple[StepBuilder, StepOutcome]] = {}
-        # The error that ended steps without an answer, until a caller has received it.
+        # The error that ended unanswered steps; None again once a caller has received the error.
         self._untold: Exception | None = None
 
     def check(self, refusal: QuireError | None) -> None:

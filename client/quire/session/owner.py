@@ -61,7 +61,7 @@ class Verdict(enum.Enum):
     """The meaning of a stream's end for its owner."""
 
     AGAIN = enum.auto()  # attach again at once
-    LATER = enum.auto()  # attach again later, after a lease has ended or a place is free
+    LATER = enum.auto()  # attach again later, after another owner's lease or report has ended
     LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
     STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither it nor any later step was applied.
     # This allocator refuses an owner that was admitted earlier. A later allocator may accept it, so the owner retries.
@@ -70,10 +70,10 @@ class Verdict(enum.Enum):
 
 
 _MISREADINGS_MAX: Final = 3
-_HEARTBEATS_PER_LEASE: Final = 3  # lowest number of heartbeats, so that two may be late
-_PERIOD_S_MIN: Final = 0.01  # Whatever period an allocator sends, the owner's loop must not spin.
+_HEARTBEATS_PER_LEASE: Final = 3  # least heartbeats in a lease, so that two may be late
+_PERIOD_S_MIN: Final = 0.01  # shortest period, so that no allocator's value makes the owner's loop spin
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
-_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # bytes of session id and acknowledgement, added at sending
+_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # bytes of session id and acknowledgement. `_send_step` adds both.
 _AGAIN: Final = frozenset(
     {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
 )
@@ -205,7 +205,7 @@ class PoolOwner:
     def judge(self, error: QuireError | None) -> Verdict:
         """Decides what to do after a stream ended with `error` (None if it gave no reason). Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
-            return Verdict.AGAIN  # gRPC itself makes errors without a reason, whatever their code.
+            return Verdict.AGAIN  # An error without a reason comes from gRPC, not from the allocator.
         if self.phase is Phase.OPEN:
             return Verdict.STEP_REFUSED
         if error.reason in _LATER:
@@ -254,7 +254,7 @@ class PoolOwner:
         """Refuses ids that are not new, or unknown. Only the id identifies a sequence on the wire. A reused id would
         get another sequence's blocks, and an unknown one would create a sequence that is never freed."""
         created = self.ledger.last_sequence_id
-        if operations.names_no_newer(created):  # While decoding this is the usual case.
+        if operations.names_no_newer(created):  # Most steps create no sequence.
             return
         highest = created
         for request in self._unanswered:
@@ -331,7 +331,7 @@ class PoolOwner:
         self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
-                self.outbox.append(request)  # The same request is sent again.
+                self.outbox.append(request)  # The request was sent before, and is sent again unchanged.
             else:
                 self._send_step(request)
 

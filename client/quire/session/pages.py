@@ -115,7 +115,7 @@ class Pages:
     def __init__(self) -> None:
         self.published: dict[int, PublishedStretch] = {}
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------------------------------
 
     def publish(
         self, scope: DigestSpace, first_position: int, before: int | None, digests: bytes, blocks: array[int]
@@ -207,7 +207,7 @@ class Pages:
             count += same
         return count
 
-    # -- what is there -------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def stretches(self) -> list[PublishedStretch]:
         """Returns all stretches, in the order of their publication."""
@@ -265,7 +265,7 @@ class Pages:
         """Returns the digest of a published block."""
         return self._digest(self.published[block], block)
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _together(self, stretch: PublishedStretch, end: int, table: array[int], begin: int, at: int) -> int:
         """Returns how many of the last blocks of table[begin:at] are also the blocks before index `end` of the stretch,

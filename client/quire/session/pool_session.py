@@ -97,7 +97,7 @@ class AsyncSession(OwnerView):
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._connected, self._closing, self._pid = False, False, os.getpid()
         self._call: SessionCall | None = None
-        self._asks = False  # True while the sender of the last step waits for its answer
+        self._asks = False  # True while the sender of the last step waits for the step's answer
         self._silence = Silence(time.monotonic())
         self._fell_silent = self._has_served = False  # the last stream was silent; this stream has received a message
         self._refusal: QuireError | None = None
@@ -231,7 +231,7 @@ class AsyncSession(OwnerView):
             self._answers.fail(self._owner.give_up_steps(), self._refusal)
             for task in self._tasks:
                 if task is not asyncio.current_task():
-                    task.cancel()  # The tasks need each other, so all of them end.
+                    task.cancel()  # None of the tasks can run without the others.
             with contextlib.suppress(Exception):  # `_drop` may call a callback, which has just raised an error.
                 self._drop()
             self._changed.set()
@@ -260,7 +260,7 @@ class AsyncSession(OwnerView):
         """Runs one stream from attach to end, and returns the reason for its end, if any. With `patient` it waits for a
         connection, because a pause would lengthen the outage."""
         owner = self._owner
-        self._silence.heard()  # The first message has as much time as a later one.
+        self._silence.heard()  # Silence is measured from now on, as after a message.
         call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
         try:
             await call.connect()
@@ -350,7 +350,7 @@ class AsyncSession(OwnerView):
 
     def _send_heartbeat(self) -> None:
         self._owner.heartbeat()
-        # An active sender sends the heartbeat, too; if it hangs, silence ends the stream.
+        # A task that is already sending also sends this heartbeat. If that task hangs, silence ends the stream.
         if self._call is not None and not self._call.is_sending:
             self._flush_soon()
 

@@ -162,6 +162,6 @@ class AsyncCallSession:
     async def __aexit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        # A failure to close must not hide the block's error. The lease ends by itself.
+        # A failure to close must not hide the error of the `with` block. Without a close, the lease runs out.
         with contextlib.suppress(QuireError) if error is not None else contextlib.nullcontext():
             await self.close()

@@ -163,6 +163,6 @@ class CallSession:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        # A failure to close must not hide the block's error. The lease ends by itself.
+        # A failure to close must not hide the error of the `with` block. Without a close, the lease runs out.
         with contextlib.suppress(QuireError) if error is not None else contextlib.nullcontext():
             self.close()

@@ -31,8 +31,8 @@ class KernelConfiguration:
     num_warps: int = 4
     num_stages: int = 3
     architectures: tuple[str, ...] = ARCHITECTURES
-    has_products_in_flight: bool = True  # for Gluon: a group of warps overlaps its own products and exponentials
-    maxnreg: int | None = None  # registers per thread at the start, if warps then share them unequally
+    has_products_in_flight: bool = True  # for Gluon: each group of warps overlaps its products with its exponentials
+    maxnreg: int | None = None  # registers per thread at the start, if warps later redistribute registers
 
     def __post_init__(self) -> None:
         arguments = list(self.kernel.arg_names)

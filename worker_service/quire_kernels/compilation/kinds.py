@@ -22,7 +22,7 @@ from quire_kernels.ops.swap_blocks import gather_blocks, scatter_blocks
 from quire_kernels.shared.fp8 import is_fp8
 from quire_kernels.shared.numbers import require_finite, require_integer, require_sizes
 
-PROMPT_ROWS = (8, 40, 200)  # query rows per request; one number for each block size
+PROMPT_ROWS = (8, 40, 200)  # query rows per request; each of these numbers selects another block size
 CALLS = ("append", "decode", "prefill", "ragged", "cascade", "copy")
 MASKS = (None, "bool", "packed")
 
@@ -107,7 +107,7 @@ class LatentKind:
 class _Batch:
     """A tiny batch: all query tokens are in the first request, and empty ones lower the mean that picks block sizes."""
 
-    qo_indptr: torch.Tensor  # int32 [batch + 1], on the host like all others
+    qo_indptr: torch.Tensor  # int32 [batch + 1]; all tensors of a batch are on the host
     kv_indptr: torch.Tensor  # int32 [batch + 1], in pages
     indices: torch.Tensor
     last_page_len: torch.Tensor

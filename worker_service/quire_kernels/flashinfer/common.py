@@ -15,7 +15,7 @@ from quire_kernels.shared.paged_cache import check_page_table
 from quire_kernels.shared.upload import upload_tensor
 from quire_kernels.shared.work_units import divide_work_kernel
 
-POSITION_ENCODINGS = ("NONE", "ALIBI")  # no rotary encoding: keys are stored rotated
+POSITION_ENCODINGS = ("NONE", "ALIBI")  # Rotary encoding is missing, because the cache stores rotated keys.
 LSE_BASES = ("log2", "ln")
 DType = torch.dtype | str
 
@@ -62,7 +62,7 @@ def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-# A graph's buffers that may be larger than a plan needs. Every other buffer must fit the batch exactly.
+# A CUDA graph's buffers that may be larger than a plan needs. Every other buffer must have exactly the batch's size.
 ROOMY_BUFFERS = ("paged_kv_indices_buffer", "paged_kv_indices_buf", "kv_indices", "custom_mask_buf")
 
 

@@ -45,7 +45,8 @@ def copy_blocks_kernel(
     CHUNK_WORDS: tl.constexpr,
 ):
     """Runs one chain for one chunk of its blocks in one buffer; chunk is the innermost index, chain the outermost."""
-    # table: [buffers, 3] fields of buffers; [chains] held blocks; [chains + 1] indptr; [steps, 2] source, destination
+    # The table has four parts: [buffers, 3] fields of buffers; [chains] held blocks; [chains + 1] indptr; [steps, 2]
+    # source and destination.
     program = tl.program_id(0)
     chunk = program % chunk_count
     buffer = (program // chunk_count) % buffer_count

@@ -45,13 +45,13 @@ from quire_kernels.shared.latent_tiles import clear_rows, copy_items, keys_of, s
 from quire_kernels.shared.launch import is_hopper, multiprocessor_count
 from quire_kernels.shared.mla_work import HOPPER_HEADS, HOPPER_KEYS, MlaWork
 
-# Shared memory of a program: two tiles of 64 x 576 latents and 64 x 576 queries, of 2 bytes, take 216 of the chip's
-# 227 KiB.
+# A program computes 64 heads with tiles of 64 keys. In shared memory, two tiles of 64 x 576 latents and a tile of
+# 64 x 576 queries take 216 of the chip's 227 KiB, with 2 bytes per element.
 HEADS, KEYS = HOPPER_HEADS, HOPPER_KEYS
 CKV_DIM, KPE_DIM = 512, 64
 NUM_WARPS = 4  # warps per group
 REGISTERS = 168  # per thread of all 12 warps; the groups then take the registers that the copying warps release
-# Registers per thread of the copying warp and of a group. With fewer, the copying warp would spill addresses.
+# Registers per thread of the copying warp, and of a group. With fewer than 40, the copying warp would spill addresses.
 COPY_REGISTERS, GROUP_REGISTERS = 40, 232
 PIECES = 4  # pieces per half of a tile's dims: products start when the first piece has arrived
 PAGE_SIZE_MIN = 16
@@ -119,7 +119,7 @@ def attend_first(
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
-            zero = pair >> 30  # always 0; the compiler would keep 40 addresses of a constant 0 in registers
+            zero = pair >> 30  # 0, but not for the compiler: with a constant 0, 40 addresses would occupy registers
             seen = stop - start - 2 * pair * KEYS
             s = scores_of_pieces(queries.index(zero), queries.index(1 + zero), query_ropes, near.index(zero),
                                  far.index(zero), ropes.index(zero), full, 0, phase, scale, KEYS, PIECES, SCORES)
@@ -188,7 +188,7 @@ def attend_second(
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
-            zero = pair >> 30  # always 0; the compiler would keep 40 addresses of a constant 0 in registers
+            zero = pair >> 30  # 0, but not for the compiler: with a constant 0, 40 addresses would occupy registers
             seen = stop - start - (2 * pair + 1) * KEYS
             s = scores_of_pieces(queries.index(1 + zero), queries.index(zero), query_ropes, near.index(1 + zero),
                                  far.index(1 + zero), ropes.index(1 + zero), full, 1, phase, scale, KEYS, PIECES,

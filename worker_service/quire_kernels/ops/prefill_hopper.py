@@ -150,7 +150,7 @@ def attend_tiles(
         number, queries = load_following(
             q, q_strides, work, queue, turn, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
         )
-        mbarrier.wait(queue[1].index(turn % QUEUE_SLOTS), turn // QUEUE_SLOTS % 2)  # ends a basic block
+        mbarrier.wait(queue[1].index(turn % QUEUE_SLOTS), turn // QUEUE_SLOTS % 2)  # ends a basic block: see the head
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
     else:
@@ -201,7 +201,7 @@ def attend_pieces(
         if CAUSAL:
             row_high = gl.minimum(row_high, position + 1)
         row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        row_sum = thread_sums(no_scores, BLOCK_N)  # zeros
+        row_sum = thread_sums(no_scores, BLOCK_N)  # zeros, because no_scores has only zeros
         if sinks is not None:
             row_max = gl.load(sinks + head) * LOG2_E
             row_sum += 0.25  # Each of the four threads that share a row adds a quarter.
@@ -247,9 +247,9 @@ def prefill_hopper_kernel(
     out, lse,  # out: [tokens, heads, HEAD_DIM]; lse: float32 [tokens, heads]; both contiguous
     sinks,  # float32 [heads] or None
     scale, cap, window_left, batch,  # scale and cap come from `score_factors`
-    rows_per_page, rows_per_head, columns_per_head,  # of the descriptors
+    rows_per_page, rows_per_head, columns_per_head,  # see `PageRows`
     stride_q_token, stride_q_head,
-    PROGRAMS: gl.constexpr,  # that are launched
+    PROGRAMS: gl.constexpr,  # number of programs in the launch
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr,  # query heads of a KV head
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
@@ -309,7 +309,7 @@ def prefill_hopper_kernel(
 HEAD_DIMS = (64, 128)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # environment variable, read at each launch: "0" selects the Triton kernels, to compare both
-BLOCK_N, STAGES = 128, 3  # keys per tile; tiles of K and of V: 224 KiB with queries, 112 KiB for head dim 64
+BLOCK_N, STAGES = 128, 3  # keys per tile; tiles of K, and of V. With queries: 224 KiB, or 112 for head dim 64.
 MAXNREG = 168  # registers per thread when a program starts; its 12 warps then share 64,512 registers unequally
 
 

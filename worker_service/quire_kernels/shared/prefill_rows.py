@@ -128,7 +128,7 @@ class Masking:
     causal: bool = False
     chunk_size: int = 0  # tokens; a query sees only keys of its own chunk (Llama 4); 0: no chunks
     custom_mask: torch.Tensor | None = None  # bool, one entry per (query, key); or uint8, eight entries per byte
-    mask_indptr: torch.Tensor | None = None  # int64 [batch + 1], in entries or bytes of custom_mask
+    mask_indptr: torch.Tensor | None = None  # int64 [batch + 1]: each request's first entry (bool) or byte
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chunk_size", require_integer("chunk_size", self.chunk_size, 0))

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # for tiles of 16-bit numbers
 TMA_BYTES = 16  # addresses and strides must be multiples of this
 TMA_ROWS_MAX = 2**31  # coordinates are int32
-BOX_ROWS_MIN = 8  # rows of a TMA box at least: the pattern of swizzled shared memory repeats every 8 rows
+BOX_ROWS_MIN = 8  # least rows of a TMA box, because swizzled shared memory repeats its pattern every 8 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class PageRows:
     per_head: int  # rows from one KV head to the next, if heads are whole rows apart (HND)
     columns_per_head: int  # columns from one KV head to the next, if heads are side by side (NHD)
     count: int
-    width: int  # columns in use
+    width: int  # columns that TMA may read
 
 
 def page_rows(part: torch.Tensor) -> PageRows | None:

@@ -34,7 +34,7 @@ from quire_kernels.shared.paged_cache import check_index_tensor
 REQUEST, START, STOP, SIBLINGS = range(4)  # columns of `units`
 UNIT_COLUMNS = 4
 BLOCK = 256
-ITEMS_MAX = tl.constexpr(2**30)  # most items of a request: sums of two fit into 32 bits; a multiple of every alignment
+ITEMS_MAX = tl.constexpr(2**30)  # most items of a request: twice this fits into 32 bits; a multiple of every alignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class WorkUnits:
 @triton.jit
 def cut(items, size, alignment, units_min, unit_target):
     """Returns the number of units of requests with `items` items, and the items of each unit except the last."""
-    rounding = tl.where(unit_target == 0, size - 1, 0)  # units of a fixed size: the remainder gets a unit of its own
+    rounding = tl.where(unit_target == 0, size - 1, 0)  # With units of a fixed size, the remainder gets another unit.
     count = tl.maximum((items + rounding) // size, 1)
     per_unit = tl.where(unit_target == 0, size, ((items + count - 1) // count + alignment - 1) // alignment * alignment)
     return tl.maximum((items + per_unit - 1) // tl.maximum(per_unit, 1), units_min), per_unit
@@ -74,7 +74,7 @@ def divide_work_kernel(
     units,  # int32 [capacity, 4]
     indptr,  # int32 [batch + 1]
     batch,
-    unit_target,  # 0: none
+    unit_target,  # 0: no target, units of size_min items
     capacity,
     size_min,
     alignment,

@@ -37,8 +37,7 @@ class Authority:
     Attributes:
         cert: its certificate.
         key: its private key.
-        earlier: certificates of earlier authorities, which this one replaced. Earlier authorities are trusted until
-            they expire.
+        earlier: certificates of the authorities that this authority replaced. They are trusted until they expire.
     """
 
     cert: x509.Certificate
@@ -142,7 +141,7 @@ def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that is not valid for a file, or is the authority's.
+    """Refuses a name that is not valid for a file, or is reserved for the authority's files.
 
     Raises:
         UsageError: the name is refused.

@@ -60,7 +60,7 @@ def require_open_files(program: str) -> None:
         program: the program's name, for the message.
 
     Raises:
-        SystemExit: with 2, the system allows too few.
+        SystemExit: with 2, the system allows too few open files.
     """
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= allowed < OPEN_FILES_MIN:  # A negative value means unlimited.
@@ -71,11 +71,11 @@ def require_open_files(program: str) -> None:
 
 
 def require_threads(program: str, count: int) -> None:
-    """Checks that this process can start threads. Libraries in C abort or crash without a word where they cannot.
+    """Checks that this process can start threads. Without threads, libraries in C abort or crash without a message.
 
     Args:
         program: the program's name, for the message.
-        count: the number of threads that it needs at least.
+        count: the least number of threads that the process needs.
 
     Raises:
         SystemExit: with 2, the system allows too few.

@@ -145,7 +145,7 @@ def standard_error_taken() -> Iterator[None]:
 
 
 def write_out() -> bool:
-    """Waits briefly until queued text is written or dropped, before the process ends. Returns whether it is."""
+    """Waits briefly until queued text is written or dropped, before the process ends. Returns False if text is left."""
     return all(stream.wait_empty(LAST_S) for stream in _taken())
 
 

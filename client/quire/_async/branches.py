@@ -36,7 +36,7 @@ class AsyncBranchKeeper:
         self._kept: dict[int, tuple[_AsyncRenewed, KeptByTask]] = {}
 
     def opened(self, ttl_ms: int) -> OpenBranches:
-        """Returns the set that handles of branches with this time to live belong to."""
+        """Returns the set of handles for branches with this time to live."""
         if ttl_ms not in self._kept:
             renewed = _AsyncRenewed(self.link, self.stub)
             self._kept[ttl_ms] = renewed, KeptByTask(renewed, ttl_ms)

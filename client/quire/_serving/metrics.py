@@ -79,8 +79,8 @@ def keeping_colons(accept: str) -> str:
 class MetricsServer:
     """Serves GET /metrics from its own threads, over HTTPS if TLS is configured.
 
-    With a token, callers must send it. With client certificates, the caller's must permit observing every pool. Probes
-    need neither.
+    If the server has a token, callers must send it. With client certificates, the caller's certificate must permit
+    observing every pool. Probes need neither token nor permission.
 
     No caller can block others: each connection ends after `REQUEST_S` seconds, and a new connection beyond
     `CONNECTIONS_MAX` ends the oldest one.

@@ -213,7 +213,7 @@ def tracing_of(options: argparse.Namespace, role: str) -> Tracing:
 
 
 def _hindrance(endpoint: str) -> str | None:
-    """Returns why no spans can be sent there; None if they can."""
+    """Returns why no spans can be sent to this endpoint; None if spans can be sent."""
     if not endpoint.startswith(("http://", "https://")) or not endpoint.partition("://")[2].strip("/"):
         return "write the collector's address as http://HOST:PORT or https://HOST:PORT"
     protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "grpc")

@@ -37,7 +37,7 @@ class BranchKeeper:
         self._kept: dict[int, tuple[_Renewed, KeptByThread]] = {}
 
     def opened(self, ttl_ms: int) -> OpenBranches:
-        """Returns the set that handles of branches with this time to live belong to."""
+        """Returns the set of handles for branches with this time to live."""
         if ttl_ms not in self._kept:
             renewed = _Renewed(self.link, self.stub)
             self._kept[ttl_ms] = renewed, KeptByThread(renewed, ttl_ms)

@@ -2,13 +2,13 @@
 
 Every call except a watch and the Session stream has a deadline. A call that meets UNAVAILABLE is retried at most three
 times, 50 to 500 ms apart with jitter, and never before the time that the server asks for. No other code is retried. The
-Session stream is never retried. Operations that change state carry a request id, so a retried one is applied once.
+Session stream is never retried. Operations that change state carry a request id, so a server applies a retry only once.
 
 gRPC itself retries unary calls. `attempts.Attempts` retries streams of Generate. `watch.Watch` retries streams of
 WatchEvents, without a limit once they have begun.
 
 Every call carries the token as `authorization: Bearer ...`. The token is never sent unencrypted to another machine,
-    because an eavesdropper could use it.
+because an eavesdropper could use it.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Link:
         becomes a note.
 
         If no server answered, the message says whether the client used TLS and a certificate, because a server that
-        expects others just closes the connection.
+        expects other credentials just closes the connection.
 
         Args:
             error: the error of a call.

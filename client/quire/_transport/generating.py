@@ -75,7 +75,7 @@ def generate_request(
 
 
 def fill_cache(message: worker_pb.CachePolicy, cache: sampling.CachePolicy, request_id: str) -> None:
-    """Sets the message's fields.
+    """Sets the fields of a message about caching.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -88,7 +88,7 @@ def fill_cache(message: worker_pb.CachePolicy, cache: sampling.CachePolicy, requ
 
 
 def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
-    """Sets the message's fields, except for values that are None or at their default."""
+    """Sets the fields of the message for sampling, except for values that are None or at their default."""
     numbers = {name: getattr(params, name) for name in _NUMBERS}
     if params.top_k == -1:  # In vLLM, -1 means no limit; on the wire, 0 does.
         numbers["top_k"] = 0

@@ -40,7 +40,7 @@ class _Inheritance:
     Lifecycle:
     1. noted     calls, and channels while they are open
     2. forking   `look` waits for gRPC to end if the last channel was just closed, then notes whether it runs
-    3. inherited in the child, `take` keeps what was noted alive forever, and forgets it
+    3. inherited in the child, `take` makes the noted calls and channels live forever, and removes them from the notes
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class LoopThread:
             raise
 
     def made(self, make: Callable[[], ResultT]) -> ResultT:
-        """Calls `make` inside the loop and returns its result. If it fails, the loop ends."""
+        """Calls `make` inside the loop and returns its result. If `make` fails, the loop ends."""
 
         async def called() -> ResultT:
             return make()

@@ -1,4 +1,4 @@
-"""Refuses old names of commands and options. The message has the name that replaced each."""
+"""Refuses old names of commands and options. The error message has the new name."""
 
 from __future__ import annotations
 

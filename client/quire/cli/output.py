@@ -119,7 +119,7 @@ def _drop_output() -> None:
 
 
 def _fields(error: Exception) -> dict[str, Any]:
-    """Returns the same six fields for every error. Fields that it lacks are null."""
+    """Returns the same six fields for every error. Fields that the error lacks are null."""
     if isinstance(error, QuireError) and not isinstance(error, ServerFailedError | UsageError):
         return {
             "code": error.code.name,

@@ -45,7 +45,7 @@ class _Chunker:
 
     Attributes:
         chunk: the current chunk.
-        entries_left, bytes_left, heads_left: the remaining room in it.
+        entries_left, bytes_left, heads_left: what the current chunk can still hold.
     """
 
     def __init__(self) -> None:

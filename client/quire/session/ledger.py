@@ -7,7 +7,7 @@ The owner has the pages, so this ledger is the truth. An allocator that has lost
     released     the last free (or the last grow or commit that let go of the block) of a published block
 
 A block that the allocator has evicted, but not granted again, still counts as published: its page is unchanged. If a
-quota limits the cached blocks it does not count, because the allocator then reports which blocks became empty.
+quota limits the cached blocks, it does not count, because the allocator then reports which blocks became empty.
 
 Pure: no call, clock or lock.
 """

@@ -92,7 +92,7 @@ class PoolOwner:
         window: steps that may be unanswered at a time, 1 to 8.
 
     Raises:
-        ValueError: the window is not a positive number. The allocator refuses one that is too wide.
+        ValueError: the window is not a positive number. The allocator refuses a window that is too wide.
 
     Attributes:
         ledger: record of the pool after the last answer.
@@ -179,7 +179,7 @@ class PoolOwner:
         self._told_worker = self.worker
 
     def lose_stream(self) -> None:
-        """Notes that the stream is lost. Unanswered steps are sent again on the next one."""
+        """Notes that the stream is lost. Unanswered steps are sent again on the next stream."""
         self.phase = Phase.IDLE
         self.outbox.clear()
 
@@ -230,7 +230,7 @@ class PoolOwner:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def submit(self, operations: StepBuilder) -> int:
-        """Submits the next step and returns its number. The window must have room.
+        """Submits the next step and returns its number. The window must not be full.
 
         Raises:
             ResourceExhaustedError: TOO_LARGE, the allocator accepts fewer operations or bytes. Nothing was submitted.
@@ -252,7 +252,7 @@ class PoolOwner:
 
     def _check_ids(self, operations: StepBuilder) -> None:
         """Refuses ids that are not new, or unknown. Only the id identifies a sequence on the wire. A reused id would
-        get another sequence's blocks, and an unknown one would create a sequence that is never freed."""
+        get another sequence's blocks, and an unknown id would create a sequence that is never freed."""
         created = self.ledger.last_sequence_id
         if operations.names_no_newer(created):  # Most steps create no sequence.
             return

@@ -51,7 +51,7 @@ class PublishedStretch:
         parent: digest of the block before the run; empty at the root and if unknown.
         digests: digests of the blocks, concatenated.
         live: number of blocks that still carry their digest.
-        sparse_at: half of the original number of blocks. With that few live ones, the stretch is rebuilt.
+        sparse_at: half of the original number of blocks. With that few live blocks, the stretch is rebuilt.
         released: the last releases of its blocks.
     """
 

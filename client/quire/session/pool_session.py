@@ -17,7 +17,7 @@ Lifecycle:
 
 `SessionLostError` only means that an allocator refused the report: a new session is open, and the pool is empty. A sent
 step cannot be taken back. If a step's caller is canceled, the step is still applied. Its answer then has blocks to note
-and copies to run. Such answers are kept. No new step is accepted until the engine has asked for those that it `missed`.
+and copies to run. Such answers are kept. No new step is accepted until the engine has asked for them by `missed`.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ class AsyncSession(OwnerView):
         spec: the pool's specification.
         metadata: sent with the call, such as a bearer token.
         on_wait: called with the error before each retry of attaching. Without it each reason is logged once.
-        reconnect: returns a stub on a new connection, to replace a silent one. Otherwise TCP must end a silent one.
+        reconnect: returns a stub on a new connection, to replace a silent connection. Without `reconnect`, a silent
+            connection lasts until TCP ends it.
         disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
-        ahead_tokens: tokens of room that a decoding sequence should have beyond its next token.
+        ahead_tokens: future tokens for which a decoding sequence should hold slots, beyond its next token.
 
     Attributes:
-        ahead: requests room ahead, so that decoding continues through an outage; see `quire.session.lookahead`.
+        ahead: requests slots for future tokens, so that decoding continues in an outage (`quire.session.lookahead`).
         on_change: called with True when a stream is attached, and with False when it is lost.
     """
 
@@ -149,8 +150,8 @@ class AsyncSession(OwnerView):
         return await (await self._submit(operations))
 
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
-        """Sends a step as soon as the window has room. The returned future gets the outcome. If its awaiting caller is
-        canceled, the outcome is in `missed`. A caller that does not await the future must read it later.
+        """Sends a step as soon as the window is not full. The returned future gets the outcome. If the future's caller
+        is canceled, the outcome is in `missed`. A caller that does not await the future must read it later.
 
         If a future has failed and no caller has awaited it, its error is raised here, once, and nothing is sent.
 

@@ -50,7 +50,7 @@ class PoolSummary(ShortRepr):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SequenceInfo(ShortRepr):
-    """One live sequence: its room in tokens, its computed tokens, and one table per group."""
+    """One live sequence: the tokens that its blocks can hold, its computed tokens, and one table per group."""
 
     sequence_id: int
     namespace: str
@@ -130,7 +130,7 @@ class PrefixMatch(NamedTuple):
     """Leading tokens of a prompt that a pool has published.
 
     Attributes:
-        attended_token_count: leading tokens that full attention alone could serve, if they are more; else 0.
+        attended_token_count: leading tokens that full attention alone could serve, if more than the match; else 0.
     """
 
     pool: str
@@ -144,10 +144,10 @@ class Route(NamedTuple):
     Attributes:
         pool: the worker's pool.
         address: the worker's address.
-        hit_token_count: leading tokens of the prompt that are published there.
-        promised_token_count: tokens after those that the worker computes for other prompts.
+        hit_token_count: leading tokens of the prompt that the worker has published.
+        promised_token_count: the next tokens of the prompt, which the worker computes for other prompts.
         uncached_token_count: the rest of the prompt.
-        backlog_token_count: tokens that the worker had still to compute for others.
+        backlog_token_count: tokens that the worker had still to compute for other prompts.
         reserved: whether the prompt now counts among the worker's load.
     """
 

@@ -135,7 +135,7 @@ def _own(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
     """Returns the layers that have their own cache.
 
     Raises:
-        ValueError: no layer has one.
+        ValueError: every layer shares the cache of another layer, or there are no layers.
     """
     own = [layer for layer in layers if layer.shared_with is None]
     if not own:

@@ -16,7 +16,7 @@ _Told: TypeAlias = dict[str, Any]  # a reply's non-empty fields, by name
 _SELDOM_TOLD: Final = frozenset({"swaps", "copies", "takeovers", "emptied_blocks", "outside_drops", "removed"})
 _NOTHING_REMOVED: Final = pb.Removed()
 # Shared with the core: scripts/shared_values.py
-NULL_BLOCK: Final = 0xFFFFFFFF  # table entry whose block has left the window and was given back
+NULL_BLOCK: Final = 0xFFFFFFFF  # table entry for a block that has left the window and was given back
 
 
 # Shared with the core: scripts/shared_values.py
@@ -32,7 +32,7 @@ class Result(OpenEnum):
     QUOTA = 6  # The namespace would exceed its quota of blocks.
     UNCOMMITTED = 7  # A recurrent state cannot be forked beyond the committed tokens.
     FORBIDDEN = 8  # The caller's certificate does not permit the namespace. The core itself permits everything.
-    PASS_TOO_LONG = 9  # The pool is too small for a pass of this length. The sequence would fit in shorter passes.
+    PASS_TOO_LONG = 9  # The sequence would fit in smaller passes.
     ID_TOO_LOW = 10  # The new sequence's id is not above all earlier ids, and no live sequence has this id.
 
     def __bool__(self) -> bool:
@@ -108,8 +108,8 @@ class GrowOutcome(NamedTuple):
             size (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that other sequences are computing (new sequences only).
         victim: the sequence to preempt (NO_SPACE only), if preempting one helps.
-        token_count: the larger of the requested and the matched tokens. With OK the sequence has room for all of them,
-            and the tables' last entries are for the last tokens.
+        token_count: the larger of the requested and the matched tokens. With OK the sequence has blocks for all of
+            them, and the tables' last entries are for the last tokens.
         attended_token_count: leading tokens that would have matched with a checkpoint. A commit that ends there makes
             one. 0 if that would gain nothing (new sequences only).
         stops: rising token counts where a later prompt's hit may end. Commits that end there make checkpoints (new

@@ -1,5 +1,5 @@
-"""The digest of a pool's state. The owner and the allocator both compute the digest, and so detect a disagreement
-before it can spoil a text.
+"""The digest of a pool's state. The owner and the allocator both compute the digest, and so detect different states
+before a text is computed from wrong blocks.
 
 The digest is a SHA-256 over every live sequence, by rising id:
 
@@ -8,8 +8,8 @@ The digest is a SHA-256 over every live sequence, by rising id:
     namespace       uint32 length, UTF-8
     tables          of each group: uint32 length, then uint32 block ids; 0xFFFFFFFF for an entry without a block
 
-All numbers are little-endian. Cached blocks are not part of it: an owner does not learn of an eviction until the block
-is granted again.
+All numbers are little-endian. Cached blocks are not part of the digest: an owner does not learn of an eviction until
+the block is granted again.
 """
 
 from __future__ import annotations

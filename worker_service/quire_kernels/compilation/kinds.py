@@ -105,7 +105,7 @@ class LatentKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """A tiny batch: all query tokens are in the first request, and empty ones lower the mean that picks block sizes."""
+    """A tiny batch: all query tokens are in the first request. Empty requests lower the mean that picks block sizes."""
 
     qo_indptr: torch.Tensor  # int32 [batch + 1]; all tensors of a batch are on the host
     kv_indptr: torch.Tensor  # int32 [batch + 1], in pages

@@ -11,9 +11,9 @@ softmax, the products of the other group keep the tensor cores busy:
     O = O 2^(m0 - m1) + P1 V1                      P1 = 2^(S1 - m1);  O = O 2^(m0 - m1) + P1 V1
     m = m1                                         m = m1
 
-Both groups multiply with the first tile first. The next tile is copied while they multiply with the second. A group has
-its own weights in registers. The group passes them to the other group through the memory of its tile's ropes, which is
-not read after the scores. Shared memory and barriers, each completed once per pair of tiles:
+Both groups multiply with the first tile first. The next tile is copied while they multiply with the second tile. A
+group has its weights P in registers, and passes them to the other group in the memory of its tile's ropes, which is not
+read after the scores. Shared memory and barriers, each completed once per pair of tiles:
 
     near0   K0 [0, 256)                  scores of group 0, V of group 0        empty: group 0, after its first product
     far0    K0 [256, 512) and its rope   scores of group 0, V of group 1, P0    empty: group 1, after its first

@@ -5,7 +5,7 @@
 Two warps of a program copy pages into rings of tiles by TMA. One copies K and the other V, because a tile in pages of
 16 takes 16 copies, and a single warp starts them too slowly. Two groups of four warps attend 64 rows each to every
 tile. A group starts the product of tile j + 1 with K and the product of tile j with V. While the second product runs,
-it computes the softmax of tile j + 1: it waits only for the first product, and the second product stays in flight.
+the group computes the softmax of tile j + 1, because the group waits only for the first product.
 
 There are as many programs as multiprocessors. A program takes pieces (a block of rows and a KV head) until none is
 left. The warp that copies K increments `taken` and puts the piece into a queue, and the other warps read it there.
@@ -21,7 +21,7 @@ its queries are loaded during this piece's last product.
     read        the other warps                      the warp that copies K
 
 Tile n of a program (counted over all its pieces) is in slot n % STAGES, in that slot's round n // STAGES. A wait names
-the round's parity. All warps derive the same tiles from a piece (`prefill_tiles`), so their counts agree.
+the round's parity. All warps derive the same tiles from a piece (`prefill_tiles`), so they count the same n.
 
 TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that no row may see can hold NaN. The mask
 removes it from the scores. In the product with V its p is 0, but 0 * NaN is NaN, so both groups zero such rows of the
@@ -29,7 +29,7 @@ first and the last tile in shared memory. Page ids outside the visible keys are 
 
 The overlap depends on the order of the lines, because ptxas moves a wait for wgmma up to the start of its basic block.
 The wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays after the
-softmax. At the end of a piece, a second wait for the queue does the same for the queries.
+softmax. At the end of a piece, a second wait for the queue keeps the wait for the product after the loads of queries.
 """
 
 from __future__ import annotations

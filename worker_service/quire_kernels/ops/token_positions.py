@@ -4,7 +4,8 @@ The tokens `[append_indptr[i], append_indptr[i + 1])` are the newest of request 
 
     batch_indices[t] = i          positions[t] = seq_lens[i] - append_indptr[i + 1] + t
 
-Runs in plain torch on the device of `append_indptr`. The host does not wait for it, so a CUDA graph can capture it.
+Runs in plain torch on the device of `append_indptr`. The host does not wait for the device, so a CUDA graph can capture
+the call.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ BOX_ROWS_MIN = 8  # least rows of a TMA box, because swizzled shared memory repe
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """The cache as a matrix with the positions of its keys. Its row stride is the distance of two tokens of a page."""
+    """Where keys lie if the cache is one matrix. The matrix's row stride is the distance of two tokens of a page."""
 
     per_page: int  # rows from one page to the next
     per_head: int  # rows from one KV head to the next, if heads are whole rows apart (HND)

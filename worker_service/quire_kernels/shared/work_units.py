@@ -1,12 +1,13 @@
 """Divides ragged work among the programs of a fixed grid, on the device.
 
 Request i has the items `[first[i], last[i])`, at most 2^30: keys that its query sees (decode), or query rows (prefill).
-With `unit_target` None, they are cut into units of `size_min` items; a request's last unit may be smaller. Otherwise
+With `unit_target` None, items are cut into units of `size_min` items; a request's last unit may be smaller. Otherwise
 
     size = max(size_min, ceil(sum(last - first) / unit_target));   units of request i = max(1, floor(items of i / size))
 
-with equal numbers of items, rounded up to the alignment. Example: 700 and 36 items, unit_target 7, size_min and
-alignment 32. The size is 106, which gives 6 units of 128 items (the last has 60) and 1 unit of 36.
+Units of a request have equal numbers of items, rounded up to the alignment. Example: requests of 700 and 36 items,
+unit_target 7, size_min and alignment 32. The size is 106, which gives 6 units of 128 items (the last has 60) and 1 unit
+of 36.
 
 A request with fewer items than two sizes stays whole. So requests of equal length either stay whole or give at most
 `unit_target` units. This matters because one more unit would start only when the others end.

@@ -120,7 +120,7 @@ class NeverBlockingText(io.TextIOBase):
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # Another process that shares the file has made it non-blocking.
+            except BlockingIOError:  # Another process that shares the file has made the file non-blocking.
                 select.select([], [self._descriptor], [])
 
 

@@ -48,7 +48,7 @@ class Histogram:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-        self.exemplars: dict[int, Exemplar] = {}  # by bucket
+        self.exemplars: dict[int, Exemplar] = {}  # the latest exemplar of each bucket, by the bucket's index
 
     def observe(self, value: float) -> None:
         """Counts one value into its bucket."""
@@ -215,7 +215,7 @@ def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
         try:
             parts = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}")
             host = "" if parts.username is not None else parts.hostname or ""
-        except ValueError:  # The brackets do not contain an address.
+        except ValueError:  # The text in brackets is not an IPv6 address.
             host = ""
         host = host.removesuffix(".")  # A fully qualified name may end in a dot.
         if host not in ("localhost", listen_host) and not _is_address(host):
@@ -243,7 +243,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
         if said is not None:
             status = "200 OK" if said else "503 Service Unavailable"
             start_response(status, [("Content-Type", "text/plain")])
-            return [b"" if said else b"no\n"]  # An empty body is valid for Prometheus, so it can scrape a probe, too.
+            return [b"" if said else b"no\n"]  # Prometheus accepts an empty body, so it can scrape a probe, too.
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
         if token is not None and not is_bearer_of(given, token):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])

@@ -32,9 +32,9 @@ PREFILL_TOKENS_PER_S: Final = 8_000  # assumed while no worker of a model has me
 class Basis(enum.StrEnum):
     """How the chosen worker compares with the others."""
 
-    PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
+    PREFIX = "prefix"  # no other worker has a longer prefix of the prompt cached
     LOAD = "load"  # no worker has a prefix of the prompt cached
-    SPREAD = "spread"  # a worker has a longer prefix cached, but has too much to do
+    SPREAD = "spread"  # another worker has a longer prefix cached, but has too much to do
 
 
 class Candidate(NamedTuple):

@@ -168,14 +168,14 @@ class Server:
                 # With gRPC's default, more than 1,000 simultaneous new calls make it cancel some at random.
                 ("grpc.server.max_pending_requests", 4 * calls_max),
                 ("grpc.server.max_pending_requests_hard_limit", 4 * calls_max),
-                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # per connection
+                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # streams per connection
                 # Probing would enlarge the flow-control windows to megabytes. In gRPC's default window of 64 KiB, the
                 # digests of 2,048 blocks wait for an update, which takes a quarter of the step's CPU time.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", 256 << 10),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
-                # A caller that vanishes silently is noticed after 15 s. The caller's calls then no longer count.
+                # A caller that vanishes silently is noticed after 15 s. Its calls then stop counting.
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override 5 s.

@@ -33,7 +33,7 @@ class ServerTls:
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._lock = threading.Lock()  # Handshakes of gRPC and of the metrics server run on different threads.
+        self._lock = threading.Lock()  # because handshakes of gRPC and of the metrics server run on different threads
         self._stamp = self._look()
         self._context, self._grpc = self._read()
         self._fault = ""  # why the replaced files are unusable; empty if they are usable

@@ -69,9 +69,9 @@ _SERVICE_CONFIG: Final = {
                 "retryableStatusCodes": ["UNAVAILABLE"],
             },
         },
-        # This entry overrides the one above and has no retries. An owner's stream must attach again, not be replayed.
+        # This entry overrides the entry above and has no retries. An owner's stream must attach again, not be replayed.
         # With a retry policy, a server's stream hangs past its deadline if the connection is lost before the first
-        # message (threads only, grpcio 1.85). `Attempts` and `Watch` retry it instead.
+        # message (threads only, grpcio 1.85). `Attempts` and `Watch` retry these streams instead.
         {
             "name": [
                 {"service": "quire.v1.AllocatorService", "method": "Session"},

@@ -352,7 +352,7 @@ class Agenda:
 
     def _note_admission(self, admission: Admission, grown: GrowOutcome) -> None:
         if grown.result is Result.NO_SPACE and not admission.is_abandoned and self._can_give_back(grown.shortfall):
-            return  # The admission stays on the agenda.
+            return  # The admission stays on the agenda, and is sent again.
         self._admissions.remove(admission)
         if admission.answer is not None:  # The answer is an error that the admission caused.
             return

@@ -14,7 +14,7 @@ BREAKPOINTS_MAX: Final = 4  # most breakpoints of a new sequence: token counts w
 REQUEST_ID_CHARACTERS_MAX: Final = 64
 PRIORITY_MAX: Final = 10  # The lowest priority is -10. Requests with a larger priority run sooner (docs/scheduling.md).
 KEEP_MS_MAX: Final = 86_400_000  # A cached prefix is kept for at most a day.
-# An owner's defaults, until the allocator sends its own (`Limits`).
+# An owner's defaults, until the allocator sends its own values (`Limits`).
 HEARTBEAT_S: Final = 1.0  # interval of heartbeats, in both directions
 SILENCE_S: Final = 3.0  # An owner replaces a stream that is silent for this long.
 WATCH_BEAT_S: Final = 5.0  # interval of messages to a watcher while nothing happens

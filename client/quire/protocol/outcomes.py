@@ -162,7 +162,8 @@ def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> 
     Raises:
         ValueError: the reply does not fit the step.
     """
-    # Reading an empty field costs as much as a full field, and most fields of most replies are empty.
+    # `ListFields` returns only non-empty fields. Most fields of most replies are empty, and reading an empty field
+    # costs as much as reading a full one.
     told: _Told = {field.name: value for field, value in reply.ListFields()}
     commit_ids = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
     commits = _results(told, "commit_results", len(commit_ids))

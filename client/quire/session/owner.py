@@ -63,7 +63,7 @@ class Verdict(enum.Enum):
     AGAIN = enum.auto()  # attach again at once
     LATER = enum.auto()  # attach again later, after another owner's lease or report has ended
     LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
-    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither it nor any later step was applied.
+    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither this step nor a later one was applied.
     # This allocator refuses an owner that was admitted earlier. A later allocator may accept it, so the owner retries.
     REFUSED = enum.auto()
     FINAL = enum.auto()  # The allocator refuses an owner that was never admitted. The owner gives up.
@@ -273,7 +273,7 @@ class PoolOwner:
     def heartbeat(self) -> None:
         """Keeps the lease. The acknowledgement in it lets watchers see the changes of the last steps."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
-            # While the owner reports, the allocator answers the report before any heartbeat.
+            # Heartbeats during a report are not counted, because the allocator answers the report before them.
             self._unheard_heartbeats += self.phase is Phase.OPEN
             news = None if self.worker == self._told_worker else self.worker
             self._told_worker = self.worker

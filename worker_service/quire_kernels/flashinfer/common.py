@@ -174,7 +174,7 @@ class PlannedTable:
     indptr: torch.Tensor  # int32 [batch + 1]
     indices: torch.Tensor  # int32
     last_page_len: torch.Tensor  # int32 [batch]
-    page_index_max: int  # -1 without pages
+    page_index_max: int  # the largest page index; -1 without pages
 
     def check_pool(self, name: str, page_count: int) -> None:
         """Refuses a cache with fewer pages than the plan uses.

@@ -23,7 +23,7 @@ from quire_kernels.shared.work_units import WorkUnits
 LOG2_E = 1.4426950408889634
 BLOCK_SPLITS_MAX, BLOCK_ELEMENTS = 32, 8192  # most splits and most elements of a block: 64 registers per thread
 NUM_WARPS = 4
-PROGRAMS_MAX = 4096  # about 32 per multiprocessor; even programs with nothing to merge cost time
+PROGRAMS_MAX = 4096  # most programs, about 32 per multiprocessor: even a program that finds nothing to merge costs time
 
 
 def block_splits(block_v: int) -> int:

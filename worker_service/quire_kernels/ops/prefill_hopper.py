@@ -309,7 +309,7 @@ def prefill_hopper_kernel(
 HEAD_DIMS = (64, 128)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # environment variable, read at each launch: "0" selects the Triton kernels, to compare both
-BLOCK_N, STAGES = 128, 3  # keys per tile; tiles of K, and of V. With queries: 224 KiB, or 112 for head dim 64.
+BLOCK_N, STAGES = 128, 3  # keys per tile; tiles of K, and as many of V: with queries 224 KiB, or 112 for head dim 64
 MAXNREG = 168  # registers per thread when a program starts; its 12 warps then share 64,512 registers unequally
 
 

@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # for tiles of 16-bit numbers
-TMA_BYTES = 16  # addresses and strides must be multiples of this
-TMA_ROWS_MAX = 2**31  # coordinates are int32
+TMA_BYTES = 16  # TMA requires addresses and strides that are multiples of this
+TMA_ROWS_MAX = 2**31  # a matrix must have fewer rows, because TMA's coordinates are int32
 BOX_ROWS_MIN = 8  # least rows of a TMA box, because swizzled shared memory repeats its pattern every 8 rows
 
 

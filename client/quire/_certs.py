@@ -37,7 +37,8 @@ class Authority:
     Attributes:
         cert: its certificate.
         key: its private key.
-        earlier: certificates of the authorities that this authority replaced. They are trusted until they expire.
+        earlier: certificates of the authorities that this authority replaced. Earlier authorities are trusted until
+            they expire.
     """
 
     cert: x509.Certificate

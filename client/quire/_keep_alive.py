@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_unclosed(what: object) -> None:
-    """Emits a ResourceWarning that an object was dropped without being closed. Its `__del__` calls this."""
+    """Emits a ResourceWarning that an object was dropped without being closed. The object's `__del__` calls this."""
     warnings.warn(f"unclosed {what!r}", ResourceWarning, source=what, stacklevel=3)
 
 

@@ -11,7 +11,7 @@ _ITEMS_MAX: Final = 16  # most items of a field that is printed item by item
 
 
 class ShortRepr:
-    """A frozen value. Its repr leaves out defaults, counts the items of long fields, and ends after 200 characters."""
+    """A frozen value. The repr leaves out defaults, counts the items of long fields, and ends after 200 characters."""
 
     __slots__ = ()
 

@@ -164,7 +164,7 @@ class WorkerStatus:
     branch_count: int
     held_branch_count: int  # branches that hold blocks at present
     memory: PoolMemory
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # The worker proposes them, but never applies them.
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # proposals: the worker never applies these values
     model_aliases: tuple[str, ...] = ()  # additional names of the model
 
     def __repr__(self) -> str:

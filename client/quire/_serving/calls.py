@@ -37,7 +37,7 @@ from quire.errors import QuireError, Reason
 
 MESSAGE_S: Final = 10.0  # time for a unary call's message to arrive after its headers
 MESSAGES_AT_ONCE_MAX: Final = 16  # concurrent reads per caller. Further messages wait unread and take no memory.
-MESSAGES_BYTES_MAX: Final = 64 << 20  # requests and answers of one caller. All callers together may hold twice this.
+MESSAGES_BYTES_MAX: Final = 64 << 20  # requests and answers of one caller. All callers together may hold twice as many.
 SMALL_BYTES: Final = 8 << 10  # Requests and answers up to this size are not counted.
 ANSWER_COPIES: Final = 2  # An answer counts twice, because gRPC copies it.
 HEALTH_CALLS_MAX: Final = 256

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"{prog} {VERSION}")
 
     def add_renamed(self, old: str, new: str) -> None:
-        """Refuses an option's old name. The error has the new one."""
+        """Refuses an option's old name. The error has the new name."""
         self.add_argument(
             old, action=_Renamed, const=new, dest=f"no {old}", nargs="?", default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,

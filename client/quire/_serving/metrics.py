@@ -207,8 +207,8 @@ class _QuietHandler(WSGIRequestHandler):
 def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
     """Refuses requests with a Host name other than localhost or `listen_host`. IP addresses are accepted.
 
-    This prevents DNS rebinding: a web page could point its own name at this server, and a browser would let it read
-    the answer.
+    The check prevents DNS rebinding: a web page could point its own name at this server, and a browser would let it
+    read the answer.
     """
 
     def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:

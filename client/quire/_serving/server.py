@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
 
 
 def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | None]:
-    """Checks a server's files and addresses, which is quick. Returns its token and its TLS.
+    """Checks a server's files and addresses, which is quick. Returns the server's token and TLS.
 
     Raises:
         UsageError: an address is unsafe with these options, or in use, or a file is unusable.
@@ -175,7 +175,7 @@ class Server:
                 ("grpc.http2.lookahead_bytes", 256 << 10),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
-                # A caller that vanishes silently is noticed after 15 s. Its calls then stop counting.
+                # A caller that vanishes silently is noticed after 15 s. The caller's calls then stop counting.
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override 5 s.

@@ -189,7 +189,7 @@ class Link:
         return (*self.metadata, *carried())
 
     def check_open(self) -> None:
-        """Refuses calls on a closed connection. gRPC's own error for it is not an RpcError.
+        """Refuses calls on a closed connection. gRPC's own error for a closed channel is not an RpcError.
 
         Raises:
             UnavailableError: the client was closed, or belongs to the parent of this forked process.
@@ -299,7 +299,7 @@ class SyncLink(Link):
             raise self.translate(error, getattr(request, "request_id", None), self.deadline(timeout_s)) from None
 
     def for_asyncio(self) -> AsyncLink:
-        """Returns a new connection to the same server, for asyncio. Call it inside the loop that uses it."""
+        """Returns a new connection to the same server, for asyncio. Call this inside the loop that will use it."""
         link = AsyncLink(self.address, *self._given, self.timeout_s)
         link.server = self.server
         return link
@@ -313,7 +313,7 @@ class SyncLink(Link):
 
 
 class AsyncLink(Link):
-    """The connection of the asyncio clients. Make it inside the event loop that uses it."""
+    """The connection of the asyncio clients. Make the connection inside the event loop that uses it."""
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
@@ -327,7 +327,7 @@ class AsyncLink(Link):
         return opened(aio.secure_channel(self.address, self.credentials, options=self.options))
 
     def another(self) -> AsyncLink:
-        """Returns a new connection to the same server. Closing this connection also closes the new one."""
+        """Returns a new connection to the same server. Closing this connection also closes the new connection."""
         twin = copy.copy(self)
         twin.channel = self._new_channel()
         twin._others, twin._origin = set(), self

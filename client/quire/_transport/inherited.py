@@ -6,8 +6,8 @@ child refuses to make channels if gRPC ran at the fork. gRPC runs while a proces
 longer. `GRPC_ENABLE_FORK_SUPPORT` is no remedy: with channels of asyncio, children and parents still crash.
 
 A child must not touch inherited calls and channels either. When a child ends, it cancels its event loop's tasks and
-collects its objects. Both would cancel calls and close channels, which deadlocks on a lock that a parent's thread held
-at the fork, or ends the parent's connection.
+collects its objects. Both steps would cancel calls and close channels, which deadlocks on a lock that a parent's thread
+held at the fork, or ends the parent's connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An event loop in its own thread. It keeps leases alive while a caller is busy, idle, or does not use asyncio."""
+"""An event loop in its own thread, which keeps leases alive while a caller is busy, idle, or does not use asyncio."""
 
 from __future__ import annotations
 

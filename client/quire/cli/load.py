@@ -52,7 +52,7 @@ class Outcome:
 
 
 def drawn(shape: LoadShape, count: int, vocabulary: int, seed: int) -> Iterator[Conversation]:
-    """Draws conversations with `count` turns in total. The last one may have fewer turns."""
+    """Draws conversations with `count` turns in total. The last conversation may have fewer turns."""
     draw = random.Random(seed)
     shared = _tokens(draw, shape.shared_tokens, vocabulary)
     while count > 0:

@@ -83,7 +83,7 @@ class Agenda:
         self._copies: list[Copy] = []
         self._missing = 0  # blocks that other sequences must give back for the next pass
         self._is_frugal = False  # The allocator refused blocks. The next step asks for no slots ahead.
-        self._is_careful = False  # A step with several admissions was refused. They are sent one by one.
+        self._is_careful = False  # A step with several admissions was refused. Each is sent alone.
         self._sent: Operations | None = None
 
     # -- calls of the engine -------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Carrier(Protocol):
         """Returns how many allocators got a report of the pages."""
 
     async def open(self) -> None:
-        """Takes the pool. Waits without a limit until the allocator grants it."""
+        """Takes the pool. Waits without a limit for an allocator that grants the pool."""
 
     async def carry(self, operations: Operations) -> StepOutcome:
         """Applies each operation exactly once, and returns the outcome.

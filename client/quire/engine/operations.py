@@ -21,7 +21,7 @@ class Commit(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A child shares the first `token_count` tokens of its parent. All of them are computed."""
+    """A child shares the first `token_count` tokens of its parent. All shared tokens are computed."""
 
     parent: EngineSequence
     child: EngineSequence

@@ -64,7 +64,7 @@ class EngineSequence:
 
     Attributes:
         id: its id in the pool.
-        tokens: all known tokens. The last ones may not be computed yet. Read only: `append` adds tokens.
+        tokens: all known tokens. The last tokens may not be computed yet. Read only: `append` adds tokens.
         namespace: its prefix is shared only inside this namespace.
         computed: tokens in the pages.
         committed: computed tokens that the allocator knows as computed.

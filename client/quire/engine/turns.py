@@ -128,7 +128,7 @@ class AsyncEngine:
         """Reports computed, forked and freed tokens, requests blocks, and applies the answer.
 
         Returns the blocks to copy before the next pass, in this order: whole blocks, all layers of their group. The
-        method waits for the allocator only while no sequence is due. It also returns if no sequence gets blocks.
+        method waits for the allocator only while no sequence is due. `turn` also returns if no sequence gets blocks.
 
         Raises:
             SessionLostError: the pool is empty and every sequence is gone. Admit again the sequences that are still

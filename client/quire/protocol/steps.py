@@ -122,7 +122,7 @@ class StepBuilder:
         is_return: bool = False,
         breakpoints: Sequence[int] = (),
     ) -> Self:
-        """Creates a sequence with blocks for `token_count` tokens. It shares the published blocks of `digests`.
+        """Creates a sequence with blocks for `token_count` tokens. Published blocks of `digests` are shared.
 
         Args:
             sequence_id: an id above all earlier ids. The sequence may grow once an answer has confirmed it.
@@ -138,7 +138,7 @@ class StepBuilder:
             is_return: the sequence is a preempted request. The sequence's tokens are counted as returned, not as
                 queried.
             breakpoints: rising token counts, at most 4, where later prompts are expected to diverge. Windows
-                and states should be able to serve a hit there. The outcome's stops include them.
+                and states should be able to serve a hit there. The outcome's stops include these counts.
         """
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))

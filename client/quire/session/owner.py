@@ -197,7 +197,7 @@ class PoolOwner:
         return self.give_up_steps()
 
     def give_up_steps(self) -> list[int]:
-        """Abandons unanswered steps. Call it only if none of them was or will be applied."""
+        """Abandons unanswered steps. Call this only if none of these steps was or will be applied."""
         numbers = [request.step.number for request in self._unanswered]
         self._unanswered.clear()
         return numbers
@@ -271,7 +271,7 @@ class PoolOwner:
             )
 
     def heartbeat(self) -> None:
-        """Keeps the lease. The acknowledgement in it lets watchers see the changes of the last steps."""
+        """Keeps the lease. The acknowledgement in a heartbeat lets watchers see the changes of the last steps."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
             # Heartbeats during a report are not counted, because the allocator answers the report before them.
             self._unheard_heartbeats += self.phase is Phase.OPEN

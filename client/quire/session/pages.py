@@ -2,7 +2,7 @@
 
 Blocks are published in stretches, and released in ranges of stretches (`releases.py`). One object serves thousands of
 blocks, and each block costs only an entry in a table. Freeing a whole stretch, or its beginning, visits no block. A
-stretch loses the blocks that are granted again. When half of them are gone, the stretch is rebuilt.
+stretch loses the blocks that are granted again. When half of a stretch's blocks are gone, it is rebuilt.
 
 Pure: no call, clock or lock.
 """

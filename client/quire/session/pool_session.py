@@ -16,8 +16,9 @@ Lifecycle:
 `owner.py` has all rules, and `ledger.py` the record of the pool. This module has the stream, the clock and the waiting.
 
 `SessionLostError` only means that an allocator refused the report: a new session is open, and the pool is empty. A sent
-step cannot be taken back. If a step's caller is canceled, the step is still applied. Its answer then has blocks to note
-and copies to run. Such answers are kept. No new step is accepted until the engine has asked for them by `missed`.
+step cannot be taken back. If a step's caller is canceled, the step is still applied. The step's answer then has blocks
+to note and copies to run. Such answers are kept. No new step is accepted until the engine has asked for them by
+`missed`.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class PoolMemory(ShortRepr):
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters in a checkpoint's generation_config.json; None for each missing one."""
+    """Sampling parameters in a checkpoint's generation_config.json; None for each missing parameter."""
 
     temperature: float | None = None
     top_k: int | None = None

@@ -37,7 +37,7 @@ class AttentionKind:
     "copy" is `copy_blocks`, `gather_blocks` and `scatter_blocks` on 5-D caches.
 
     Raises:
-        TypeError: a field that must be a number is not one.
+        TypeError: a field that must be a number has another type.
         ValueError: a number is out of range, or `calls` or `custom_mask` has a name that does not exist.
     """
 
@@ -85,7 +85,7 @@ class LatentKind:
     """Layers of latent attention, for `BatchMLAPagedAttentionWrapper`.
 
     Raises:
-        TypeError: a field that must be a number is not one.
+        TypeError: a field that must be a number has another type.
         ValueError: a number is out of range.
     """
 

@@ -35,7 +35,7 @@ def as_dtype(name: str, dtype: DType) -> torch.dtype:
 def planned_dtypes(
     q_data_type: DType, kv_data_type: DType | None, o_data_type: DType | None = None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes of queries and cache. None for the cache means the queries' dtype; results always have it.
+    """Returns the dtypes of queries and cache. If the cache's is None, it has the queries' dtype, as results have.
 
     Raises:
         ValueError: there is no such dtype, or kernels do not support it; the message names the argument.
@@ -69,9 +69,9 @@ ROOMY_BUFFERS = ("paged_kv_indices_buffer", "paged_kv_indices_buf", "kv_indices"
 class FixedTensors:
     """Named tensors on the device: new ones at each plan or, for CUDA graphs, always at the same addresses.
 
-    Lifecycle: 1. It is made with the caller's buffers, or empty. 2. `put` runs once per plan, after all checks that may
-    refuse the plan. It checks all tensors before it writes the first one, so a refused plan leaves the previous one
-    intact.
+    Lifecycle: 1. The object is made with the caller's buffers, or empty. 2. `put` runs once per plan, after all checks
+    that may refuse the plan. It checks all tensors before it writes the first one, so a refused plan leaves the
+    previous one intact.
     """
 
     def __init__(self, device: torch.device, *, fixed: bool, given: dict[str, torch.Tensor | None]) -> None:

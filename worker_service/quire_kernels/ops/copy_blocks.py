@@ -3,11 +3,10 @@
     for every buffer:  buffer[destinations[i]] = old buffer[sources[i]]
 
 "Old" means that the result is as if all reads preceded all writes. So a block may be the source of one pair and the
-destination of another.
-Bytes are copied to the same offset of another block, so no program waits for a whole block. Pairs with a common block
-form a chain. One program runs the whole chain for its chunk of bytes, in an order that reads every block before
-overwriting it. A pair without a common block is a chain of its own. A cycle (a -> b, b -> a) has no such order. Its
-program first loads one block's chunk into registers, and stores it at the end.
+destination of another. Bytes are copied to the same offset of another block, so no program waits for a whole block.
+Pairs with a common block form a chain. One program runs the whole chain for its chunk of bytes, in an order that reads
+every block before overwriting it. A pair without a common block is a chain of its own. A cycle (a -> b, b -> a) has no
+such order. The cycle's program first loads one block's chunk into registers, and stores this chunk at the end.
 
     a -> b, b -> c            c = b;  b = a
     a -> b, b -> c, c -> a    hold = a;  a = c;  c = b;  b = hold

@@ -1,9 +1,9 @@
 """Latent decode for Hopper in Gluon, with the same result as `mla_paged` with split keys.
 
-A program fills a multiprocessor. It takes one item after another: 64 heads that attend to the latents of a unit, two
-tiles of 64 keys at a time. Two groups of four warps take turns. Group 0 has the scores of the first tile and the dims
-[0, 256) of the result. Group 1 has the scores of the second tile and the dims [256, 512). While one group computes its
-softmax, the products of the other group keep the tensor cores busy:
+A program fills a multiprocessor. The program takes one item after another: 64 heads that attend to the latents of a
+unit, two tiles of 64 keys at a time. Two groups of four warps take turns. Group 0 has the scores of the first tile and
+the dims [0, 256) of the result. Group 1 has the scores of the second tile and the dims [256, 512). While one group
+computes its softmax, the products of the other group keep the tensor cores busy:
 
     group 0                                        group 1
     S0 = Q K0^T;  m0 = max(m, S0)                  S1 = Q K1^T

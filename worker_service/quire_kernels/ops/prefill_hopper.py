@@ -2,8 +2,8 @@
 
     s = q k^T;  p = 2^(s * scale - m);  out = sum p v / sum p           for the rows and keys of `prefill_rows`
 
-Two warps of a program copy pages into rings of tiles by TMA. One copies K and the other V, because a tile in pages of
-16 takes 16 copies, and a single warp starts them too slowly. Two groups of four warps attend 64 rows each to every
+Two warps of a program copy pages into rings of tiles by TMA. One warp copies K and the other V, because a tile in pages
+of 16 takes 16 copies, and a single warp starts them too slowly. Two groups of four warps attend 64 rows each to every
 tile. A group starts the product of tile j + 1 with K and the product of tile j with V. While the second product runs,
 the group computes the softmax of tile j + 1, because the group waits only for the first product.
 

@@ -73,7 +73,7 @@ def _lowest_kept(
             weight = tl.exp(x - largest) if WEIGH else tl.full([BLOCK], 1.0, tl.float32)
             weight = tl.where(start + tl.arange(0, BLOCK) < vocabulary, weight, 0.0)
             weights += tl.where(key[:, None] >= bound[None, :], weight[:, None], 0.0)
-        # The first pass chooses only the top two bits. Its bounds for digits from 4 on overflow, so they never count.
+        # The first pass chooses only the top two bits. There, bounds for digits from 4 on overflow and never count.
         reached = (tl.sum(weights, axis=0) >= limit) & (digit > 0) & ((bound >> shift) == (found >> shift) + digit)
         found += tl.sum(reached.to(tl.int32), axis=0).to(tl.uint32) << shift
         shift -= 3

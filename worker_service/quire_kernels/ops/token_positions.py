@@ -1,6 +1,6 @@
 """Computes request and position of each new token, the arguments of `append_paged_kv_cache`. Names are FlashInfer's.
 
-The tokens `[append_indptr[i], append_indptr[i + 1])` are the newest of request i, and its length includes them:
+The tokens `[append_indptr[i], append_indptr[i + 1])` are the newest of request i, whose length includes them:
 
     batch_indices[t] = i          positions[t] = seq_lens[i] - append_indptr[i + 1] + t
 

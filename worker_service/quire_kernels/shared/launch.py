@@ -81,7 +81,7 @@ def check_runnable(kernel: Any, **places: torch.Tensor | torch.device) -> None:
 
 
 def device_of(kernel: Any, **place: torch.Tensor | torch.device) -> AbstractContextManager[object]:
-    """Makes a tensor's device the current one, so that `kernel` is launched there. Every launcher calls this.
+    """Makes a tensor's device the current one, so that `kernel` is launched there. Every launcher calls this function.
 
     Args:
         kernel: the kernel to launch.

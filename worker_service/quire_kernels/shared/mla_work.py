@@ -30,7 +30,7 @@ class MlaWork:
 
 
 def mla_tiling(chip: str, heads: int, element_bytes: int) -> Tiling:
-    """Chooses tile sizes for latents of 512 + 64. They avoid register spills: a row's accumulator has 512 entries."""
+    """Chooses tile sizes for latents of 512 + 64. Larger tiles would spill registers: a row has 512 sums."""
     if chip == "gfx942":
         return Tiling(16, 16, num_warps=4, num_stages=1)
     if element_bytes == 4:

@@ -2,7 +2,7 @@
 
 Row r of a request is head `r % GROUP` (of a KV head's query heads) of token `r // GROUP`. So keys are read once for all
 heads that share them, and any ratio of heads fills the block. Token t of a request with q_len queries and kv_len keys
-is at position kv_len - q_len + t (right-aligned: the last query sees the last key). It sees the keys
+is at position kv_len - q_len + t (right-aligned: the last query sees the last key). The token sees the keys
 
     [max(0, position - window_left, position // chunk_size * chunk_size), causal ? position + 1 : kv_len)
 

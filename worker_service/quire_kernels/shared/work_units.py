@@ -10,10 +10,10 @@ unit_target 7, size_min and alignment 32. The size is 106, which gives 6 units o
 of 36.
 
 A request with fewer items than two sizes stays whole. So requests of equal length either stay whole or give at most
-`unit_target` units. This matters because one more unit would start only when the others end.
+`unit_target` units. With one more unit, that unit would start only when the others end.
 
-There are at most `unit_target + batch` units for any lengths. That many programs are launched, and programs past the
-last unit return at once. So a CUDA graph can be replayed with other lengths. A batch of one long request and many short
+There are at most `unit_target + batch` units for any lengths. So many programs are launched, and programs past the last
+unit return at once. So a CUDA graph can be replayed with other lengths. A batch of one long request and many short
 ones cuts the long request into enough units to fill the chip.
 
 `units` is int32 `[capacity, 4]`: request, first item, end of items (exclusive), number of units of the same request.

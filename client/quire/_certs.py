@@ -1,4 +1,4 @@
-"""Certificates for development and for small deployments: a private authority, and the certificates that it signs.
+"""Certificates for development and for small deployments, signed by a private certificate authority (CA).
 
 Keys are P-256. A certificate lists its caller's permissions as URIs (`quire.protocol.permissions`).
 """
@@ -37,8 +37,7 @@ class Authority:
     Attributes:
         cert: its certificate.
         key: its private key.
-        earlier: certificates of the authorities that this authority replaced. Earlier authorities are trusted until
-            they expire.
+        earlier: certificates of the CAs that this CA replaced. Earlier CAs are trusted until they expire.
     """
 
     cert: x509.Certificate
@@ -46,13 +45,13 @@ class Authority:
     earlier: tuple[x509.Certificate, ...] = ()
 
     def bundle(self) -> bytes:
-        """Returns the certificates to trust, in PEM, with this authority's first."""
+        """Returns the CA certificates to trust, in PEM, with this CA's first."""
         trusted = (self.cert, *(cert for cert in self.earlier if cert.not_valid_after_utc > _now()))
         return b"".join(cert.public_bytes(serialization.Encoding.PEM) for cert in trusted)
 
 
 def make_authority(folder: Path, *, days: int, replaced: Authority | None = None) -> Authority:
-    """Writes a new authority to `ca.pem` and `ca.key`. An authority in `replaced` stays trusted until it expires.
+    """Writes a new CA certificate and key to `ca.pem` and `ca.key`. A CA in `replaced` stays trusted until it expires.
 
     Raises:
         UsageError: a file cannot be written, or exists although nothing is to be replaced.
@@ -72,7 +71,7 @@ def make_authority(folder: Path, *, days: int, replaced: Authority | None = None
 
 
 def read_authority(folder: Path) -> Authority | None:
-    """Returns the authority in a folder, or None if the folder has none.
+    """Returns the certificate authority in a folder, or None if the folder has none.
 
     Raises:
         UsageError: its files are unusable, or every user can read its key.
@@ -92,7 +91,7 @@ def read_authority(folder: Path) -> Authority | None:
 
 
 def copy_bundle(folder: Path, authority: Authority) -> None:
-    """Writes the certificates to trust into `ca.pem` of a folder outside the authority's.
+    """Writes the CA certificates to trust into `ca.pem` of a folder other than the CA's.
 
     Raises:
         UsageError: the file cannot be written.
@@ -107,12 +106,12 @@ def make_server(
 ) -> bool:
     """Writes a server's certificate and key to `NAME.pem` and `NAME.key`. The certificate always names localhost, too.
 
-    With `renew`, an existing pair is replaced only if less than a third of its life is left, another authority signed
-    it, or its names differ. Returns whether a pair was written.
+    With `renew`, an existing pair is replaced only if less than a third of its life is left, another CA signed it,
+    or its names differ. Returns whether a pair was written.
 
     Raises:
-        UsageError: a host or the name is invalid, a file cannot be written or exists without `renew`, or the authority
-            has expired.
+        UsageError: a host or the name is invalid, a file cannot be written or exists without `renew`, or the CA's
+            certificate has expired.
     """
     names = host_names((*LOCAL_HOSTS, *hosts))
     return _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.SERVER_AUTH, days=days, renew=renew)
@@ -142,7 +141,7 @@ def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that is not valid for a file, or is reserved for the authority's files.
+    """Refuses a name that is not valid for a file, or is reserved for the CA's files.
 
     Raises:
         UsageError: the name is refused.
@@ -245,8 +244,8 @@ def _builder(
 ) -> x509.CertificateBuilder:
     """Returns a builder with the fields that all certificates have.
 
-    `issuer_key` is the authority's key, or None if the certificate signs itself. `ends` is the authority's end: no
-    certificate outlives its authority.
+    `issuer_key` is the CA's key, or None if the certificate signs itself. `ends` is when the CA's certificate expires:
+    no certificate outlives the CA's.
     """
     now = _now()
     end = now + datetime.timedelta(days=days)

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         try:
             print(message, end="", flush=True)  # noqa: T201 - help and version are output
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Otherwise Python writes the rest again when it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # At exit, Python writes the rest again, to /dev/null.
             said = "" if isinstance(error, BrokenPipeError) else f"{self.prog}: standard output: {error.strerror}\n"
             self.exit(FAILED, said)
 

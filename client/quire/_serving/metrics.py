@@ -107,7 +107,7 @@ class MetricsServer:
 
 class _MetricsHttp(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    block_on_close = False  # Otherwise closing waits for a thread that is blocked on an idle peer.
+    block_on_close = False  # With True, closing would wait for a thread that is blocked on an idle peer.
     request_queue_size = 128
 
     def __init__(self, listen: str, app: Wsgi, tls: ServerTls | None) -> None:

@@ -25,7 +25,7 @@ class ServerTls:
     Args:
         cert: PEM file, the certificate first, then its chain.
         key: PEM file that other users cannot read.
-        client_ca: PEM file. With it, only callers with a certificate of one of these authorities are admitted.
+        client_ca: PEM file. With it, only callers whose certificate one of these CAs signed are admitted.
 
     Raises:
         UsageError: a file is unusable, or certificate and key do not match.

@@ -126,8 +126,8 @@ class StepBuilder:
 
         Args:
             sequence_id: an id above all earlier ids. The sequence may grow once an answer has confirmed it.
-            token_count: tokens that get blocks: the prompt, or its first chunk. If more tokens are shared, these, too,
-                have blocks.
+            token_count: tokens that get blocks: the prompt, or its first chunk. If more tokens are shared, the sequence
+                has blocks for all shared tokens.
             digests: digests of the prompt's blocks that may be shared.
             namespace: prefixes are shared only inside it.
             prompt_token_count: length of the whole prompt, if `token_count` is only its first chunk. The sequence is

@@ -142,7 +142,7 @@ class AsyncSession(OwnerView):
                 if self._refusal is not None:
                     raise self._refusal
         except BaseException:
-            await self.close()  # Otherwise the session would acquire the pool later, in vain.
+            await self.close()  # An open session would acquire the pool later, in vain.
             raise
 
     async def step(self, operations: StepBuilder) -> StepOutcome:

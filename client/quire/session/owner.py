@@ -61,7 +61,7 @@ class Verdict(enum.Enum):
     """The meaning of a stream's end for its owner."""
 
     AGAIN = enum.auto()  # attach again at once
-    LATER = enum.auto()  # attach again later, after another owner's lease or report has ended
+    LATER = enum.auto()  # attach again later, after another owner's lease, report or call has ended
     LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
     STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither this step nor a later one was applied.
     # This allocator refuses an owner that was admitted earlier. A later allocator may accept it, so the owner retries.
@@ -205,7 +205,7 @@ class PoolOwner:
     def judge(self, error: QuireError | None) -> Verdict:
         """Decides what to do after a stream ended with `error` (None if it gave no reason). Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
-            return Verdict.AGAIN  # An error without a reason comes from gRPC, not from the allocator.
+            return Verdict.AGAIN  # An error without a reason comes from gRPC or a proxy, not from an allocator.
         if self.phase is Phase.OPEN:
             return Verdict.STEP_REFUSED
         if error.reason in _LATER:

@@ -1,4 +1,4 @@
-"""Certificates for development and for small deployments: a private authority, and the certificates that it signs.
+"""Certificates for development and for small deployments, signed by a private certificate authority (CA).
 
 Keys are P-256. A certificate lists its caller's permissions as URIs (`quire.protocol.permissions`).
 """
@@ -24,9 +24,9 @@ from quire._secret_files import require_private
 from quire.errors import UsageError
 
 AUTHORITY: Final = "ca"
-RENEWED_BELOW: Final = 1 / 3  # share of a certificate's life: enough time to notice a failed renewal
+RENEWED_BELOW: Final = 1 / 3  # A certificate is renewed in this last share of its lifetime.
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # difference between this machine's clock and a verifier's
+CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # how far a verifier's clock may be behind this machine's
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -37,8 +37,7 @@ class Authority:
     Attributes:
         cert: its certificate.
         key: its private key.
-        earlier: certificates of earlier authorities, which this one replaced. Earlier authorities are trusted until
-            they expire.
+        earlier: certificates of the CAs that this CA replaced. Earlier CAs are trusted until they expire.
     """
 
     cert: x509.Certificate
@@ -46,19 +45,19 @@ class Authority:
     earlier: tuple[x509.Certificate, ...] = ()
 
     def bundle(self) -> bytes:
-        """Returns the certificates to trust, in PEM, with this authority's first."""
+        """Returns the CA certificates to trust, in PEM, with this CA's first."""
         trusted = (self.cert, *(cert for cert in self.earlier if cert.not_valid_after_utc > _now()))
         return b"".join(cert.public_bytes(serialization.Encoding.PEM) for cert in trusted)
 
 
 def make_authority(folder: Path, *, days: int, replaced: Authority | None = None) -> Authority:
-    """Writes a new authority to `ca.pem` and `ca.key`. An authority in `replaced` stays trusted until it expires.
+    """Writes a new CA certificate and key to `ca.pem` and `ca.key`. A CA in `replaced` stays trusted until it expires.
 
     Raises:
         UsageError: a file cannot be written, or exists although nothing is to be replaced.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    # Each authority gets its own name: some libraries use only the first of two authorities with the same name.
+    # Each CA certificate gets a unique name: some libraries use only the first of two CA certificates with equal names.
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     name = _name(f"quire development CA {identifier.digest.hex()[:16]}")
     builder = _builder(name, name, key, days).add_extension(
@@ -72,7 +71,7 @@ def make_authority(folder: Path, *, days: int, replaced: Authority | None = None
 
 
 def read_authority(folder: Path) -> Authority | None:
-    """Returns the authority in a folder, or None if the folder has none.
+    """Returns the certificate authority in a folder, or None if the folder has none.
 
     Raises:
         UsageError: its files are unusable, or every user can read its key.
@@ -84,7 +83,7 @@ def read_authority(folder: Path) -> Authority | None:
     try:
         cert, *earlier = x509.load_pem_x509_certificates(cert_path.read_bytes())
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError):  # The error's text may be long and does not help a user.
+    except (OSError, ValueError, TypeError):  # The library's error text may be long and does not help a user.
         raise UsageError(f"{cert_path} and {key_path} are not the certificate and key of an authority") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
         raise UsageError(f"{key_path} is not the private key of {cert_path}")
@@ -92,7 +91,7 @@ def read_authority(folder: Path) -> Authority | None:
 
 
 def copy_bundle(folder: Path, authority: Authority) -> None:
-    """Writes the certificates to trust into `ca.pem` of a folder outside the authority's.
+    """Writes the CA certificates to trust into `ca.pem` of a folder other than the CA's.
 
     Raises:
         UsageError: the file cannot be written.
@@ -107,12 +106,12 @@ def make_server(
 ) -> bool:
     """Writes a server's certificate and key to `NAME.pem` and `NAME.key`. The certificate always names localhost, too.
 
-    With `renew`, an existing pair is replaced only if less than a third of its life is left, another authority signed
-    it, or its names differ. Returns whether a pair was written.
+    With `renew`, an existing pair is replaced only if less than a third of its life is left, another CA signed it,
+    or its names differ. Returns whether a pair was written.
 
     Raises:
-        UsageError: a host or the name is invalid, a file cannot be written or exists without `renew`, or the authority
-            has expired.
+        UsageError: a host or the name is invalid, a file cannot be written or exists without `renew`, or the CA's
+            certificate has expired.
     """
     names = host_names((*LOCAL_HOSTS, *hosts))
     return _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.SERVER_AUTH, days=days, renew=renew)
@@ -142,7 +141,7 @@ def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that is not valid for a file, or is the authority's.
+    """Refuses a name that is not valid for a file, or is reserved for the CA's files.
 
     Raises:
         UsageError: the name is refused.
@@ -245,8 +244,8 @@ def _builder(
 ) -> x509.CertificateBuilder:
     """Returns a builder with the fields that all certificates have.
 
-    `issuer_key` is the authority's key, or None if the certificate signs itself. `ends` is the authority's end: no
-    certificate outlives its authority.
+    `issuer_key` is the CA's key, or None if the certificate signs itself. `ends` is when the CA's certificate expires:
+    no certificate outlives the CA's.
     """
     now = _now()
     end = now + datetime.timedelta(days=days)
@@ -304,8 +303,8 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    # A server that looks between the two writes finds a pair that does not match. On failure the server keeps its
-    # previous certificate and checks again later.
+    # A server that reads the files between the two writes finds a key that does not match the certificate. The server
+    # then keeps its previous certificate and reads the files again later.
     for suffix, mode, data in (("key", 0o600, secret), ("pem", 0o644, cert)):
         path = folder / f"{name}.{suffix}"
         if replaces:
@@ -313,7 +312,7 @@ def _write(folder: Path, name: str, cert: bytes, key: ec.EllipticCurvePrivateKey
             continue
         try:
             _write_file(path, mode, data)
-        except UsageError:  # A key without its certificate would be refused by the next run.
+        except UsageError:  # The next run would refuse a key without its certificate.
             if suffix == "pem":
                 (folder / f"{name}.key").unlink()
             raise

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from itertools import pairwise
 
-DRAIN_S = 30.0  # used if the command line does not have --drain-timeout
+DRAIN_S = 30.0  # drain time of a server whose command line has no --drain-timeout
 LAST_S = 2.0  # time for the server to end after the drain
 
 

@@ -11,7 +11,7 @@ import threading
 from typing import Final
 
 OPEN_FILES_MIN: Final = 64  # A server without callers has 24 to 32 open files.
-# gRPC starts a pool of as many threads as there are CPUs, from 4 to 16. It aborts the process if one cannot be started.
+# gRPC starts one thread per CPU, at least 4 and at most 16. gRPC aborts the process if one of them cannot be started.
 _GRPC_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
 SERVER_THREADS_MIN: Final = _GRPC_THREADS + 7
 COMMAND_THREADS_MIN: Final = _GRPC_THREADS + 3
@@ -44,7 +44,7 @@ def open_missing() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # os.open returns the lowest free number, and that is the missing stream's.
+            os.open(os.devnull, os.O_RDWR)  # os.open returns the lowest free number, which is the missing stream's.
     if sys.stdout is None:  # Python sets None if the stream was closed at startup.
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
@@ -60,7 +60,7 @@ def require_open_files(program: str) -> None:
         program: the program's name, for the message.
 
     Raises:
-        SystemExit: with 2, the system allows too few.
+        SystemExit: with 2, the system allows too few open files.
     """
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= allowed < OPEN_FILES_MIN:  # A negative value means unlimited.
@@ -71,18 +71,18 @@ def require_open_files(program: str) -> None:
 
 
 def require_threads(program: str, count: int) -> None:
-    """Checks that this process can start threads. Libraries in C abort or crash without a word where they cannot.
+    """Checks that this process can start threads. Without threads, libraries in C abort or crash without a message.
 
     Args:
         program: the program's name, for the message.
-        count: the number of threads that it needs at least.
+        count: the least number of threads that the process needs.
 
     Raises:
         SystemExit: with 2, the system allows too few.
     """
     started: list[threading.Thread] = []
     end = threading.Event()
-    before = threading.stack_size(_STACK_BYTES)  # Otherwise these threads need 8 MiB of address space each.
+    before = threading.stack_size(_STACK_BYTES)  # With the default size, each thread needs 8 MiB of address space.
     try:
         while len(started) < count:
             thread = threading.Thread(target=end.wait, daemon=True)

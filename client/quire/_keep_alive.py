@@ -19,14 +19,14 @@ from quire._trace_context import NO_TRACE, carry
 from quire.errors import QuireError, Reason
 
 RENEWALS_PER_LEASE: Final = 3
-# With these reasons the session no longer exists, so the renewals end.
+# A renewal that is refused for one of these reasons is the last one: the session no longer exists.
 GONE: Final = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN})
 
 log = logging.getLogger(__name__)
 
 
 def warn_unclosed(what: object) -> None:
-    """Emits a ResourceWarning that an object was dropped without being closed. Its `__del__` calls this."""
+    """Emits a ResourceWarning that an object was dropped without being closed. The object's `__del__` calls this."""
     warnings.warn(f"unclosed {what!r}", ResourceWarning, source=what, stacklevel=3)
 
 

@@ -64,7 +64,7 @@ class NeverBlockingText(io.TextIOBase):
             if self._waiting_bytes + len(data) > BYTES_MAX:
                 self._drop(data)
                 return len(text)
-            if not self._waiting_bytes:  # else it is cleared already
+            if not self._waiting_bytes:  # While bytes are queued, `_empty` is cleared already.
                 self._empty.clear()
             self._waiting_bytes += len(data)
             self._texts.put(data)
@@ -120,7 +120,7 @@ class NeverBlockingText(io.TextIOBase):
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # Another process that shares the file has made it non-blocking.
+            except BlockingIOError:  # Another process that shares the file has made the file non-blocking.
                 select.select([], [self._descriptor], [])
 
 
@@ -145,7 +145,7 @@ def standard_error_taken() -> Iterator[None]:
 
 
 def write_out() -> bool:
-    """Waits briefly until queued text is written or dropped, before the process ends. Returns whether it is."""
+    """Waits briefly until queued text is written or dropped, before the process ends. Returns False if text is left."""
     return all(stream.wait_empty(LAST_S) for stream in _taken())
 
 

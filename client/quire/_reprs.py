@@ -6,12 +6,12 @@ from dataclasses import fields
 from typing import Any, Final
 
 LINE_MAX: Final = 200
-_VALUE_MAX: Final = 110  # characters of one field
-_ITEMS_MAX: Final = 16  # items of a field that is printed item by item
+_VALUE_MAX: Final = 110  # most characters of one field's value
+_ITEMS_MAX: Final = 16  # most items of a field that is printed item by item
 
 
 class ShortRepr:
-    """A frozen value. Its repr leaves out defaults, counts the items of long fields, and ends after 200 characters."""
+    """A frozen value. The repr leaves out defaults, counts the items of long fields, and ends after 200 characters."""
 
     __slots__ = ()
 

@@ -39,7 +39,7 @@ def read_file(path: str | Path) -> bytes:
     """
     with open(path, "rb", opener=_opened_at_once) as file:
         mode = os.fstat(file.fileno()).st_mode
-        if stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path)):  # The pipe has no name in any folder.
+        if stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path)):  # an unnamed pipe, from `<(command)`
             os.set_blocking(file.fileno(), True)
         elif not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -1,6 +1,7 @@
 """W3C trace context: calls carry it as gRPC metadata, so that spans of several servers form one trace.
 
-A server sets it while it answers a request. In an application that uses OpenTelemetry, calls carry its current span.
+A server sets the context while it answers a request. In an application that uses OpenTelemetry, calls carry the
+application's current span.
 """
 
 from __future__ import annotations

@@ -293,12 +293,13 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.TOKENIZER_FAILED: grpc.StatusCode.INTERNAL,
 }
 
-# Errors that waiting alone resolves. Callers add jitter, so that they do not retry at the same time.
+# Seconds to wait before a retry, for errors that waiting alone resolves. Callers add jitter, so that they do not retry
+# at the same time.
 _RETRY_AFTER_S: Final[dict[Reason, float]] = {
-    Reason.LIMIT: 1.0,  # Another caller must end first.
+    Reason.LIMIT: 1.0,  # Another call must end first.
     Reason.REPORT_ADMISSION: 0.25,  # about the time that a report of 100,000 blocks takes
     Reason.QUEUE_FULL: 1.0,  # A request must end first.
-    Reason.DRAINING: 0.25,  # Another server may have started already.
+    Reason.DRAINING: 0.25,  # A replacement for the draining server may have started already.
     Reason.ALLOCATOR_LOST: 0.5,  # the longest pause between the worker's own attempts
 }
 

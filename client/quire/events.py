@@ -2,8 +2,8 @@
 
 Every watch begins with a snapshot unless it resumes an earlier one: `IndexCleared`, then `BlocksStored` for all blocks
 that can be hit, then `SnapshotEnd`. The snapshot may name a block twice. The snapshot may also name a block that was
-already removed. Its `BlocksRemoved` then follows. A watcher that applies each event when it arrives is exact from
-`SnapshotEnd` on (`quire.mirror.PrefixMirror` does this). A new session of the pool causes another snapshot.
+already removed. The block's `BlocksRemoved` then follows. A watcher that applies each event when it arrives is exact
+from `SnapshotEnd` on (`quire.mirror.PrefixMirror` does this). A new session of the pool causes another snapshot.
 
 All events have `pool`, `session_id`, `step` and `cursor`. `step` is the number of the step that made the change; it is
 0 in a snapshot and for unary sessions. To resume later, use `session_id` and `cursor` of the stream, not of an event.

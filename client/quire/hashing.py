@@ -36,7 +36,7 @@ from quire._numbers import require_integer
 DIGEST_BYTES: Final = 32
 FOREIGN_DIGEST_BYTES: Final = 16  # length of other engines' digests. On the wire these digests are padded with zeros.
 CONTENT_ID_BYTES_MAX: Final = 128
-_TOKENS_MAX: Final = 2**31 - 1  # Offsets are int32.
+_TOKENS_MAX: Final = 2**31 - 1  # limit of positions and counts, because offsets are packed as int32
 _BLOCK_SIZE_MAX: Final = 2**32 - 1
 _PACKED_TOKENS: Final = 2_048  # tokens per struct call. The arguments of a whole prompt would not fit the CPU cache.
 _VERSION: Final = b"quire/2"

@@ -5,14 +5,14 @@
 
 Lifecycle:
 
-    1. start    the processes start. Once it serves, each writes its addresses to its ready file
+    1. start    the processes start. Each process writes its addresses to its ready file once it serves
     2. serving  `poll` tells whether one of them has ended. `wait` restarts a dead allocator, and requests continue
     3. stop     first the gateway, then the worker, so that it can give its pool back, then the allocator. Each gets
                 SIGTERM, and SIGKILL if it takes longer than its drain and a margin. Interrupting the wait (a second
                 Ctrl-C) kills the server at once
 
-No server outlives this process, even if this one is killed (`quire._child`). Each server has its own process group, so
-Ctrl-C on a terminal reaches only this process, which then stops them in order.
+No server outlives this process, even if this process is killed (`quire._child`). Each server has its own process
+group, so Ctrl-C on a terminal reaches only this process, which then stops the servers in order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ServerFailedError(InternalError):
 
 
 def _opened(log: Path) -> BinaryIO:
-    """Opens a log for appending. A link is not followed: others can guess the name of the file. A named pipe is opened
+    """Opens a log for appending. A link is not followed: other users can guess the file's name. A named pipe is opened
     only if it has a reader already.
 
     Raises:

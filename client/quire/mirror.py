@@ -7,8 +7,8 @@
         mirror.matched_token_count(digests, namespace)
 
 Pure: no call, clock or lock. The mirror answers as `match_prefix` would have answered at the time of the last event.
-    The mirror is as
-old as `age_s` of the event stream: the time since the allocator's last message, some seconds on a working connection.
+The mirror's age is `age_s` of the event stream: the time since the allocator's last message. On a working connection
+that is a few seconds.
 """
 
 from __future__ import annotations

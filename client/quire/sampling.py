@@ -76,11 +76,12 @@ class SamplingParams(ShortRepr):
         logit_bias: added to logits, -100 to 100, by token; at most 1,024 tokens.
         allowed_token_ids: the only tokens to choose from, at least one. None allows all.
         banned_token_ids: tokens that are never chosen.
-        stop: one text, or up to 16 texts, that end a sample. The text excludes it, but its tokens are returned.
+        stop: one text, or up to 16 texts, that end a sample. The sample's text ends before the stop text, but the stop
+            text's tokens are returned.
         min_tokens: before this number of tokens only `max_tokens` ends a sample.
         logprobs: number of likeliest tokens, 0 to 20, to return with logprobs beside each token. None returns none.
         prompt_logprobs: like `logprobs`, for the prompt's tokens. The whole prompt is then computed, without the cache.
-        best_of: samples to compute. The `n` likeliest per token are returned. None means `n`.
+        best_of: samples to compute. The `n` samples with the best mean logprob per token are returned. None means `n`.
         echo: each text begins with the prompt's text.
         json_schema: the text is a JSON value that matches this schema, which is JSON or an object for `json.dumps`.
         regex: the whole text matches this expression.
@@ -138,18 +139,20 @@ class Usage:
     granted_block_count: int  # new blocks used, including copies and recomputation after a preemption
     unshared_block_count: int  # blocks that the samples would have needed without sharing
     preemption_count: int
-    sample_token_count_max: int = 0  # `max_tokens`, or the room after the prompt; 0 if the worker does not say
+    sample_token_count_max: int = 0  # `max_tokens`, or the tokens that fit after the prompt; 0 if unknown
     cache_write_token_count: int = 0  # prompt tokens that were written to the cache
 
 
 @dataclass(frozen=True, slots=True)
 class CachePolicy:
-    """A wish about the blocks that a request computes. It orders eviction and holds no memory.
+    """A request's wish about the blocks that it computes. The policy orders eviction and reserves no memory.
 
     Attributes:
-        keep_s: seconds from the end of the request, up to a day; 0 keeps it like any other.
+        keep_s: seconds from the end of the request for which its prefix should stay cached, up to a day; 0 evicts the
+            prefix like any other.
         breakpoints: rising token counts of the prompt, at most 4, where later prompts may diverge. Blocks behind the
-            last one are not kept; empty keeps the prompt and its answer. The request itself may hit cached blocks.
+            last breakpoint are not kept. Without breakpoints, the prompt and its answer are kept.
+        no_store: no other request can hit this request's blocks. The request itself may hit cached blocks.
     """
 
     keep_s: float = 0.0
@@ -159,8 +162,8 @@ class CachePolicy:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural logarithm of a token's probability, by the model's own logits. The same for the likeliest tokens at
-    its position, likeliest first."""
+    """The natural logarithm of a token's probability, by the model's own logits. `top` has the likeliest tokens at the
+    same position and their logarithms, likeliest first."""
 
     token_id: int
     logprob: float

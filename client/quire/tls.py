@@ -1,4 +1,4 @@
-"""A client's TLS: the authorities that it trusts, and its own certificate for servers."""
+"""A client's TLS: the CA certificates that it trusts, and its own certificate for servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tls:
     """PEM files for an encrypted connection. The files are read only when the connection is made.
 
     Attributes:
-        ca: certificates of the trusted authorities.
+        ca: the trusted CA certificates.
         cert: the client's certificate, with its chain, for servers that require one.
         key: the client's private key.
     """
@@ -46,7 +46,7 @@ class Tls:
         Raises:
             UsageError: as in `channel_credentials`, or a file contains no certificate.
         """
-        self.channel_credentials()  # checks the files
+        self.channel_credentials()  # called only for its checks of the files
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
@@ -75,13 +75,13 @@ def tls_of(ca: str | None, cert: str | None, key: str | None, ca_name: str) -> T
     """Returns the TLS settings from three options, or None without any.
 
     Args:
-        ca: file of the authorities to trust.
+        ca: file of the CA certificates to trust.
         cert: file of the client's certificate.
         key: file of its private key.
         ca_name: name of the option or variable with `ca`, for error messages.
 
     Raises:
-        UsageError: a certificate or a key is given without an authority.
+        UsageError: a certificate or a key is given without a CA certificate.
     """
     if ca:
         return Tls(ca, cert or None, key or None)
@@ -94,7 +94,7 @@ def resolve_tls(tls: Tls | None) -> Tls | None:
     """Returns `tls` if given, else the files in QUIRE_TLS_CA, QUIRE_TLS_CERT and QUIRE_TLS_KEY, else None.
 
     Raises:
-        UsageError: the environment names a certificate or a key without an authority.
+        UsageError: the environment names a certificate or a key without a CA certificate.
     """
     if tls is not None:
         return tls

@@ -35,7 +35,7 @@ class Limits(ShortRepr):
     window_max: int  # unanswered steps at a time
     heartbeat_ms: int
     silence_ms: int  # An owner replaces a stream that is silent for this long.
-    stops_max: int  # per sequence
+    stops_max: int  # stops per sequence
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -99,7 +99,7 @@ class DeviceMemory:
     total_bytes: int
     used_bytes: int  # memory that all processes use
     peak_bytes: int  # memory that torch allocated while the largest batch was computed
-    current_bytes: int  # memory that torch allocated once the largest batch was computed
+    current_bytes: int  # memory that torch had allocated after the largest batch
     utilization: float
 
 
@@ -114,14 +114,14 @@ class PoolMemory(ShortRepr):
     head_dim: int
     device: DeviceMemory | None  # None unless the budget was measured
     group_count: int  # groups of layers
-    state_group_count: int  # number of groups of recurrent states among these
+    state_group_count: int  # how many of these groups have recurrent states
     slot_bytes: int  # bytes of one layer's part of a page
     state_bytes: int  # bytes of all states of a sequence
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters in a checkpoint's generation_config.json; None for each missing one."""
+    """Sampling parameters in a checkpoint's generation_config.json; None for each missing parameter."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -164,7 +164,7 @@ class WorkerStatus:
     branch_count: int
     held_branch_count: int  # branches that hold blocks at present
     memory: PoolMemory
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # Only proposals: the worker never applies them.
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # proposals: the worker never applies these values
     model_aliases: tuple[str, ...] = ()  # additional names of the model
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ class AdapterInfo(ShortRepr):
     """A LoRA adapter that a worker has loaded."""
 
     name: str
-    digest: bytes  # hash of its configuration and weights. The digest is part of the root of its requests' digests.
+    digest: bytes  # hash of the adapter's configuration and weights, on which block digests of its requests depend
     rank: int
     layer_count: int
     byte_count: int

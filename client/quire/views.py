@@ -39,18 +39,18 @@ class PoolSummary(ShortRepr):
     cached_block_count: int
     held_block_count: int
     sequence_count: int
-    table_entry_count: int  # blocks without sharing. The excess over held_block_count is due to sharing.
+    table_entry_count: int  # blocks that sequences would hold without sharing; above held_block_count if they share
     last_step: int
     groups: tuple[GroupUsage, ...]  # Groups with equal specifications have equal numbers.
     unwritten_slot_count: int  # token slots without committed tokens in held blocks of the first group
     promised_block_count: int  # blocks reserved for prompts that are still growing
-    evicted_block_count: int  # cached blocks that were granted again since the session began
+    evicted_block_count: int  # cached blocks that were evicted, by granting them again, since the session began
     worker: RoutedWorker | None = None  # the pool's worker, as the owner describes it
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SequenceInfo(ShortRepr):
-    """One live sequence: its room in tokens, its computed tokens, and one table per group."""
+    """One live sequence: the tokens that its blocks can hold, its computed tokens, and one table per group."""
 
     sequence_id: int
     namespace: str
@@ -130,7 +130,7 @@ class PrefixMatch(NamedTuple):
     """Leading tokens of a prompt that a pool has published.
 
     Attributes:
-        attended_token_count: leading tokens that full attention alone could serve, if they are more; else 0.
+        attended_token_count: leading tokens that full attention alone could serve, if more than the match; else 0.
     """
 
     pool: str
@@ -144,10 +144,10 @@ class Route(NamedTuple):
     Attributes:
         pool: the worker's pool.
         address: the worker's address.
-        hit_token_count: leading tokens of the prompt that are published there.
-        promised_token_count: tokens after those that the worker computes for other prompts.
+        hit_token_count: leading tokens of the prompt that the worker has published.
+        promised_token_count: the next tokens of the prompt, which the worker computes for other prompts.
         uncached_token_count: the rest of the prompt.
-        backlog_token_count: tokens that the worker had still to compute for others.
+        backlog_token_count: tokens that the worker had still to compute for other prompts.
         reserved: whether the prompt now counts among the worker's load.
     """
 
@@ -207,11 +207,11 @@ class RequestInfo(ShortRepr):
     state: RequestState
     wait_reason: WaitReason | None
     missing_block_count: int  # missing blocks per group, if the request waits for BLOCKS
-    behind_request_id: str  # id of the previous request in the order. Empty if the caller may not see that request.
+    behind_request_id: str  # id of the request ahead of this one. Empty if the caller may not see that request.
     age_s: float  # seconds from arrival until now, or until the request's end
     queue_s: float | None  # seconds from arrival to the first admission
     first_token_s: float | None
-    time_left_s: float | None  # seconds until its caller's deadline
+    time_left_s: float | None  # seconds until the deadline of the request
     priority: int
     sample_count: int
     finish_reasons: tuple[str, ...]  # end reasons of the samples that ended without an error
@@ -220,7 +220,7 @@ class RequestInfo(ShortRepr):
     output_token_count: int
     preemption_count: int
     sequence_ids: tuple[int, ...]  # sequence ids at the allocator, at most 64
-    block_count: int  # number of blocks in its tables now
+    block_count: int  # number of blocks in the request's tables now
     block_count_max: int
     error: str
     stages: tuple[RequestStage, ...]  # Empty unless the caller asked for one request.
@@ -230,10 +230,10 @@ class RequestInfo(ShortRepr):
 class BranchInfo:
     """One branch of a worker, without its tokens."""
 
-    id_prefix: bytes  # the first 8 bytes of its id: enough to release it, too few to use it
+    id_prefix: bytes  # the first 8 bytes of the branch's id: enough to release the branch, too few to call it
     namespace: str
     token_count: int
-    sequence_id: int  # id at the allocator. 0 if the branch holds no blocks: its next call computes it again.
+    sequence_id: int  # id at the allocator. 0 without blocks: the next call recomputes tokens that are not cached.
     block_count: int
     age_s: float
     time_left_s: float  # seconds until the branch expires, unless a call names it earlier

@@ -1,4 +1,4 @@
-"""Branches: a worker holds the keys and values of a branch's tokens. Callers continue, fork and score it.
+"""Branches: a worker holds the keys and values of a branch's tokens. Callers continue, fork and score a branch.
 
 Lifecycle of a handle:
 
@@ -36,7 +36,7 @@ class AsyncBranchKeeper:
         self._kept: dict[int, tuple[_AsyncRenewed, KeptByTask]] = {}
 
     def opened(self, ttl_ms: int) -> OpenBranches:
-        """Returns the set that handles of branches with this time to live belong to."""
+        """Returns the set of handles for branches with this time to live."""
         if ttl_ms not in self._kept:
             renewed = _AsyncRenewed(self.link, self.stub)
             self._kept[ttl_ms] = renewed, KeptByTask(renewed, ttl_ms)
@@ -62,7 +62,7 @@ class _AsyncRenewed(OpenBranches):
 
 
 class AsyncBranch:
-    """A branch of a worker. Leaving the `async with` block releases it.
+    """A branch of a worker. Leaving the `async with` block releases the branch.
 
     All methods raise QuireError if the call fails.
 
@@ -189,7 +189,7 @@ class AsyncPrefills:
         return AsyncBranch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)
 
     async def list_branches(self, *, timeout_s: float | None = None) -> tuple[views.BranchInfo, ...]:
-        """Returns the worker's branches in namespaces that the caller may use, oldest first, whoever made them."""
+        """Returns the worker's branches in namespaces that the caller may use, oldest first, of all callers."""
         reply = await self._branches.link.call(self._branches.stub.ListBranches, pb.ListBranchesRequest(), timeout_s)
         return branch_messages.branch_infos(reply)
 
@@ -197,7 +197,7 @@ class AsyncPrefills:
         """Ends branches, each once no call uses it, and returns how many there were.
 
         Args:
-            branch_ids: ids, or the first 8 bytes of each, as `list_branches` returns them. Others are ignored.
+            branch_ids: ids, or the first 8 bytes of each, as `list_branches` returns them. Unknown ids are ignored.
             timeout_s: timeout of this call.
         """
         request = pb.ReleaseBranchesRequest(branch_ids=branch_ids)

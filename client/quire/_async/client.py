@@ -283,7 +283,7 @@ class AsyncClient(AsyncPrefills, AsyncConnected):
         return tuple(reply.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
-        """Returns the bytes of each token. They need not be whole characters."""
+        """Returns the bytes of each token. A token's bytes need not be whole characters."""
         request = messages.with_lists(worker_pb.DetokenizeRequest(), token_ids=token_ids)
         reply = await self._link.call(self._stub.Detokenize, request, timeout_s)
         return tuple(reply.texts)

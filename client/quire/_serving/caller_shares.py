@@ -1,4 +1,4 @@
-"""A limited number of places, shared fairly between callers.
+"""Shares a limited number of places fairly between callers. A place is one running call, or one byte of a message.
 
 Pure: no clock, no wire.
 """

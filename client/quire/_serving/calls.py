@@ -1,12 +1,13 @@
-"""Checks each call before its handler runs: its token, a free place, and the arrival of its message.
+"""Checks each call before its handler runs: its token, a free place, and the arrival of its message. A call that the
+server has not ended takes a place, and the number of places is limited.
 
 Lifecycle of a call:
 
     1. refused    its token is missing or wrong. The answer does not wait for the call's message
-    2. unread     it has a place, and the server waits up to `MESSAGE_S` seconds for its message. If places run out, the
-                  caller with the most unread calls loses the one that has waited longest
-    3. served     its message has arrived, and its handler runs
-    4. ended      its answer has left or its caller has gone. Its place is free
+    2. unread     the call has a place, and the server waits up to `MESSAGE_S` seconds for its message. If places run
+                  out, the caller with the most unread calls loses the call that has waited longest
+    3. served     the message has arrived, and the call's handler runs
+    4. ended      the answer has left or the caller has gone. The call's place is free
 
 gRPC reads the message of a unary call before any check. Otherwise callers without a token could fill a server with
 calls that never send their messages. So handlers of unary requests are registered as stream handlers that read one
@@ -36,7 +37,7 @@ from quire.errors import QuireError, Reason
 
 MESSAGE_S: Final = 10.0  # time for a unary call's message to arrive after its headers
 MESSAGES_AT_ONCE_MAX: Final = 16  # concurrent reads per caller. Further messages wait unread and take no memory.
-MESSAGES_BYTES_MAX: Final = 64 << 20  # bytes of requests and answers per caller. All callers may hold twice as many.
+MESSAGES_BYTES_MAX: Final = 64 << 20  # requests and answers of one caller. All callers together may hold twice as many.
 SMALL_BYTES: Final = 8 << 10  # Requests and answers up to this size are not counted.
 ANSWER_COPIES: Final = 2  # An answer counts twice, because gRPC copies it.
 HEALTH_CALLS_MAX: Final = 256
@@ -89,7 +90,7 @@ class CallInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         if traced := trace_context.read(handler_call_details.invocation_metadata or ()):
             behave = self._in_trace(behave, traced, method, is_unary=is_unary)
         behave = _ending(behave)
-        if is_unary:  # The answer is already bytes.
+        if is_unary:  # `behave` returns encoded answers, so gRPC needs no serializer.
             return grpc.stream_unary_rpc_method_handler(behave, handler.request_deserializer)
         return grpc.stream_stream_rpc_method_handler(behave, handler.request_deserializer, handler.response_serializer)
 
@@ -149,7 +150,7 @@ class Arrivals:
         self._of_callers = weakref.WeakValueDictionary[Hashable, asyncio.Semaphore]()
 
     def of(self, caller: Hashable) -> asyncio.Semaphore:
-        """Returns the caller's semaphore, which holders of it share."""
+        """Returns the caller's semaphore, which all reads of the caller's messages share."""
         semaphore = self._of_callers.get(caller)
         if semaphore is None:
             semaphore = self._of_callers[caller] = asyncio.Semaphore(MESSAGES_AT_ONCE_MAX)
@@ -223,7 +224,7 @@ class _Calls:
         return message
 
     def count(self, place: _Place, size: int) -> None:
-        """Sets the bytes that a call counts: first its request's, later its answer's.
+        """Sets the bytes that a call holds: first those of its request, later those of its answer.
 
         Raises:
             QuireError: LIMIT, the caller's requests and answers take too many bytes.
@@ -315,7 +316,7 @@ def _streaming(calls: _Calls, handler: Handler) -> Callable[[object, Context], A
 
 
 def _conversing(calls: _Calls, handler: Handler) -> Callable[[Any, Context], Awaitable[None]]:
-    """Returns a handler that costs nothing for a message: another coroutine around it would."""
+    """Returns a handler that adds no coroutine to the real one: another coroutine would cost time for each message."""
     inner: Callable[[Any, Context], Awaitable[None]] = handler.stream_stream
 
     def converse(requests: Any, context: Context) -> Awaitable[None]:

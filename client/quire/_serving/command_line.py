@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"{prog} {VERSION}")
 
     def add_renamed(self, old: str, new: str) -> None:
-        """Refuses an option's old name. The error has the new one."""
+        """Refuses an option's old name. The error has the new name."""
         self.add_argument(
             old, action=_Renamed, const=new, dest=f"no {old}", nargs="?", default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         try:
             print(message, end="", flush=True)  # noqa: T201 - help and version are output
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Otherwise Python writes the rest again when it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # At exit, Python writes the rest again, to /dev/null.
             said = "" if isinstance(error, BrokenPipeError) else f"{self.prog}: standard output: {error.strerror}\n"
             self.exit(FAILED, said)
 

@@ -49,9 +49,9 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
 
 
 def line_writer(event: str) -> Callable[[Sequence[tuple[float, Line]]], None]:
-    """Returns a function that logs `event` at level info, for frequent lines. It takes lines with their times, in
-    seconds since 1970, and the values of each, at least one. It skips structlog's processors if lines are JSON: they
-    take twice as long as the line itself."""
+    """Returns a function that logs `event` at level info, for frequent lines. The function takes pairs of a time, in
+    seconds since 1970, and at least one value. For JSON, the function skips structlog's processors, which take twice
+    as long as the line itself."""
     logger, renderer = structlog.get_logger(), structlog.get_config()["processors"][-1]
     if not isinstance(renderer, structlog.processors.JSONRenderer) or not logger.is_enabled_for(logging.INFO):
 

@@ -48,7 +48,7 @@ class Histogram:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-        self.exemplars: dict[int, Exemplar] = {}  # by bucket
+        self.exemplars: dict[int, Exemplar] = {}  # the latest exemplar of each bucket, by the bucket's index
 
     def observe(self, value: float) -> None:
         """Counts one value into its bucket."""
@@ -79,8 +79,8 @@ def keeping_colons(accept: str) -> str:
 class MetricsServer:
     """Serves GET /metrics from its own threads, over HTTPS if TLS is configured.
 
-    With a token, callers must send it. With client certificates, the caller's must permit observing every pool. Probes
-    need neither.
+    If the server has a token, callers must send it. With client certificates, the caller's certificate must permit
+    observing every pool. Probes need neither token nor permission.
 
     No caller can block others: each connection ends after `REQUEST_S` seconds, and a new connection beyond
     `CONNECTIONS_MAX` ends the oldest one.
@@ -107,7 +107,7 @@ class MetricsServer:
 
 class _MetricsHttp(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    block_on_close = False  # Otherwise closing waits for a thread that is blocked on an idle peer.
+    block_on_close = False  # With True, closing would wait for a thread that is blocked on an idle peer.
     request_queue_size = 128
 
     def __init__(self, listen: str, app: Wsgi, tls: ServerTls | None) -> None:
@@ -207,15 +207,15 @@ class _QuietHandler(WSGIRequestHandler):
 def _of_known_hosts(app: Wsgi, listen_host: str) -> Wsgi:
     """Refuses requests with a Host name other than localhost or `listen_host`. IP addresses are accepted.
 
-    This prevents DNS rebinding: a web page could point its own name at this server, and a browser would let it read
-    the answer.
+    The check prevents DNS rebinding: a web page could point its own name at this server, and a browser would let it
+    read the answer.
     """
 
     def serve(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
         try:
             parts = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}")
             host = "" if parts.username is not None else parts.hostname or ""
-        except ValueError:  # The brackets do not contain an address.
+        except ValueError:  # The text in brackets is not an IPv6 address.
             host = ""
         host = host.removesuffix(".")  # A fully qualified name may end in a dot.
         if host not in ("localhost", listen_host) and not _is_address(host):
@@ -243,7 +243,7 @@ def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
         if said is not None:
             status = "200 OK" if said else "503 Service Unavailable"
             start_response(status, [("Content-Type", "text/plain")])
-            return [b"" if said else b"no\n"]  # An empty body is valid for Prometheus, so it can scrape a probe, too.
+            return [b"" if said else b"no\n"]  # Prometheus accepts an empty body, so it can scrape a probe, too.
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
         if token is not None and not is_bearer_of(given, token):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])

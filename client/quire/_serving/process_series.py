@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from quire._distribution import VERSION
 
-# Options of all servers: their own certificate, client certificates for other servers, and trusted authorities.
+# Options of all servers: their own certificate, client certificates for other servers, and trusted CA certificates.
 CERTIFICATE_OPTIONS: Final = (
     "tls-cert",
     "tls-client-ca",

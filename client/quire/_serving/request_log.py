@@ -75,7 +75,7 @@ class RequestLog:
 
         Args:
             request_id: the request's id.
-            values: returns numbers, names, and lists of them. It is called when the line is written.
+            values: returns numbers, names, and lists of them. The function is called when the line is written.
             error: the request's error, empty without one.
         """
         if self._rate is None or not (error or self._is_chosen(request_id)) or not self._has_room():

@@ -1,16 +1,16 @@
 """The rule by which allocators and gateways choose a prompt's worker.
 
-The worker with the least to compute gets the prompt, and the prompt's own tokens count half as much again.
+The worker with the least to compute gets the prompt. Tokens of the prompt itself count 1.5 times.
 
-A worker that lacks a prefix would compute it once more. That also takes time from later prompts and room from other
-prefixes. Hence the weight of the prompt's own tokens. Example: a worker has published a prefix of 6,000 tokens. A
-prompt of 7,200 goes there until its backlog is 9,000 tokens longer than that of a worker with other requests.
+A worker that lacks a prefix would compute the prefix once more. The copy delays later prompts and evicts other
+prefixes, so the prompt's own tokens have this weight. Example: worker A has published a prefix of 6,000 tokens. A
+prompt of 7,200 tokens goes to A until A's backlog is 9,000 tokens longer than the backlog of another busy worker.
 
-A worker that has nothing to do and empty blocks for the prompt delays nobody by a copy, and evicts nothing. There, the
-prompt's own tokens count only a tenth more. So a second worker soon takes a part of a burst.
+At a worker that has nothing to do and enough empty blocks, a copy delays no request and evicts nothing. There, the
+prompt's own tokens count only 1.1 times. So a second worker soon takes a part of a burst.
 
-Sequences that decode have no backlog, but slow each other. So each one counts as some tokens. Otherwise chats with one
-short system prompt would all go to one worker.
+Decoding sequences have no backlog, but slow each other. So each sequence counts as `SEQUENCE_TOKENS` tokens. Otherwise
+chats with one short system prompt would all go to one worker.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ import enum
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-# A lower weight copies more prefixes than a busy fleet has time for; a higher one makes queues (benchmarks/fleet.py).
+# Weight of a token that the worker must compute. With a lower weight, a busy fleet computes too many prefixes at more
+# than one worker; with a higher weight, prompts queue at the worker that has their prefix (benchmarks/fleet.py).
 UNCACHED_WEIGHT: Final = 1.5
-FREE_WEIGHT: Final = 1.1  # at workers with nothing to do and room; with 1.0 a burst would make a copy at each of them
-SEQUENCE_TOKENS: Final = 50  # tokens to compute that a live sequence counts as
+# The weight at an idle worker with enough empty blocks. With 1.0, a burst of prompts would copy a prefix to every idle
+# worker.
+FREE_WEIGHT: Final = 1.1
+SEQUENCE_TOKENS: Final = 50  # A live sequence counts as this many tokens to compute.
 PREFILL_TOKENS_PER_S: Final = 8_000  # assumed while no worker of a model has measured its rate
 
 
 class Basis(enum.StrEnum):
     """How the chosen worker compares with the others."""
 
-    PREFIX = "prefix"  # no worker has a longer prefix of the prompt cached
-    LOAD = "load"  # no worker has a prefix of it cached
-    SPREAD = "spread"  # a worker with a longer cached prefix has too much to do
+    PREFIX = "prefix"  # no other worker has a longer prefix of the prompt cached
+    LOAD = "load"  # no worker has a prefix of the prompt cached
+    SPREAD = "spread"  # another worker has a longer prefix cached, but has too much to do
 
 
 class Candidate(NamedTuple):
     """A worker's numbers for one prompt.
 
     Attributes:
-        hit_token_count: leading tokens of the prompt that are published there.
-        promised_token_count: tokens after those that the worker computes for others.
+        hit_token_count: leading tokens of the prompt that the worker has published.
+        promised_token_count: the next tokens of the prompt, which the worker computes for other requests.
         uncached_token_count: the rest of the prompt.
-        backlog_token_count: tokens that the worker must still compute for others, including promised ones.
-        prefill_tokens_per_s: its measured rate, above 0.
-        sequence_count: its live sequences, and the prompts that were routed there.
-        has_room: whether its empty blocks hold the rest of the prompt; False if that is unknown.
+        backlog_token_count: tokens that the worker must still compute for other requests, including promised tokens.
+        prefill_tokens_per_s: the worker's measured rate of computing prompts, above 0.
+        sequence_count: the worker's live sequences, and the prompts that were routed to it.
+        has_room: whether the worker's empty blocks can hold the rest of the prompt; False if unknown.
     """
 
     hit_token_count: int
@@ -77,7 +80,7 @@ def usual_rate(rates: Sequence[float]) -> float:
 def cost_s(
     worker: Candidate, uncached_weight: float = UNCACHED_WEIGHT, sequence_tokens: int = SEQUENCE_TOKENS
 ) -> float:
-    """Returns what the rule minimizes: seconds in which the worker would compute what counts against it."""
+    """Returns the time in seconds that the rule minimizes: for the backlog, the prompt, and the live sequences."""
     if worker.has_room and not worker.backlog_token_count and not worker.sequence_count:
         uncached_weight = min(uncached_weight, FREE_WEIGHT)
     token_count = worker.backlog_token_count + uncached_weight * worker.uncached_token_count
@@ -87,7 +90,7 @@ def cost_s(
 def choose(
     candidates: Sequence[Candidate], uncached_weight: float = UNCACHED_WEIGHT, sequence_tokens: int = SEQUENCE_TOKENS
 ) -> WorkerChoice:
-    """Returns the best of at least one worker for a prompt; the first one of equals."""
+    """Returns the best of at least one worker for a prompt. If several are equally good, the first one is returned."""
 
     def cost(place: int) -> tuple[float, int]:
         worker = candidates[place]

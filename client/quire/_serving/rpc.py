@@ -33,7 +33,7 @@ def permit_everything(_context: aio.ServicerContext[Any, Any]) -> Permissions:
 
 
 def permit_as_certified(context: aio.ServicerContext[Any, Any]) -> Permissions:
-    """Returns the permissions in the client certificate of the call's connection. Without one it permits nothing."""
+    """Returns the permissions in the client certificate of the call's connection: none without a certificate."""
     return _certified(tuple(context.auth_context().get("peer_uri", ())))
 
 
@@ -43,7 +43,7 @@ def _certified(uris: tuple[bytes, ...]) -> Permissions:
 
 
 def caller_of(context: Context) -> Hashable:
-    """Returns a key that identifies the caller for sharing places: the subject and URIs of its certificate.
+    """Returns the key by which `CallerShares` identifies a caller: the subject and URIs of the caller's certificate.
 
     Without a certificate the key is the connection, because all callers have equal rights. All callers of a Unix socket
     have the same key.

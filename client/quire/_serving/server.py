@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
 
 
 def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | None]:
-    """Checks a server's files and addresses, which is quick. Returns its token and its TLS.
+    """Checks a server's files and addresses, which is quick. Returns the server's token and TLS.
 
     Raises:
         UsageError: an address is unsafe with these options, or in use, or a file is unusable.
@@ -160,7 +160,7 @@ class Server:
         self._socket_lock: int | None = None
         self.grpc = aio.server(
             interceptors=[CallInterceptor(self.token, calls_max, self.tracing)],
-            # This limit only bounds memory. The limit also refuses health calls, and gives no reason.
+            # gRPC's own limit only bounds memory: gRPC counts health calls, too, and refuses without a reason.
             maximum_concurrent_rpcs=4 * calls_max,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -168,17 +168,17 @@ class Server:
                 # With gRPC's default, more than 1,000 simultaneous new calls make it cancel some at random.
                 ("grpc.server.max_pending_requests", 4 * calls_max),
                 ("grpc.server.max_pending_requests_hard_limit", 4 * calls_max),
-                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # per connection
-                # Probing would enlarge the windows to megabytes. At gRPC's 64 KiB, the digests of 2,048 blocks wait for
-                # an update of the window, which takes a quarter of the step's CPU time.
+                ("grpc.max_concurrent_streams", calls_max // 2 + HEALTH_CALLS_MAX),  # streams per connection
+                # Probing would enlarge the flow-control windows to megabytes. In gRPC's default window of 64 KiB, the
+                # digests of 2,048 blocks wait for an update, which takes a quarter of the step's CPU time.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", 256 << 10),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
-                # A caller that vanishes silently is noticed after 15 s. The caller's places are then free again.
+                # A caller that vanishes silently is noticed after 15 s. The caller's calls then stop counting.
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the last option.
+                ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override 5 s.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
                 # Callers ping at the same interval. By default, gRPC ends a connection that pings more than once in 5

@@ -25,7 +25,7 @@ class ServerTls:
     Args:
         cert: PEM file, the certificate first, then its chain.
         key: PEM file that other users cannot read.
-        client_ca: PEM file. With it, only callers with a certificate of one of these authorities are admitted.
+        client_ca: PEM file. With it, only callers whose certificate one of these CAs signed are admitted.
 
     Raises:
         UsageError: a file is unusable, or certificate and key do not match.
@@ -33,10 +33,10 @@ class ServerTls:
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._lock = threading.Lock()  # Handshakes of gRPC and of the metrics server run on different threads.
+        self._lock = threading.Lock()  # because handshakes of gRPC and of the metrics server run on different threads
         self._stamp = self._look()
         self._context, self._grpc = self._read()
-        self._fault = ""  # why the replaced files are unusable
+        self._fault = ""  # why the replaced files are unusable; empty if they are usable
         self._told: object = None  # the configuration that gRPC uses for handshakes
 
     @property
@@ -73,7 +73,7 @@ class ServerTls:
                     return
                 self._context, self._grpc = self._read()
             except UsageError as error:
-                if str(error) != self._fault:  # Every handshake comes here, even a stranger's.
+                if str(error) != self._fault:  # Each handshake calls this method, but each fault is logged once.
                     self._fault = str(error)
                     log.warning(
                         "the replaced certificate files are unusable; the previous certificates stay in use",

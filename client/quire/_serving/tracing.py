@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-CLOSE_S: Final = 2.0  # time for the last batch when a server stops
+CLOSE_S: Final = 2.0  # time to send the last batch of spans when a server stops
 VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
@@ -111,7 +111,7 @@ class Tracing:
         """Sends the last spans. Spans that the collector does not accept within `CLOSE_S` are dropped."""
         if self._provider is None or self._exporter is None:
             return
-        # The SDK's own shutdown waits 30 s for a collector that does not answer.
+        # In this thread, the SDK's shutdown would wait 30 s for a collector that does not answer.
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -213,7 +213,7 @@ def tracing_of(options: argparse.Namespace, role: str) -> Tracing:
 
 
 def _hindrance(endpoint: str) -> str | None:
-    """Returns why no spans can be sent there; None if they can."""
+    """Returns why no spans can be sent to this endpoint; None if spans can be sent."""
     if not endpoint.startswith(("http://", "https://")) or not endpoint.partition("://")[2].strip("/"):
         return "write the collector's address as http://HOST:PORT or https://HOST:PORT"
     protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "grpc")

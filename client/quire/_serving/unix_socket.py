@@ -1,6 +1,6 @@
 """Ensures that a Unix socket has one server at a time.
 
-This module is separate from addresses, because clients also import the latter on systems without `fcntl`.
+This module is separate from `quire._transport.address`, because clients import that module on systems without `fcntl`.
 """
 
 from __future__ import annotations

@@ -203,10 +203,10 @@ class Allocator(Connected):
             spec: its specification.
             transport: "stream" or "calls".
             **options: over "stream": `window` (steps that may be unanswered at a time, 1 to 8), `on_wait` (called with
-                the error before each retry of attaching) and, for asyncio only, `ahead_tokens` (room that a decoding
-                sequence should have beyond its next token). Over "calls": `keep_alive` (renews the lease in the
-                background; without it only steps renew it) and `request_id` (a second `open` with the same id returns
-                the same session).
+                the error before each retry of attaching) and, for asyncio only, `ahead_tokens` (future tokens for which
+                a decoding sequence should hold slots, beyond its next token). Over "calls": `keep_alive` (renews the
+                lease in the background; without it only steps renew the lease) and `request_id` (a second `open` with
+                the same id returns the same session).
 
         Raises:
             ValueError, TypeError: the transport is unknown, or does not have this option.
@@ -232,8 +232,8 @@ class Allocator(Connected):
             pool: its name.
             spec: its specification.
             transport: "stream" or "calls".
-            ahead_tokens: room that a sequence should have beyond its next token, so that it can decode that far during
-                an outage. The default over "stream" is 64. Over "calls" there is none.
+            ahead_tokens: future tokens for which a sequence should hold slots, beyond its next token. The sequence can
+                decode that far during an outage. The default over "stream" is 64. Over "calls" there is none.
             on_wait: called with the error before each retry of attaching or of a call.
 
         Raises:

@@ -1,5 +1,5 @@
 # Generated from _async/branches.py by scripts/unasync.py. Change that file, then run `make format`.
-"""Branches: a worker holds the keys and values of a branch's tokens. Callers continue, fork and score it.
+"""Branches: a worker holds the keys and values of a branch's tokens. Callers continue, fork and score a branch.
 
 Lifecycle of a handle:
 
@@ -37,7 +37,7 @@ class BranchKeeper:
         self._kept: dict[int, tuple[_Renewed, KeptByThread]] = {}
 
     def opened(self, ttl_ms: int) -> OpenBranches:
-        """Returns the set that handles of branches with this time to live belong to."""
+        """Returns the set of handles for branches with this time to live."""
         if ttl_ms not in self._kept:
             renewed = _Renewed(self.link, self.stub)
             self._kept[ttl_ms] = renewed, KeptByThread(renewed, ttl_ms)
@@ -63,7 +63,7 @@ class _Renewed(OpenBranches):
 
 
 class Branch:
-    """A branch of a worker. Leaving the `with` block releases it.
+    """A branch of a worker. Leaving the `with` block releases the branch.
 
     All methods raise QuireError if the call fails.
 
@@ -188,7 +188,7 @@ class Prefills:
         return Branch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)
 
     def list_branches(self, *, timeout_s: float | None = None) -> tuple[views.BranchInfo, ...]:
-        """Returns the worker's branches in namespaces that the caller may use, oldest first, whoever made them."""
+        """Returns the worker's branches in namespaces that the caller may use, oldest first, of all callers."""
         reply = self._branches.link.call(self._branches.stub.ListBranches, pb.ListBranchesRequest(), timeout_s)
         return branch_messages.branch_infos(reply)
 
@@ -196,7 +196,7 @@ class Prefills:
         """Ends branches, each once no call uses it, and returns how many there were.
 
         Args:
-            branch_ids: ids, or the first 8 bytes of each, as `list_branches` returns them. Others are ignored.
+            branch_ids: ids, or the first 8 bytes of each, as `list_branches` returns them. Unknown ids are ignored.
             timeout_s: timeout of this call.
         """
         request = pb.ReleaseBranchesRequest(branch_ids=branch_ids)

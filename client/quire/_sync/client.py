@@ -284,7 +284,7 @@ class Client(Prefills, Connected):
         return tuple(reply.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
-        """Returns the bytes of each token. They need not be whole characters."""
+        """Returns the bytes of each token. A token's bytes need not be whole characters."""
         request = messages.with_lists(worker_pb.DetokenizeRequest(), token_ids=token_ids)
         reply = self._link.call(self._stub.Detokenize, request, timeout_s)
         return tuple(reply.texts)

@@ -40,6 +40,6 @@ class EventStream(SyncWatchStream):
 
     @property
     def age_s(self) -> float:
-        """Returns the seconds since the allocator's last message, and so the age of a mirror of these events. An idle
+        """Returns the seconds since the allocator's last message. A mirror of these events is equally old. An idle
         allocator sends a message every 5 s."""
         return time.monotonic() - self._watch.heard_s

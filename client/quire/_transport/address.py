@@ -123,7 +123,7 @@ def require_free(option: str, address: str, what: str = "listen") -> None:
     Args:
         option: the command-line option with the address.
         address: host:port. Unix sockets are not checked, because they have a lock.
-        what: the server's purpose there, for the message.
+        what: the server's purpose at this address, for the message.
 
     Raises:
         UsageError: the address is invalid, the port is in use, or this user may not bind it.

@@ -10,7 +10,7 @@ from quire._transport.generating import fill_cache, generate_request
 from quire._transport.messages import fill, fill_tokens, operation, values_of
 from quire.v1 import worker_pb2 as pb
 
-_TTL_S = ranges.Range(0.1, 3600.0)  # the same bounds as the worker's; the worker checks them, too
+_TTL_S = ranges.Range(0.1, 3600.0)  # same as the worker's bounds; the worker checks `ttl_s`, too
 
 
 def prefill_request(

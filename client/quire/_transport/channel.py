@@ -2,13 +2,13 @@
 
 Every call except a watch and the Session stream has a deadline. A call that meets UNAVAILABLE is retried at most three
 times, 50 to 500 ms apart with jitter, and never before the time that the server asks for. No other code is retried. The
-Session stream is never retried. Operations that change state carry a request id, so a retried one is applied once.
+Session stream is never retried. Operations that change state carry a request id, so a server applies a retry only once.
 
 gRPC itself retries unary calls. `attempts.Attempts` retries streams of Generate. `watch.Watch` retries streams of
 WatchEvents, without a limit once they have begun.
 
 Every call carries the token as `authorization: Bearer ...`. The token is never sent unencrypted to another machine,
-    because an eavesdropper could use it.
+because an eavesdropper could use it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LIVENESS: Final = "liveness"  # service name in grpc.health.v1 for liveness; wit
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
-LOOKED_S: Final = 1.0  # a finding about an address is reused for this time
+LOOKED_S: Final = 1.0  # For this time, failed calls reuse the result of one probe of the address.
 ATTEMPTS_MAX: Final = 4
 BACKOFF_S: Final = 0.05  # pause before the second attempt
 BACKOFF_S_MAX: Final = 0.5
@@ -69,9 +69,9 @@ _SERVICE_CONFIG: Final = {
                 "retryableStatusCodes": ["UNAVAILABLE"],
             },
         },
-        # This entry overrides the one above and has no retries. An owner's stream must attach again, not be replayed.
+        # This entry overrides the entry above and has no retries. An owner's stream must attach again, not be replayed.
         # With a retry policy, a server's stream hangs past its deadline if the connection is lost before the first
-        # message (threads only, grpcio 1.85). `Attempts` and `Watch` retry it instead.
+        # message (threads only, grpcio 1.85). `Attempts` and `Watch` retry these streams instead.
         {
             "name": [
                 {"service": "quire.v1.AllocatorService", "method": "Session"},
@@ -92,13 +92,13 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge the windows until each call may buffer megabytes.
+    ("grpc.http2.bdp_probe", 0),  # Probing would enlarge the flow-control windows to megabytes per call.
     # A call gives up a dead connection after 10 s. TCP alone would keep it for a quarter of an hour.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override the previous option.
+    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default of one minute would override 5 s.
     ("grpc.http2.max_pings_without_data", 0),
-    # Each channel uses its own connection. Otherwise a new channel would reuse one that has fallen silent.
+    # Each channel uses its own connection. Otherwise a new channel could reuse a connection that has fallen silent.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -158,7 +158,7 @@ class Link:
     """
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
-        check_channels_work()  # This check precedes the credentials, because they use gRPC, too.
+        check_channels_work()  # must come first: creating credentials uses gRPC, too
         self.address = address = canonical(address)
         self.server = ANY_SERVER  # the kind of server expected at this address, for error messages
         self._found = (-math.inf, "")
@@ -189,7 +189,7 @@ class Link:
         return (*self.metadata, *carried())
 
     def check_open(self) -> None:
-        """Refuses calls on a closed connection. gRPC's own error for it is not an RpcError.
+        """Refuses calls on a closed connection. gRPC's own error for a closed channel is not an RpcError.
 
         Raises:
             UnavailableError: the client was closed, or belongs to the parent of this forked process.
@@ -215,7 +215,7 @@ class Link:
         becomes a note.
 
         If no server answered, the message says whether the client used TLS and a certificate, because a server that
-        expects others just closes the connection.
+        expects other credentials just closes the connection.
 
         Args:
             error: the error of a call.
@@ -299,7 +299,7 @@ class SyncLink(Link):
             raise self.translate(error, getattr(request, "request_id", None), self.deadline(timeout_s)) from None
 
     def for_asyncio(self) -> AsyncLink:
-        """Returns a new connection to the same server, for asyncio. Call it inside the loop that uses it."""
+        """Returns a new connection to the same server, for asyncio. Call this inside the loop that will use it."""
         link = AsyncLink(self.address, *self._given, self.timeout_s)
         link.server = self.server
         return link
@@ -313,7 +313,7 @@ class SyncLink(Link):
 
 
 class AsyncLink(Link):
-    """The connection of the asyncio clients. Make it inside the event loop that uses it."""
+    """The connection of the asyncio clients. Make the connection inside the event loop that uses it."""
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)
@@ -327,7 +327,7 @@ class AsyncLink(Link):
         return opened(aio.secure_channel(self.address, self.credentials, options=self.options))
 
     def another(self) -> AsyncLink:
-        """Returns a new connection to the same server. Closing this connection also closes the new one."""
+        """Returns a new connection to the same server. Closing this connection also closes the new connection."""
         twin = copy.copy(self)
         twin.channel = self._new_channel()
         twin._others, twin._origin = set(), self

@@ -9,7 +9,8 @@ from typing import Any, Final
 from quire._transport.messages import fill
 from quire.v1 import worker_pb2 as worker_pb
 
-# Escaping to ASCII would hide invalid text, and lengthen other text.
+# Unescaped, so that protobuf refuses invalid text, such as half a surrogate pair. Escapes would hide invalid text, and
+# lengthen text that is not ASCII.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 
 

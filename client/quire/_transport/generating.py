@@ -25,7 +25,8 @@ _EARLY_STOPPINGS = {
     True: worker_pb.EARLY_STOPPING_ALWAYS,
     "never": worker_pb.EARLY_STOPPING_NEVER,
 }
-# Interval between messages if the caller waits for the whole answer, because a message costs the same at any length.
+# Interval between messages if the caller waits for the whole answer. A long interval is cheaper, because each message
+# costs the same at any length.
 WHOLE_INTERVAL_S = 1.0
 _INTERVAL_S = ranges.Range(0, 60)
 _KEEP_S = ranges.Range(0, KEEP_MS_MAX / 1e3)
@@ -74,7 +75,7 @@ def generate_request(
 
 
 def fill_cache(message: worker_pb.CachePolicy, cache: sampling.CachePolicy, request_id: str) -> None:
-    """Sets the message's fields.
+    """Sets the fields of a message about caching.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -87,9 +88,9 @@ def fill_cache(message: worker_pb.CachePolicy, cache: sampling.CachePolicy, requ
 
 
 def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
-    """Sets the message's fields, except for values that are None or at their default."""
+    """Sets the fields of the message for sampling, except for values that are None or at their default."""
     numbers = {name: getattr(params, name) for name in _NUMBERS}
-    if params.top_k == -1:  # vLLM's value that means no limit
+    if params.top_k == -1:  # In vLLM, -1 means no limit; on the wire, 0 does.
         numbers["top_k"] = 0
     fill(message, request_id, **{name: value for name, value in numbers.items() if value is not None})
     for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):

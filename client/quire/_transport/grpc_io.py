@@ -12,8 +12,8 @@ For a session's small messages the extra hand-overs cost a fifth of a server's C
 The variable is set only during the import, so that no child process inherits it.
 
 During the import GRPC_VERBOSITY is also set, to NONE. Otherwise gRPC writes to standard error for each failed handshake
-and each unreadable header, from the thread that serves the socket. Any remote caller can cause these. If nothing reads
-the server's output, the server would block. A call's status has its error, too.
+and each unreadable header, from the thread that serves the socket. Any remote caller can cause such messages. If
+nothing reads the server's output, the server would block. A call's status has its error, too.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ child refuses to make channels if gRPC ran at the fork. gRPC runs while a proces
 longer. `GRPC_ENABLE_FORK_SUPPORT` is no remedy: with channels of asyncio, children and parents still crash.
 
 A child must not touch inherited calls and channels either. When a child ends, it cancels its event loop's tasks and
-collects its objects. Both would cancel calls and close channels, which deadlocks on a lock that a parent's thread held
-at the fork, or ends the parent's connection.
+collects its objects. Both steps would cancel calls and close channels, which deadlocks on a lock that a parent's thread
+held at the fork, or ends the parent's connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Inheritance:
     Lifecycle:
     1. noted     calls, and channels while they are open
     2. forking   `look` waits for gRPC to end if the last channel was just closed, then notes whether it runs
-    3. inherited in the child, `take` keeps what was noted alive forever, and forgets it
+    3. inherited in the child, `take` makes the noted calls and channels live forever, and removes them from the notes
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _Inheritance:
 
     def take(self) -> None:
         """Keeps inherited calls and channels alive in a child, and makes canceling a call do nothing."""
-        # A fork in C may skip `look`.
+        # A fork in C may skip `look`. Then gRPC counts as running if this process has made a channel.
         self.is_refused |= self._has_run if self._ran is None else self._ran
         for kept in (*self.calls, *self.channels):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
@@ -85,7 +85,7 @@ class _Inheritance:
             return self._has_run
         for thread in _THREADS.iterdir():
             try:
-                name = (thread / "comm").read_bytes()  # A long name may end within a character.
+                name = (thread / "comm").read_bytes()  # bytes, because Linux may cut a long name inside a character
             except OSError:
                 continue  # This thread has just ended.
             if name.startswith(_THREAD_NAMES):

@@ -1,4 +1,4 @@
-"""An event loop in its own thread. It keeps leases alive while a caller is busy, idle, or does not use asyncio."""
+"""An event loop in its own thread, which keeps leases alive while a caller is busy, idle, or does not use asyncio."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LoopThread:
             raise
 
     def made(self, make: Callable[[], ResultT]) -> ResultT:
-        """Calls `make` inside the loop and returns its result. If it fails, the loop ends."""
+        """Calls `make` inside the loop and returns its result. If `make` fails, the loop ends."""
 
         async def called() -> ResultT:
             return make()

@@ -222,7 +222,7 @@ def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRe
 def _sequence(parts: Sequence[pb.SequenceInfo]) -> views.SequenceInfo:
     """Joins the parts of one sequence, in order. Counts are the last part's."""
     info = parts[-1]
-    pieces = zip(*(part.tables for part in parts), strict=True)  # per group
+    pieces = zip(*(part.tables for part in parts), strict=True)  # the tables of all parts, group by group
     return views.SequenceInfo(
         sequence_id=info.sequence_id,
         namespace=info.namespace,

@@ -192,7 +192,7 @@ class SyncWatchStream(SyncStream[CacheEvent]):
             self._waits_since_s, self._was_left = math.inf, False
 
     def _leave_if_silent(self) -> None:
-        """Cancels a silent attempt. The thread that waits for it then starts another one."""
+        """Cancels a silent attempt. The thread that waits for a message then starts another attempt."""
         if time.monotonic() - self._waits_since_s > SILENCE_S:
             self._was_left = True
             self._watch.call.cancel()

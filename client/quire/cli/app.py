@@ -90,7 +90,7 @@ def run() -> None:
     """Runs the command line. A QuireError prints one line, and its kind determines the exit code."""
     warnings.showwarning = _show_warning
     try:
-        try:  # With JSON, typer's standalone mode is off. typer would print usage errors in a box.
+        try:  # Typer's standalone mode prints usage errors in a box, so it is off with JSON.
             code = app(prog_name="quire", standalone_mode=not output.is_json_asked_for())
         except SystemExit as done:
             code = done.code

@@ -20,7 +20,7 @@ def _id(text: str) -> bytes:
     """Returns an id from the command line.
 
     Raises:
-        BadParameter: it is no id.
+        BadParameter: the text is no id.
     """
     try:
         found = bytes.fromhex(text)

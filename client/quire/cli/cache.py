@@ -53,7 +53,7 @@ def _keep_s(text: str) -> float:
     """Returns the time of --keep.
 
     Raises:
-        BadParameter: it is no duration, or out of range.
+        BadParameter: the text is no duration, or out of range.
     """
     found = options.duration_s(text)
     if not 0 < found <= KEEP_MS_MAX / 1e3:
@@ -61,7 +61,7 @@ def _keep_s(text: str) -> float:
     return found
 
 
-DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator takes until the owner's next step
+DROP_DIGESTS_MAX: Final = 1_024  # most digests of drops that an allocator accepts before the owner's next step
 Adapter = Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")]
 Namespace = Annotated[str, typer.Option(help="Only requests of the same namespace share prefixes.")]
 
@@ -122,7 +122,7 @@ def warm(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Prefills a branch, and releases it. The time to keep begins then."""
+    """Prefills a branch, and releases it. The time of --keep begins at the release."""
     wish = None if keep is None else CachePolicy(keep_s=keep)
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         given = tokens_of(client, prompt, timeout)
@@ -203,7 +203,7 @@ def _print_parts(matched: int, kept: int, token_count: int, *, as_json: bool) ->
 
 
 def _fitting(client: Allocator, pool: str, digests: tuple[bytes, ...], kept: int) -> tuple[bytes, ...]:
-    """Returns as many digests as one drop may name. Full attention drops everything behind the last one, too.
+    """Returns as many digests as one drop may name. Full attention also drops everything behind the last digest.
 
     Raises:
         UsageError: the pool has no full attention, or the tokens to keep have too many digests.

@@ -22,7 +22,7 @@ from quire.tls import Tls, read_pem
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 CERTIFICATES: Final = ("QUIRE_TLS_CA", "QUIRE_TLS_CERT", "QUIRE_SERVER_CERT", "QUIRE_SERVER_CLIENT_CA")
 KEYS: Final = ("QUIRE_TLS_KEY", "QUIRE_SERVER_KEY")
-RENEW_DAYS: Final = 10  # a third of the lifetime of certificates from `quire certs`
+RENEW_DAYS: Final = 10  # least days before expiry: a third of the lifetime of certificates from `quire certs`
 _TIME_ERROR: Final = 5  # TIME_ERROR of adjtimex(2): the clock is not synchronized
 
 

@@ -32,7 +32,7 @@ Conversation = Sequence[Sequence[int]]  # the token ids that each turn adds
 
 @dataclass
 class Outcome:
-    """One request. Times are seconds since the request was due, so they include the wait for a place."""
+    """One request. Times are seconds since the request was due, so they include waiting for other conversations."""
 
     first_s: float | None = None
     total_s: float = 0.0
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def drawn(shape: LoadShape, count: int, vocabulary: int, seed: int) -> Iterator[Conversation]:
-    """Draws conversations with `count` turns in total. The last one may have fewer turns."""
+    """Draws conversations with `count` turns in total. The last conversation may have fewer turns."""
     draw = random.Random(seed)
     shared = _tokens(draw, shape.shared_tokens, vocabulary)
     while count > 0:
@@ -73,8 +73,8 @@ class Load:
         client: a client of the worker.
         params: sampling parameters of every request, including the seed.
         concurrency: concurrent conversations.
-        rate: conversations that become due per second, at random (Poisson) times. With None a request starts as soon as
-            a place is free.
+        rate: conversations that become due per second, at random (Poisson) times. With None, a conversation starts
+            as soon as another one has ended.
         seed: seed of these random times.
         salt: cache salt of all requests, so that they do not hit prefixes of earlier runs.
         namespace: namespace of each request.

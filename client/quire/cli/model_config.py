@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from quire.errors import UsageError
 
-HUB_S: Final = 1.5  # with this timeout, the command answers within 3 s
+HUB_S: Final = 1.5  # timeout of a request to the hub, so that the command answers within 3 s
 
 
 def config_path(model: str) -> Path:

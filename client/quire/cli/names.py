@@ -1,4 +1,4 @@
-"""Refuses old names of commands and options. The message has the name that replaced each."""
+"""Refuses old names of commands and options. The error message has the new name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CommandGroup(TyperGroup):
 
 
 class Up(TyperCommand):
-    """`quire up`. Its listen options once had the names of the options that say which server to call."""
+    """`quire up`. The command's listen options once had the names of the options that say which server to call."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the command line up to the worker's options."""

@@ -139,5 +139,5 @@ def replaced(
 
     call.__signature__ = signature.replace(parameters=[*own, *new])  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *new)}
-    del call.__wrapped__  # Otherwise typer would read the wrapped function's signature.
+    del call.__wrapped__  # With this attribute, typer would read the wrapped function's signature.
     return call

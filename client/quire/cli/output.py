@@ -18,7 +18,7 @@ from rich.segment import Segment
 from quire.errors import QuireError, UsageError
 from quire.local import ServerFailedError
 
-WIDTH: Final = 1_000  # A table is as wide as its content. A narrower terminal wraps it.
+WIDTH: Final = 1_000  # A table is as wide as its content. A narrower terminal wraps the table's lines.
 USAGE: Final = 2
 INTERRUPTED: Final = 130
 # Exit code by the failed call's gRPC status. docs/operating.md has the table.
@@ -119,7 +119,7 @@ def _drop_output() -> None:
 
 
 def _fields(error: Exception) -> dict[str, Any]:
-    """Returns the same six fields for every error. Fields that it lacks are null."""
+    """Returns the same six fields for every error. Fields that the error lacks are null."""
     if isinstance(error, QuireError) and not isinstance(error, ServerFailedError | UsageError):
         return {
             "code": error.code.name,

@@ -28,7 +28,7 @@ def get(
         address: http://host:port or https://host:port.
         path: the path and the query.
         timeout_s: how long connecting and each read may take.
-        tls: certificates for HTTPS. Without them, the system's authorities are trusted.
+        tls: certificates for HTTPS. Without them, the system's CA certificates are trusted.
         token: bearer token to send.
         bytes_max: length of the body, at most.
 

@@ -56,7 +56,7 @@ def list_all(
     if as_json:
         listed = [_summary(pool) for pool in found]
         for values in listed:
-            del values["spec"]["quotas"]  # Lists leave quotas out. `show` has them.
+            del values["spec"]["quotas"]  # Lists leave out quotas. `quire pool show` prints them.
         output.print_json(listed)
         return
     if not found:

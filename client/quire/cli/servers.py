@@ -28,7 +28,7 @@ PARSERS: Final = {  # modules with a `make_parser` function
 
 
 class PassedOn(TyperCommand):
-    """A command that passes its options to a server. Shells can still complete them."""
+    """A command that passes its options to a server. Shells can still complete these options."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Returns the completions of `incomplete`."""

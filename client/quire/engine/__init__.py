@@ -10,7 +10,7 @@
 
 `sequence` has the state of one sequence, and `agenda` plans the next operations (both are pure). `operations` has their
 values. `carriers` send them to the allocator over a Session stream or unary calls. `turns` is the engine for asyncio,
-`blocking` the engine for threads. docs/engine.md explains all of it.
+`blocking` the engine for threads. docs/engine.md explains all modules.
 """
 
 from quire.engine.agenda import NotAdmittedError

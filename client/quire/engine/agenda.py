@@ -2,15 +2,15 @@
 
 Lifecycle of a set of operations:
 
-    1. noted      sequences were computed, forked, freed, or lack room; prompts ask to be admitted
-    2. sent       `next_operations` turned all that into operations. So far only room that is given back has changed
+    1. noted      sequences were computed, forked, freed, or lack blocks; prompts ask to be admitted
+    2. sent       `next_operations` made the operations. Only the `room` of sequences that give back blocks has changed
     3. answered   `take` changes sequences in the allocator's order: commits and their swaps, frees, forks, grows.
                   Until the engine has taken the copies, no sequence is due
-    4. failed     `fail`: no operation was applied. Admissions end with the error, the rest is sent again
+    4. failed     `fail`: no operation was applied. Admissions end with the error, other operations are sent again
        lost       `lose`: the pool is empty, every sequence is gone
 
 One set of operations is in flight at a time. If a sequence's next pass lacks blocks, the newest sequences give back
-the room that they hold ahead. The pass is refused only if no sequence holds such room.
+blocks that they hold for future tokens. The pass is refused only if no sequence holds such blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Agenda:
 
     Args:
         spec: the pool's specification.
-        ahead_tokens: tokens of room that a sequence should have beyond its next token.
+        ahead_tokens: future tokens for which a sequence should hold slots, beyond its next token.
 
     Attributes:
         live: sequences that were not freed, oldest first.
@@ -82,11 +82,11 @@ class Agenda:
         self._admissions: list[Admission] = []
         self._copies: list[Copy] = []
         self._missing = 0  # blocks that other sequences must give back for the next pass
-        self._is_frugal = False  # The allocator refused room ahead, so the next step asks only for the necessary room.
-        self._is_careful = False  # A step with several admissions was refused, so they are sent one by one.
+        self._is_frugal = False  # The allocator refused blocks. The next step asks for no slots ahead.
+        self._is_careful = False  # A step with several admissions was refused. Each is sent alone.
         self._sent: Operations | None = None
 
-    # -- what an engine notes ------------------------------------------------------------------------------------------
+    # -- calls of the engine -------------------------------------------------------------------------------------------
 
     def new_admission(
         self,
@@ -179,7 +179,7 @@ class Agenda:
         return [each for each in self.live.values() if each.due]
 
     def refused(self) -> list[EngineSequence]:
-        """Returns the sequences that got no room for their next pass, oldest first."""
+        """Returns the sequences that got no blocks for their next pass, oldest first."""
         return [each for each in self.live.values() if each.refusal is not None]
 
     def take_copies(self) -> list[Copy]:
@@ -187,7 +187,7 @@ class Agenda:
         copies, self._copies = self._copies, []
         return copies
 
-    # -- what is said --------------------------------------------------------------------------------------------------
+    # -- the next operations -------------------------------------------------------------------------------------------
 
     def next_operations(self) -> Operations:
         """Returns the operations to send now. Call `take` or `fail` before asking for the next ones."""
@@ -224,14 +224,14 @@ class Agenda:
         return chosen
 
     def _commit(self, sequence: EngineSequence, forked_at: int | None, keep: int) -> Commit | None:
-        """Returns the commit of computed tokens if they fill a block, are forked, or room is given back; else None."""
+        """Returns the commit of computed tokens if they fill a block or are forked, or if blocks are given back."""
         size, before = self._spec.block_size, sequence.committed
         queued = [fork.token_count for fork in self._forks if fork.parent is sequence]
         token_count = min([sequence.computed, *queued])  # The commit stops at the next queued fork of this sequence.
         fills = token_count // size > before // size
         leaves_state = forked_at is not None or (token_count > before and token_count % size == 0)
         if self._has_states and leaves_state and sequence.room > token_count:
-            keep = token_count  # A state can be checkpointed or forked only if the sequence has no room beyond it.
+            keep = token_count  # A state is only checkpointed or forked without slots for later tokens.
         if not (fills or keep or (forked_at is not None and token_count > before)):
             return None
         chain = sequence._chain.copy()
@@ -239,7 +239,7 @@ class Agenda:
         return Commit(sequence, token_count, digests, keep, chain)
 
     def _given_back(self) -> dict[int, int]:
-        """Chooses the sequences that give back room ahead to sequences that lack room. Returns how much each keeps."""
+        """Chooses sequences that give back blocks to sequences that lack some. Returns the tokens that each keeps."""
         if not self._missing:
             return {}
         return give_back(self._holders(), self._missing, self._increment)
@@ -249,7 +249,7 @@ class Agenda:
         return [(each.id, each.room, _needed(each)) for each in holders]
 
     def _grows(self, born: set[int], *, is_crowded: bool) -> list[Grow]:
-        """Returns the requests for room. While prompts ask for blocks, or room was refused, no sequence asks ahead."""
+        """Returns the requests for slots: none beyond the next pass if prompts ask for blocks, or after a refusal."""
         decoding = []
         for each in self.live.values():
             if each.id in self._known or each.id in born:
@@ -258,7 +258,7 @@ class Agenda:
         asks = needs_of(decoding, free, ahead_tokens=self._ahead_tokens, increment=self._increment)
         return [Grow(sequence, token_count) for sequence, token_count in asks]
 
-    # -- what the answer changes ---------------------------------------------------------------------------------------
+    # -- the allocator's answer ----------------------------------------------------------------------------------------
 
     def take(self, outcome: StepOutcome) -> None:
         """Applies the outcome of the sent operations.
@@ -352,9 +352,9 @@ class Agenda:
 
     def _note_admission(self, admission: Admission, grown: GrowOutcome) -> None:
         if grown.result is Result.NO_SPACE and not admission.is_abandoned and self._can_give_back(grown.shortfall):
-            return  # The admission stays on the agenda.
+            return  # The admission stays on the agenda, and is sent again.
         self._admissions.remove(admission)
-        if admission.answer is not None:  # The admission itself failed.
+        if admission.answer is not None:  # The answer is an error that the admission caused.
             return
         if grown.result is not Result.OK:
             admission.answer = self._refusal(grown)
@@ -371,7 +371,7 @@ class Agenda:
             sequence.free()
 
     def _can_give_back(self, shortfall: int) -> bool:
-        """Tells whether a sequence can give back room ahead. If so, the next operations take it back."""
+        """Tells whether sequences can give back blocks for future tokens. If so, the next operations return them."""
         self._missing += shortfall
         if give_back(self._holders(), self._missing, self._increment):
             return True
@@ -388,7 +388,7 @@ class Agenda:
 
 
 def _needed(sequence: EngineSequence) -> int:
-    """Returns the length that a sequence needs room for: its next pass, or one token more once it has that room."""
+    """Returns the length for which a sequence needs slots: its next pass, or one token more once it has these slots."""
     is_computed_next = sequence.computed < sequence.wanted <= sequence.room
     return min(sequence.wanted + is_computed_next, sequence.token_count_max)
 

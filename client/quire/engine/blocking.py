@@ -70,7 +70,7 @@ class Engine:
         return self._engine.ready()
 
     def refused(self) -> list[EngineSequence]:
-        """Returns the sequences without room for their next pass; see `AsyncEngine.refused`."""
+        """Returns the sequences without blocks for their next pass; see `AsyncEngine.refused`."""
         return self._engine.refused()
 
     def open(self) -> None:

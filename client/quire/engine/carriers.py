@@ -3,7 +3,7 @@
 | | stream | unary calls |
 | --- | --- | --- |
 | a step | one message | one call |
-| room ahead | requested, so that decoding continues through an outage | none: one block at a time |
+| slots for future tokens | requested, so that decoding continues through an outage | none: one block at a time |
 | the allocator is lost | its successor gets a report of the pages | the pool is lost, and starts empty |
 """
 
@@ -41,7 +41,7 @@ class Carrier(Protocol):
         """Returns how many allocators got a report of the pages."""
 
     async def open(self) -> None:
-        """Takes the pool. Waits without a limit until that succeeds."""
+        """Takes the pool. Waits without a limit for an allocator that grants the pool."""
 
     async def carry(self, operations: Operations) -> StepOutcome:
         """Applies each operation exactly once, and returns the outcome.

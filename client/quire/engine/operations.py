@@ -11,7 +11,7 @@ from quire.protocol.steps import StepBuilder
 
 
 class Commit(NamedTuple):
-    """Tokens of a sequence up to `token_count` are computed. `chain` is its digest chain once this is answered."""
+    """Tokens of a sequence up to `token_count` are computed. `chain` is its digest chain after the answer."""
 
     sequence: EngineSequence
     token_count: int
@@ -21,7 +21,7 @@ class Commit(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A child shares the first `token_count` tokens of its parent. All of them are computed."""
+    """A child shares the first `token_count` tokens of its parent. All shared tokens are computed."""
 
     parent: EngineSequence
     child: EngineSequence
@@ -29,7 +29,7 @@ class Fork(NamedTuple):
 
 
 class Grow(NamedTuple):
-    """A sequence requests room for `token_count` tokens."""
+    """A sequence requests blocks for `token_count` tokens."""
 
     sequence: EngineSequence
     token_count: int

@@ -4,8 +4,8 @@ Ranges of its tokens, with `committed` <= `computed` <= len(tokens), and `comput
 
     [0, committed)              computed, and committed to the allocator: other prompts can hit the full blocks
     [committed, computed)       computed, as the engine reported by `append` or `advance`
-    [computed, len(tokens))     to be computed; `due` as soon as they have room
-    [len(tokens), room)         room ahead, for future tokens
+    [computed, len(tokens))     to be computed; `due` as soon as the sequence's blocks can hold them
+    [len(tokens), room)         slots for future tokens
 
 Lifecycle:
 
@@ -64,11 +64,11 @@ class EngineSequence:
 
     Attributes:
         id: its id in the pool.
-        tokens: all known tokens. The last ones may not be computed yet. Read only: `append` adds tokens.
+        tokens: all known tokens. The last tokens may not be computed yet. Read only: `append` adds tokens.
         namespace: its prefix is shared only inside this namespace.
         computed: tokens in the pages.
-        committed: tokens of these that the allocator knows as computed.
-        room: tokens that its blocks can hold.
+        committed: computed tokens that the allocator knows as computed.
+        room: number of tokens that its blocks can hold.
         matched: leading tokens that were in the pages when it was admitted or forked.
         attended: leading tokens that would have matched with a checkpoint (see docs/hybrid.md).
         table: one row of block ids per group, in order of position. `NULL_BLOCK` marks a block that fell out of a
@@ -120,14 +120,14 @@ class EngineSequence:
 
     @property
     def due(self) -> range:
-        """Returns the positions to compute now: a whole pass, or none while the sequence has no room."""
+        """Returns the positions to compute now: a whole pass, or none while the sequence lacks blocks for the pass."""
         end = self.wanted
         can_go = self.is_live and self.room >= end and not self._host.is_waiting(self)
         return range(self.computed, end if can_go else self.computed)
 
     @property
     def refusal(self) -> Refusal | None:
-        """Returns why its next pass has no room. None if it has room, or if its request is not answered yet."""
+        """Returns why the next pass lacks blocks. None if it lacks none, or if the request is not answered yet."""
         return self._refusal if self.is_live and self.room < self.wanted else None
 
     def slot(self, position: int, group: int = 0) -> int:
@@ -135,7 +135,7 @@ class EngineSequence:
         the block's id.
 
         Raises:
-            IndexError: the position has no room, or fell out of the window.
+            IndexError: the position has no block, or fell out of the window.
         """
         spec, row = self._host.groups[group], self.table[group]
         if not 0 <= position < self.room:
@@ -153,7 +153,7 @@ class EngineSequence:
         """Notes that all its tokens are computed, and adds the sampled token.
 
         Raises:
-            ValueError: the token has more than 32 bits, or the computed tokens had no room.
+            ValueError: the token has more than 32 bits, or the computed tokens had no blocks.
             TypeError: the token is not an integer.
             RuntimeError: the sequence was freed, or must wait for the next turn.
         """

@@ -28,7 +28,7 @@ class AsyncEngine:
         pool: the pool's name.
         spec: the pool's specification.
         carrier: sends operations to the allocator.
-        ahead_tokens: tokens of room that a sequence should have beyond its next token.
+        ahead_tokens: future tokens for which a sequence should hold slots, beyond its next token.
     """
 
     def __init__(self, pool: str, spec: PoolSpec, carrier: Carrier, ahead_tokens: int) -> None:
@@ -58,10 +58,10 @@ class AsyncEngine:
         return self._agenda.ready()
 
     def refused(self) -> list[EngineSequence]:
-        """Returns the sequences without room for their next pass, oldest first. `refusal` of each has the reason.
+        """Returns the sequences without blocks for their next pass, oldest first. `refusal` of each has the reason.
 
-        Other sequences have given back their room ahead already. Each turn asks for room again. To make progress, free
-        `refusal.victim` or another sequence, and admit its tokens again later.
+        Other sequences have already given back their blocks for future tokens. Each turn asks for blocks again. To make
+        progress, free `refusal.victim` or another sequence, and admit its tokens again later.
         """
         return self._agenda.refused()
 
@@ -91,7 +91,7 @@ class AsyncEngine:
         Args:
             tokens: the prompt's tokens, at least one.
             namespace: prefixes are shared only inside it.
-            token_count_max: the sequence's greatest length. Room ahead ends there.
+            token_count_max: the sequence's greatest length. The sequence gets no slots beyond this length.
             priority: -10 to 10. A refusal never names a victim of a higher priority than this one.
             defer_token_count: refuse with PENDING if other sequences are computing at least this many tokens of its
                 prefix.
@@ -125,17 +125,17 @@ class AsyncEngine:
         return admission.answer
 
     async def turn(self) -> list[Copy]:
-        """Reports computed, forked and freed tokens, requests room, and applies the answer.
+        """Reports computed, forked and freed tokens, requests blocks, and applies the answer.
 
         Returns the blocks to copy before the next pass, in this order: whole blocks, all layers of their group. The
-        method waits for the allocator only while no sequence is due. It also returns if no sequence gets room.
+        method waits for the allocator only while no sequence is due. `turn` also returns if no sequence gets blocks.
 
         Raises:
             SessionLostError: the pool is empty and every sequence is gone. Admit again the sequences that are still
                 wanted.
             QuireError: the allocator refused the step. No operation was applied; the next turn sends them again.
         """
-        await asyncio.sleep(0)  # Without this, a loop of turns and passes would block all sending and receiving.
+        await asyncio.sleep(0)  # Lets other tasks run: a loop of turns and passes would block sending and receiving.
         agenda = self._agenda
         while True:
             if self._under_way is None and not self._send():

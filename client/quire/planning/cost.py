@@ -6,8 +6,8 @@ the longest, so that every order of magnitude of lengths counts equally:
     unused   bytes that the sequence holds beyond those that its last token reads and writes: slots and ends of pages
              that no sequence can use, and blocks that are only partly inside a window
     groups   `GROUP_COST` per group: a block table per sequence, its copy to the device, and an attention plan per
-             step. A group of states costs only `STATE_GROUP_SHARE` of that. Its table has one entry, which only a
-             checkpoint changes. Attention in blocks of 64 has 20 entries at 1,280 tokens
+             step. A group of states costs only `STATE_GROUP_SHARE` of that: its table has one entry, which only a
+             checkpoint changes, while attention in blocks of 64 has 20 entries at 1,280 tokens
     edges    `edge_tokens` as a share of the sequence's tokens: on average half of an edge is computed again after a
              prefix hit, and half a block is empty at the sequence's end
 
@@ -33,8 +33,8 @@ from quire.types import GroupKind
 GROUP_COST: Final = 0.005
 STATE_GROUP_SHARE: Final = 1 / 20
 LENGTH_MIN: Final = 256  # tokens. In shorter sequences, padding has little effect.
-# In a model with states a hit also needs a checkpoint. Checkpoints are hundreds of tokens apart, so smaller blocks
-# gain nothing.
+# With states, smaller `edge_tokens` cost the same as this number: a hit also needs a checkpoint, and checkpoints are
+# hundreds of tokens apart.
 EDGE_TOKENS_WITH_STATES: Final = 64
 
 

@@ -12,7 +12,7 @@ from quire.planning.family import Family, Run
 from quire.planning.specs import STATE_ALIGNMENT_BYTES, LayerSpec
 from quire.types import GroupKind
 
-STATE_HALVINGS_MAX: Final = 10  # 2**10, because a pool has at most 1,024 groups
+STATE_HALVINGS_MAX: Final = 10  # a state spans at most 2**10 pages, because a pool has at most 1,024 groups
 
 
 def alike(layers: Iterable[LayerSpec]) -> list[Run]:

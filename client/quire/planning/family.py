@@ -24,7 +24,7 @@ class Family:
         page_bytes: bytes of the pool's pages.
 
     Raises:
-        ValueError: the layers of one run differ in kind or window, or attention layers of one page are larger than it.
+        ValueError: the layers of one run differ in kind or window, or attention layers are larger than their page.
     """
 
     runs: tuple[Run, ...]

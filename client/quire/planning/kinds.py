@@ -1,4 +1,4 @@
-"""Reads the kind of each layer of a model. Configurations have many forms for it."""
+"""Reads the kind of each layer of a model. Configurations name kinds in many forms."""
 
 from __future__ import annotations
 

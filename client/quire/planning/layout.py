@@ -218,7 +218,7 @@ def _starts(family: Family, run: Run, slot_bytes: int) -> list[int]:
 
 
 def _cut(start: int, layer: LayerSpec, family: Family, first_group: int) -> Iterator[PageSlice]:
-    """Yields the slices of one layer that starts at `start` in its run. Page ends divide it."""
+    """Yields the slices of one layer that starts at `start` in its run. Page ends divide the layer."""
     end = start + (layer.state_bytes or family.layer_bytes(layer))
     while start < end:
         page, offset = divmod(start, family.page_bytes)

@@ -135,7 +135,7 @@ def _own(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
     """Returns the layers that have their own cache.
 
     Raises:
-        ValueError: no layer has one.
+        ValueError: every layer shares the cache of another layer, or there are no layers.
     """
     own = [layer for layer in layers if layer.shared_with is None]
     if not own:
@@ -192,7 +192,7 @@ def _with_checkpoints(layout: Layout, block_size: int, checkpoint_tokens: int | 
         raise ValueError(f"checkpoint_tokens must be a multiple of the block size of {largest} tokens, not {interval}")
     if checkpoint_tokens is None:
         checkpoint_bytes = layout.checkpoint_block_count * layout.page_bytes
-        # A model with only states gets checkpoints as often as allowed.
+        # A model with only states does not grow per token, and gets the shortest allowed interval.
         growth = layout.growth_bytes_per_token or checkpoint_bytes
         while interval < CHECKPOINT_TOKENS_MIN or interval * growth < checkpoint_bytes:
             if interval * 2 > CHECKPOINT_TOKENS_MAX:

@@ -1,7 +1,7 @@
 """Computes how many idle chats a pool can still hit, by the blocks that it retains of each.
 
-An idle chat holds no block: its blocks are only cached. Its next turn is a hit only while every group still has the
-    blocks for a hit. Blocks of a chat in each group:
+An idle chat holds no block: its blocks are only cached. The chat's next turn is a hit only while every group still has
+the blocks for a hit. Blocks of a chat in each group:
 
                  dense                            tail
     full         ceil(tokens / block)             the same: a hit needs all of them
@@ -9,13 +9,13 @@ An idle chat holds no block: its blocks are only cached. Its next turn is a hit 
     states       every checkpoint, up to 16       2: at the end of the prompt, and at the end of the chat
 
 A tail has three parts. The first is the `window - 1` tokens that the token after the chat's last edge reads. The second
-is one block more: a prompt that is edited inside its last block then still hits one edge earlier. If other groups have
+is one more block: a prompt that is edited inside its last block then still hits one edge earlier. If other groups have
 larger blocks, the second part is all blocks between two edges. The third is the last block that is not full yet, which
 full attention counts as well.
 
 For example, a pool has 24,576 blocks of 16 tokens, one group of full attention and five with a window of 1,024. A chat
-has 8,192 tokens. Dense retention keeps 6 x 512 blocks of it, so 8 chats fit. Tail retention keeps 512 + 5 x 66, so 29
-chats fit.
+has 8,192 tokens. Dense retention keeps 6 x 512 blocks of the chat, so 8 chats fit. Tail retention keeps 512 + 5 x 66,
+so 29 chats fit.
 """
 
 from __future__ import annotations

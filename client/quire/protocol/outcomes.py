@@ -108,8 +108,8 @@ class GrowOutcome(NamedTuple):
             size (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that other sequences are computing (new sequences only).
         victim: the sequence to preempt (NO_SPACE only), if preempting one helps.
-        token_count: the larger of the requested and the matched tokens. With OK the sequence has room for all of them,
-            and the tables' last entries are for the last tokens.
+        token_count: the larger of the requested and the matched tokens. With OK the sequence has blocks for all of
+            them, and the tables' last entries are for the last tokens.
         attended_token_count: leading tokens that would have matched with a checkpoint. A commit that ends there makes
             one. 0 if that would gain nothing (new sequences only).
         stops: rising token counts where a later prompt's hit may end. Commits that end there make checkpoints (new
@@ -162,7 +162,8 @@ def read_reply(step: packed.Step, reply: packed.StepReply, group_count: int) -> 
     Raises:
         ValueError: the reply does not fit the step.
     """
-    # Reading an empty field costs as much as a full field, and most fields of most replies are empty.
+    # `ListFields` returns only non-empty fields. Most fields of most replies are empty, and reading an empty field
+    # costs as much as reading a full one.
     told: _Told = {field.name: value for field, value in reply.ListFields()}
     commit_ids = unpack_uint64(step.commits.sequences) if step.HasField("commits") else ()
     commits = _results(told, "commit_results", len(commit_ids))

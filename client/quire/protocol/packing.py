@@ -29,7 +29,7 @@ def pack_uint32(numbers: Iterable[int], name: str = "") -> bytes:
 
 
 def pack_int32(numbers: Sequence[int]) -> bytes:
-    """Packs each number, which fits and may be negative, into 4 bytes."""
+    """Packs each number into 4 bytes. Numbers may be negative. The caller has checked that they fit."""
     return _pack("i", numbers)
 
 
@@ -70,7 +70,7 @@ def entry_int32(data: bytes, row: int) -> int:
 
 
 def as_int32(column: array[int]) -> array[int]:
-    """Returns a column that was read as uint32 as the signed numbers that were packed."""
+    """Converts a column that was read as uint32 back to the signed numbers that were packed."""
     signed = _INT32[:]
     signed.frombytes(column.tobytes())
     return signed
@@ -91,7 +91,7 @@ def _pack(code: str, numbers: Iterable[int], name: str = "") -> bytes:
     except (OverflowError, TypeError):
         _refuse(code, numbers, name)
         raise
-    # True and False would be packed as 1 and 0.
+    # Booleans are refused, because `array` would pack them as 1 and 0.
     if name and not isinstance(numbers, array) and bool in map(type, numbers):
         _refuse(code, numbers, name)
     if not IS_LITTLE_ENDIAN:

@@ -7,7 +7,7 @@
 A NAME that ends in `*` matches every name with that beginning, and `*` alone matches all. Characters that a URI cannot
 have are percent-encoded, and so is a literal `*`. A URI of another kind permits nothing.
 
-Pure: no wire, no clock. A session's state machine uses these, too.
+Pure: no wire, no clock. A session's state machine uses this module, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The digest of a pool's state. The owner and the allocator both compute the digest, and so detect a disagreement
-before it can spoil a text.
+"""The digest of a pool's state. The owner and the allocator both compute the digest, and so detect different states
+before a text is computed from wrong blocks.
 
 The digest is a SHA-256 over every live sequence, by rising id:
 
@@ -8,8 +8,8 @@ The digest is a SHA-256 over every live sequence, by rising id:
     namespace       uint32 length, UTF-8
     tables          of each group: uint32 length, then uint32 block ids; 0xFFFFFFFF for an entry without a block
 
-All numbers are little-endian. Cached blocks are not part of it: an owner does not learn of an eviction until the block
-is granted again.
+All numbers are little-endian. Cached blocks are not part of the digest: an owner does not learn of an eviction until
+the block is granted again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Final, TypeAlias
 from quire.protocol.packing import IS_LITTLE_ENDIAN
 
 STATE_DIGEST_STEPS: Final = 64  # The reply to every 64th step carries a digest.
-# A digest must not delay a step. In a larger pool, each digest covers the next 16,384 entries, one after another, until
-# all sequences are covered.
+# Most entries in one digest, so that a digest does not delay a step. In a larger pool, successive
+# digests cover different sequences, until all of them are covered.
 STATE_DIGEST_ENTRIES_MAX: Final = 16_384
 SEQUENCE_ENTRIES: Final = 128  # fixed cost of a sequence, in entries
 _GOLDEN: Final = 0x9E3779B9  # 2**32 divided by the golden ratio
@@ -32,8 +32,8 @@ _SEQUENCE: Final = struct.Struct("<QIII").pack
 _LENGTH: Final = struct.Struct("<I").pack
 
 
-# One live sequence: id, granted tokens, committed tokens, namespace, tables. The state is a tuple, because creating
-# objects of a class took as long as all the rest.
+# One live sequence: id, granted tokens, committed tokens, namespace, tables. The row is a tuple, because creating
+# objects of a class took as long as all other work of a digest.
 SequenceRow: TypeAlias = tuple[int, int, int, str, Sequence["array[int]"]]
 
 
@@ -53,7 +53,7 @@ def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
 def state_digest(sequences: Iterable[SequenceRow], entries_max: int | None = None) -> bytes:
     """Returns a digest of 32 bytes over sequences by rising id, or `in_turn`. The hash stops at `entries_max` table
     entries; each sequence itself counts as `SEQUENCE_ENTRIES`."""
-    data, entry_count = bytearray(), 0  # Hashed in one call: an update per sequence costs more than its bytes.
+    data, entry_count = bytearray(), 0  # hashed at once: a call per sequence costs more than hashing its bytes
     for sequence_id, token_count, committed, namespace, tables in sequences:
         name = namespace.encode()
         data += _SEQUENCE(sequence_id, token_count, committed, len(name))

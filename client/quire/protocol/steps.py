@@ -66,9 +66,9 @@ class StepBuilder:
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes | Sequence[bytes] = b"", keep_token_count: int = 0
     ) -> Self:
-        """Reports that tokens up to `token_count` are computed, with one digest for each digest block that this fills.
+        """Reports that tokens up to `token_count` are computed, with one digest for each digest block that they fill.
 
-        With `keep_token_count`, the sequence keeps room only for that many tokens, and at least `token_count`. The
+        With `keep_token_count`, the sequence keeps blocks only for that many tokens, and at least `token_count`. The
         commit gives back further blocks, such as blocks for rejected draft tokens.
         """
         self._commits.append(sequence_id)
@@ -81,7 +81,7 @@ class StepBuilder:
         """Frees a sequence and all its blocks.
 
         With `keep_ms`, the sequence's published blocks are evicted late for that time, within its namespace's share of
-        the pool. `keep_token_count` limits that to its leading tokens; 0 is all.
+        the pool. `keep_token_count` limits this to its leading tokens; 0 means all.
         """
         self._frees.append(sequence_id)
         self._keep_ms.append(keep_ms)
@@ -122,11 +122,12 @@ class StepBuilder:
         is_return: bool = False,
         breakpoints: Sequence[int] = (),
     ) -> Self:
-        """Creates a sequence with room for `token_count` tokens. The sequence shares the published blocks of `digests`.
+        """Creates a sequence with blocks for `token_count` tokens. Published blocks of `digests` are shared.
 
         Args:
             sequence_id: an id above all earlier ids. The sequence may grow once an answer has confirmed it.
-            token_count: tokens of room: the prompt, or its first chunk. The room is larger if more tokens are shared.
+            token_count: tokens that get blocks: the prompt, or its first chunk. If more tokens are shared, the sequence
+                has blocks for all shared tokens.
             digests: digests of the prompt's blocks that may be shared.
             namespace: prefixes are shared only inside it.
             prompt_token_count: length of the whole prompt, if `token_count` is only its first chunk. The sequence is
@@ -137,7 +138,7 @@ class StepBuilder:
             is_return: the sequence is a preempted request. The sequence's tokens are counted as returned, not as
                 queried.
             breakpoints: rising token counts, at most 4, where later prompts are expected to diverge. Windows
-                and states should be able to serve a hit there. The outcome's stops include them.
+                and states should be able to serve a hit there. The outcome's stops include these counts.
         """
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
@@ -148,7 +149,7 @@ class StepBuilder:
         return self.grow(sequence_id, token_count)
 
     def grow(self, sequence_id: int, token_count: int) -> Self:
-        """Makes room for `token_count` tokens of a live sequence."""
+        """Requests blocks for `token_count` tokens of a live sequence."""
         self._grows.append(sequence_id)
         self._grow_token_counts.append(token_count)
         return self
@@ -158,7 +159,7 @@ class StepBuilder:
         return not (self._new or self._parents) and max(self._grows, default=0) <= created
 
     def check_ids(self, created: int, highest: int) -> None:
-        """Checks that created ids are new, and all others known.
+        """Checks that ids of new sequences are new, and that all other ids are known.
 
         Args:
             created: the highest id created so far.
@@ -262,7 +263,7 @@ def cache_drop(
         TypeError: `kept_digest_count` is not a number.
     """
     data = b"" if digests is None else concatenated(digests)
-    if digests is not None and not data:  # A short prompt has no digests. On the wire, that means everything.
+    if digests is not None and not data:  # On the wire, no digests mean the whole namespace or pool.
         raise ValueError("digests must not be empty: leave them out to drop the whole namespace or pool")
     if data and namespace is None:
         raise ValueError("digests need the namespace that they belong to: give namespace, too")

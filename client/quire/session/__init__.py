@@ -3,8 +3,9 @@
     session = client.session("mine", spec)  # of `Allocator` or `AsyncAllocator`
 
 `AsyncSession` is the stream for asyncio, `Session` the stream for threads. `AsyncCallSession` and `CallSession` send
-each step as a call. `StepBuilder` builds a step, and a `StepOutcome` is its answer. `RoomAhead` requests room for
-sequences that continue to decode. `owner` is the state machine, without a wire. `pool_session` drives it over gRPC.
+each step as a call. `StepBuilder` builds a step, and a `StepOutcome` is its answer. `RoomAhead` requests slots
+for tokens that sequences will decode later. `owner` is the state machine, without a wire. `pool_session` drives the
+state machine over gRPC.
 """
 
 from quire.errors import AnswersMissedError, SessionLostError

@@ -1,8 +1,8 @@
 """Keeps a session's unanswered steps, and answers whose callers were canceled.
 
-A sent step cannot be taken back. If a step's caller is canceled, the step is still applied. Its answer then has blocks
-to note and copies to run. Such an answer is kept until the engine asks for it. A new step is refused while the engine
-has not learned that an earlier step failed: the new step assumed that the earlier one was applied.
+A sent step cannot be taken back. If a step's caller is canceled, the step is still applied. The step's answer then has
+blocks to note and copies to run. Such an answer is kept until the engine asks for it. A new step is refused while the
+engine has not learned that an earlier step failed: the new step assumed that the earlier one was applied.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Answers:
     def __init__(self) -> None:
         self._asked: dict[int, Pending] = {}
         self._missed: dict[int, tuple[StepBuilder, StepOutcome]] = {}
-        # The error that ended steps without an answer, until a caller has received it.
+        # The error that ended unanswered steps; None again once a caller has received the error.
         self._untold: Exception | None = None
 
     def check(self, refusal: QuireError | None) -> None:

@@ -22,8 +22,8 @@ from quire.session.ledger import Ledger, LedgerSequence
 from quire.session.pages import DigestSpace, Pages, PublishedStretch
 from quire.v1 import allocator_pb2 as pb
 
-# Sequences and stretches per chunk. Each sequence costs an allocator as much as many blocks, and the allocator serves
-# other owners only between chunks.
+# Most sequences and stretches in a chunk. A sequence costs an allocator as much time as many blocks, and the allocator
+# serves other owners only between chunks.
 HEADS_MAX: Final = 512
 
 # Upper bounds of a chunk's encoded parts, in bytes. A tag takes one byte. A length takes three bytes, because no chunk
@@ -36,7 +36,7 @@ TABLE_BYTES: Final = 2 * FRAME_BYTES  # a message around an array
 TABLE_ENTRY_BYTES: Final = 4
 STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 * FRAME_BYTES
 STRETCH_ENTRY_BYTES: Final = DIGEST_BYTES + 4
-FREED_BYTES: Final = 4 * FRAME_BYTES  # once per chunk
+FREED_BYTES: Final = 4 * FRAME_BYTES  # the four columns of a chunk's freed blocks, without entries
 FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # four numbers: block, step, operation, rank
 
 
@@ -45,7 +45,7 @@ class _Chunker:
 
     Attributes:
         chunk: the current chunk.
-        entries_left, bytes_left, heads_left: the remaining room in it.
+        entries_left, bytes_left, heads_left: what the current chunk can still hold.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from quire.session.pool_session import AsyncSession
 
 
 class Session:
-    """Owns one pool over a stream. Made by `Allocator.session`. `with` opens and closes it.
+    """Owns one pool over a stream. Made by `Allocator.session`. `with` opens and closes the session.
 
     Args:
         make: called inside the loop. Returns the session, and a function that closes its client.

@@ -58,7 +58,7 @@ class SessionCall:
         self._ending = Ending(call)
         self._is_cancelled = False
         self._sending = asyncio.Lock()
-        # Set while `answer` waits for a question.
+        # While `answer` waits, this future is set. `send` then puts a message into the future, and `answer` sends it.
         self._asked: asyncio.Future[packed.SessionRequest | None] | None = None
         self._is_asking = False
         call.add_done_callback(lambda _call: self._read_on())

@@ -50,7 +50,7 @@ class Ending:
     def _note(self, call: Any) -> None:
         """Records the first status. gRPC calls this as soon as a status is set, before any other code can run."""
         code, details = _at_once(call.code()), _at_once(call.details())
-        # gRPC may first set a placeholder. The peer's status comes later.
+        # gRPC may set a placeholder before the peer's status arrives.
         if self._status is None and (code, details) != _PUT_IN_ITS_PLACE:
             trailing = _at_once(call.trailing_metadata())
             self._status = aio.AioRpcError(code, aio.Metadata(), trailing, details, details)

@@ -4,8 +4,8 @@ The thread that completes calls reports each finished operation to the event loo
 rounds of the loop. A caller that waits for the answer does not need to know that its message was sent. One operation
 for both takes a quarter less CPU per bare round trip (docs/decisions/0057-a-step-and-its-answer-are-one-operation.md).
 
-grpc.aio has no public way to do this. This module uses its internal `execute_batch` and two kinds of operations.
-Untested releases of gRPC use the public way.
+grpc.aio has no public way to send and receive in one operation. This module uses the internal `execute_batch` and two
+kinds of operations. Sessions on untested gRPC releases use the public methods.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ else:
 
 
 def may_exchange(call: Any) -> bool:
-    """Tells whether `exchange` can be used on a call. A call with interceptors does not allow this."""
+    """Tells whether `exchange` can be used on a call. A call with interceptors does not allow `exchange`."""
     return IS_OFFERED and hasattr(call, "_cython_call")
 
 

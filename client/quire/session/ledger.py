@@ -7,7 +7,7 @@ The owner has the pages, so this ledger is the truth. An allocator that has lost
     released     the last free (or the last grow or commit that let go of the block) of a published block
 
 A block that the allocator has evicted, but not granted again, still counts as published: its page is unchanged. If a
-quota limits the cached blocks it does not count, because the allocator then reports which blocks became empty.
+quota limits the cached blocks, it does not count, because the allocator then reports which blocks became empty.
 
 Pure: no call, clock or lock.
 """
@@ -31,7 +31,7 @@ from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
 _SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
-KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # an allocator frees a sequence's groups in this order
+KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # order in which an allocator frees the groups of a sequence
 
 
 class LedgerSequence:
@@ -285,7 +285,7 @@ class Ledger:
             if grown[1] is not ok:
                 continue
             sequence, blocks = sequences.get(grown[0]), grown[3]
-            if is_plain and sequence is not None and not any(blocks):  # While decoding, most grows change no table.
+            if is_plain and sequence is not None and not any(blocks):  # In decoding, most grows change no table.
                 sequence.token_count = max(sequence.token_count, wanted)
                 continue
             self._operation, self._rank = before + row, 0
@@ -322,7 +322,7 @@ class Ledger:
                 self.pages.grant(added)
         if wanted > sequence.token_count:
             sequence.token_count = wanted
-            for group in self._states:  # Writing to a checkpoint without a copy destroys it.
+            for group in self._states:  # A grow without a new block overwrites the state's checkpoint.
                 if not blocks[group]:
                     self.pages.grant(sequence.tables[group])
 
@@ -332,7 +332,7 @@ class Ledger:
         while copies and copies[-1].destination in own:
             self._release([array("I", [copies.pop().source])], 0, 1)
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _next_operation(self) -> None:
         self._operation += 1

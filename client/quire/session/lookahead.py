@@ -1,4 +1,5 @@
-"""Requests room for future tokens, so that decoding continues while the allocator is slow or down.
+"""Requests room for future tokens, so that decoding continues while the allocator is slow or down. A sequence's room is
+the number of tokens that its granted blocks can hold.
 
 Ranges of a decoding sequence, in tokens. `length` includes the token that is being sampled, and `last` is the most that
 the sequence can ever compute:
@@ -42,8 +43,8 @@ K = TypeVar("K")
 
 
 class Decoding(NamedTuple, Generic[K]):
-    """A decoding sequence, in tokens: its granted room according to the answers that its engine has applied, its length
-    after the running pass, and its greatest possible length."""
+    """A decoding sequence, in tokens: the room that answers granted and its engine has applied, its length after the
+    running pass, and its greatest possible length."""
 
     sequence: K
     granted: int
@@ -52,7 +53,7 @@ class Decoding(NamedTuple, Generic[K]):
 
     @property
     def lacks_room(self) -> bool:
-        """Tells whether its next token has no room. This room is necessary, unlike room ahead."""
+        """Tells whether the sequence has no room for its next token. Only this room is necessary."""
         return min(self.length, self.last) > self.granted
 
 
@@ -88,19 +89,19 @@ class Increment(NamedTuple):
         return sum(-(-token_count // size) for size in self.sizes)
 
     def full(self, token_count: int) -> int:
-        """Returns how many blocks `token_count` tokens fill. One more may be shared, and is copied on the next grow."""
+        """Returns how many blocks `token_count` tokens fill. The next grow copies one more block if it is shared."""
         return sum(token_count // size for size in self.sizes)
 
 
 class RoomAhead:
-    """Requests a session's room ahead.
+    """Requests room for future tokens of a session's sequences.
 
     In a pool with recurrent states, a sequence with more room than committed tokens leaves no checkpoint. So a commit
     that should leave a checkpoint gives back the room beyond it (`keep_token_count`).
 
     Args:
         owner: the pool's owner.
-        token_count: tokens of room beyond the next token; 0 requests none.
+        token_count: future tokens, beyond the next token, to request room for; 0 requests none.
 
     Raises:
         ValueError: `token_count` is below 0.
@@ -151,14 +152,14 @@ def needs_of(
 ) -> list[tuple[K, int]]:
     """Chooses the sequences that request room while they are computed, and their new room in whole increments.
 
-    A sequence without room for its next token always asks for it. `free_block_count` limits all further room. If there
-    is too little for one increment for each sequence in need, these sequences ask only for the room of their next
-    token.
+    A sequence without room for its next token always asks for this room. `free_block_count` limits all further room. If
+    the free blocks are too few for one increment for each sequence in need, these sequences ask only for the room of
+    their next token.
 
     Args:
         decoding: the sequences, oldest first.
         free_block_count: blocks that no other sequence needs.
-        ahead_tokens: tokens of room beyond the next token.
+        ahead_tokens: future tokens, beyond the next token, to request room for.
         increment: the increment of tables.
     """
     if all(granted >= min(length + ahead_tokens, last) for _, granted, length, last in decoding):

@@ -61,19 +61,19 @@ class Verdict(enum.Enum):
     """The meaning of a stream's end for its owner."""
 
     AGAIN = enum.auto()  # attach again at once
-    LATER = enum.auto()  # attach again later, after a lease has ended or a place is free
+    LATER = enum.auto()  # attach again later, after another owner's lease, report or call has ended
     LOST = enum.auto()  # The allocator refuses this owner's report, so the pool begins empty.
-    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither it nor any later step was applied.
+    STEP_REFUSED = enum.auto()  # The oldest unanswered step was invalid. Neither this step nor a later one was applied.
     # This allocator refuses an owner that was admitted earlier. A later allocator may accept it, so the owner retries.
     REFUSED = enum.auto()
     FINAL = enum.auto()  # The allocator refuses an owner that was never admitted. The owner gives up.
 
 
 _MISREADINGS_MAX: Final = 3
-_HEARTBEATS_PER_LEASE: Final = 3  # lowest number of heartbeats, so that two may be late
-_PERIOD_S_MIN: Final = 0.01  # Whatever period an allocator sends, the owner's loop must not spin.
+_HEARTBEATS_PER_LEASE: Final = 3  # least heartbeats in a lease, so that two may be late
+_PERIOD_S_MIN: Final = 0.01  # shortest period, so that no allocator's value makes the owner's loop spin
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
-_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # bytes of session id and acknowledgement, added at sending
+_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # bytes of session id and acknowledgement. `_send_step` adds both.
 _AGAIN: Final = frozenset(
     {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
 )
@@ -92,7 +92,7 @@ class PoolOwner:
         window: steps that may be unanswered at a time, 1 to 8.
 
     Raises:
-        ValueError: the window is not a positive number. The allocator refuses one that is too wide.
+        ValueError: the window is not a positive number. The allocator refuses a window that is too wide.
 
     Attributes:
         ledger: record of the pool after the last answer.
@@ -179,7 +179,7 @@ class PoolOwner:
         self._told_worker = self.worker
 
     def lose_stream(self) -> None:
-        """Notes that the stream is lost. Unanswered steps are sent again on the next one."""
+        """Notes that the stream is lost. Unanswered steps are sent again on the next stream."""
         self.phase = Phase.IDLE
         self.outbox.clear()
 
@@ -197,7 +197,7 @@ class PoolOwner:
         return self.give_up_steps()
 
     def give_up_steps(self) -> list[int]:
-        """Abandons unanswered steps. Call it only if none of them was or will be applied."""
+        """Abandons unanswered steps. Call this only if none of these steps was or will be applied."""
         numbers = [request.step.number for request in self._unanswered]
         self._unanswered.clear()
         return numbers
@@ -205,7 +205,7 @@ class PoolOwner:
     def judge(self, error: QuireError | None) -> Verdict:
         """Decides what to do after a stream ended with `error` (None if it gave no reason). Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
-            return Verdict.AGAIN  # gRPC itself makes errors without a reason, whatever their code.
+            return Verdict.AGAIN  # An error without a reason comes from gRPC or a proxy, not from an allocator.
         if self.phase is Phase.OPEN:
             return Verdict.STEP_REFUSED
         if error.reason in _LATER:
@@ -230,7 +230,7 @@ class PoolOwner:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def submit(self, operations: StepBuilder) -> int:
-        """Submits the next step and returns its number. The window must have room.
+        """Submits the next step and returns its number. The window must not be full.
 
         Raises:
             ResourceExhaustedError: TOO_LARGE, the allocator accepts fewer operations or bytes. Nothing was submitted.
@@ -252,9 +252,9 @@ class PoolOwner:
 
     def _check_ids(self, operations: StepBuilder) -> None:
         """Refuses ids that are not new, or unknown. Only the id identifies a sequence on the wire. A reused id would
-        get another sequence's blocks, and an unknown one would create a sequence that is never freed."""
+        get another sequence's blocks, and an unknown id would create a sequence that is never freed."""
         created = self.ledger.last_sequence_id
-        if operations.names_no_newer(created):  # While decoding this is the usual case.
+        if operations.names_no_newer(created):  # Most steps create no sequence.
             return
         highest = created
         for request in self._unanswered:
@@ -271,9 +271,9 @@ class PoolOwner:
             )
 
     def heartbeat(self) -> None:
-        """Keeps the lease. The acknowledgement in it lets watchers see the changes of the last steps."""
+        """Keeps the lease. The acknowledgement in a heartbeat lets watchers see the changes of the last steps."""
         if self.phase in (Phase.OPEN, Phase.REPORTING):
-            # While the owner reports, the allocator answers the report before any heartbeat.
+            # Heartbeats during a report are not counted, because the allocator answers the report before them.
             self._unheard_heartbeats += self.phase is Phase.OPEN
             news = None if self.worker == self._told_worker else self.worker
             self._told_worker = self.worker
@@ -331,7 +331,7 @@ class PoolOwner:
         self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
-                self.outbox.append(request)  # The same request is sent again.
+                self.outbox.append(request)  # The request was sent before, and is sent again unchanged.
             else:
                 self._send_step(request)
 

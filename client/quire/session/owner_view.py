@@ -19,7 +19,7 @@ class OwnerView:
 
     @property
     def ledger(self) -> Ledger:
-        """Returns the record of the pool after the last answer. Do not change it."""
+        """Returns the record of the pool after the last answer. Do not change the record."""
         return self._owner.ledger
 
     @property

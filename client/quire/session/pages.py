@@ -2,7 +2,7 @@
 
 Blocks are published in stretches, and released in ranges of stretches (`releases.py`). One object serves thousands of
 blocks, and each block costs only an entry in a table. Freeing a whole stretch, or its beginning, visits no block. A
-stretch loses the blocks that are granted again. When half of them are gone, the stretch is rebuilt.
+stretch loses the blocks that are granted again. When half of a stretch's blocks are gone, it is rebuilt.
 
 Pure: no call, clock or lock.
 """
@@ -51,7 +51,7 @@ class PublishedStretch:
         parent: digest of the block before the run; empty at the root and if unknown.
         digests: digests of the blocks, concatenated.
         live: number of blocks that still carry their digest.
-        sparse_at: half of the original number of blocks. With that few live ones, the stretch is rebuilt.
+        sparse_at: half of the original number of blocks. With that few live blocks, the stretch is rebuilt.
         released: the last releases of its blocks.
     """
 
@@ -115,7 +115,7 @@ class Pages:
     def __init__(self) -> None:
         self.published: dict[int, PublishedStretch] = {}
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------------------------------
 
     def publish(
         self, scope: DigestSpace, first_position: int, before: int | None, digests: bytes, blocks: array[int]
@@ -207,7 +207,7 @@ class Pages:
             count += same
         return count
 
-    # -- what is there -------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def stretches(self) -> list[PublishedStretch]:
         """Returns all stretches, in the order of their publication."""
@@ -265,7 +265,7 @@ class Pages:
         """Returns the digest of a published block."""
         return self._digest(self.published[block], block)
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _together(self, stretch: PublishedStretch, end: int, table: array[int], begin: int, at: int) -> int:
         """Returns how many of the last blocks of table[begin:at] are also the blocks before index `end` of the stretch,

@@ -16,8 +16,9 @@ Lifecycle:
 `owner.py` has all rules, and `ledger.py` the record of the pool. This module has the stream, the clock and the waiting.
 
 `SessionLostError` only means that an allocator refused the report: a new session is open, and the pool is empty. A sent
-step cannot be taken back. If a step's caller is canceled, the step is still applied. Its answer then has blocks to note
-and copies to run. Such answers are kept. No new step is accepted until the engine has asked for those that it `missed`.
+step cannot be taken back. If a step's caller is canceled, the step is still applied. The step's answer then has blocks
+to note and copies to run. Such answers are kept. No new step is accepted until the engine has asked for them by
+`missed`.
 """
 
 from __future__ import annotations
@@ -65,13 +66,14 @@ class AsyncSession(OwnerView):
         spec: the pool's specification.
         metadata: sent with the call, such as a bearer token.
         on_wait: called with the error before each retry of attaching. Without it each reason is logged once.
-        reconnect: returns a stub on a new connection, to replace a silent one. Otherwise TCP must end a silent one.
+        reconnect: returns a stub on a new connection, to replace a silent connection. Without `reconnect`, a silent
+            connection lasts until TCP ends it.
         disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
-        ahead_tokens: tokens of room that a decoding sequence should have beyond its next token.
+        ahead_tokens: future tokens for which a decoding sequence should hold slots, beyond its next token.
 
     Attributes:
-        ahead: requests room ahead, so that decoding continues through an outage; see `quire.session.lookahead`.
+        ahead: requests slots for future tokens, so that decoding continues in an outage (`quire.session.lookahead`).
         on_change: called with True when a stream is attached, and with False when it is lost.
     """
 
@@ -97,7 +99,7 @@ class AsyncSession(OwnerView):
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._connected, self._closing, self._pid = False, False, os.getpid()
         self._call: SessionCall | None = None
-        self._asks = False  # True while the sender of the last step waits for its answer
+        self._asks = False  # True while the sender of the last step waits for the step's answer
         self._silence = Silence(time.monotonic())
         self._fell_silent = self._has_served = False  # the last stream was silent; this stream has received a message
         self._refusal: QuireError | None = None
@@ -140,7 +142,7 @@ class AsyncSession(OwnerView):
                 if self._refusal is not None:
                     raise self._refusal
         except BaseException:
-            await self.close()  # Otherwise the session would acquire the pool later, in vain.
+            await self.close()  # An open session would acquire the pool later, in vain.
             raise
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
@@ -149,8 +151,8 @@ class AsyncSession(OwnerView):
         return await (await self._submit(operations))
 
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
-        """Sends a step as soon as the window has room. The returned future gets the outcome. If its awaiting caller is
-        canceled, the outcome is in `missed`. A caller that does not await the future must read it later.
+        """Sends a step as soon as the window is not full. The returned future gets the outcome. If the future's caller
+        is canceled, the outcome is in `missed`. A caller that does not await the future must read it later.
 
         If a future has failed and no caller has awaited it, its error is raised here, once, and nothing is sent.
 
@@ -231,7 +233,7 @@ class AsyncSession(OwnerView):
             self._answers.fail(self._owner.give_up_steps(), self._refusal)
             for task in self._tasks:
                 if task is not asyncio.current_task():
-                    task.cancel()  # The tasks need each other, so all of them end.
+                    task.cancel()  # None of the tasks can run without the others.
             with contextlib.suppress(Exception):  # `_drop` may call a callback, which has just raised an error.
                 self._drop()
             self._changed.set()
@@ -260,7 +262,7 @@ class AsyncSession(OwnerView):
         """Runs one stream from attach to end, and returns the reason for its end, if any. With `patient` it waits for a
         connection, because a pause would lengthen the outage."""
         owner = self._owner
-        self._silence.heard()  # The first message has as much time as a later one.
+        self._silence.heard()  # Silence is measured from now on, as after a message.
         call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
         try:
             await call.connect()
@@ -350,7 +352,7 @@ class AsyncSession(OwnerView):
 
     def _send_heartbeat(self) -> None:
         self._owner.heartbeat()
-        # An active sender sends the heartbeat, too; if it hangs, silence ends the stream.
+        # A task that is already sending also sends this heartbeat. If that task hangs, silence ends the stream.
         if self._call is not None and not self._call.is_sending:
             self._flush_soon()
 

@@ -9,7 +9,7 @@ from typing import Any
 # Bytes of shared memory that one program may use.
 SHARED_MEMORY_MAX = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
 ARCHITECTURES = tuple(SHARED_MEMORY_MAX)
-# Names are Triton's. Chips without the fp8 types use bytes: u8 is e4m3, i8 is e5m2, see `shared.fp8`.
+# Bytes per element, by Triton's type names. Chips without fp8 types use bytes: u8 is e4m3, i8 is e5m2 (`shared.fp8`).
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1, "fp8e5": 1, "u8": 1, "i8": 1}
 FP8_TYPES = {"sm_80": ("u8", "i8"), "sm_90": ("fp8e4nv", "fp8e5"), "gfx942": ("u8", "i8")}  # e4m3 and e5m2
 
@@ -31,8 +31,8 @@ class KernelConfiguration:
     num_warps: int = 4
     num_stages: int = 3
     architectures: tuple[str, ...] = ARCHITECTURES
-    has_products_in_flight: bool = True  # for Gluon: a group of warps overlaps its own products and exponentials
-    maxnreg: int | None = None  # registers per thread at the start, if warps then share them unequally
+    has_products_in_flight: bool = True  # for Gluon: each group of warps overlaps its products with its exponentials
+    maxnreg: int | None = None  # registers per thread at the start, if warps later redistribute registers
 
     def __post_init__(self) -> None:
         arguments = list(self.kernel.arg_names)

@@ -22,7 +22,7 @@ from quire_kernels.ops.swap_blocks import gather_blocks, scatter_blocks
 from quire_kernels.shared.fp8 import is_fp8
 from quire_kernels.shared.numbers import require_finite, require_integer, require_sizes
 
-PROMPT_ROWS = (8, 40, 200)  # query rows per request; one number for each block size
+PROMPT_ROWS = (8, 40, 200)  # query rows per request; each of these numbers selects another block size
 CALLS = ("append", "decode", "prefill", "ragged", "cascade", "copy")
 MASKS = (None, "bool", "packed")
 
@@ -37,7 +37,7 @@ class AttentionKind:
     "copy" is `copy_blocks`, `gather_blocks` and `scatter_blocks` on 5-D caches.
 
     Raises:
-        TypeError: a field that must be a number is not one.
+        TypeError: a field that must be a number has another type.
         ValueError: a number is out of range, or `calls` or `custom_mask` has a name that does not exist.
     """
 
@@ -85,7 +85,7 @@ class LatentKind:
     """Layers of latent attention, for `BatchMLAPagedAttentionWrapper`.
 
     Raises:
-        TypeError: a field that must be a number is not one.
+        TypeError: a field that must be a number has another type.
         ValueError: a number is out of range.
     """
 
@@ -105,9 +105,9 @@ class LatentKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """A tiny batch: all query tokens are in the first request, and empty ones lower the mean that picks block sizes."""
+    """A tiny batch: all query tokens are in the first request. Empty requests lower the mean that picks block sizes."""
 
-    qo_indptr: torch.Tensor  # int32 [batch + 1], on the host like all others
+    qo_indptr: torch.Tensor  # int32 [batch + 1]; all tensors of a batch are on the host
     kv_indptr: torch.Tensor  # int32 [batch + 1], in pages
     indices: torch.Tensor
     last_page_len: torch.Tensor

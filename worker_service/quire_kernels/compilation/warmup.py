@@ -41,7 +41,7 @@ class CompilationCount:
 def count_compilations() -> Iterator[CompilationCount]:
     """Counts Triton's compilations inside the block, including loads from its disk cache; 0 in the interpreter.
 
-    Other hooks are still called. Only one thread may use this at a time.
+    Other hooks are still called. Only one thread may count at a time.
     """
     found = CompilationCount()
     runtime = triton.knobs.runtime
@@ -67,10 +67,11 @@ def warmup(
 ) -> CompilationCount:
     """Runs every kernel call of every kind of layer once, with every block size.
 
-    This covers contiguous queries, keys and values. Views are covered if their addresses are aligned to 16 bytes and
-    their strides are multiples of 16. If a head dim is not a multiple of 16, the strides must not be multiples either.
-    A model that plans a layer in several ways (with and without a mask, causal and not) needs a kind for each way.
-    `merge_states`, `packbits` in big bit order, and caches that are pairs of 4-D tensors are not covered.
+    The calls cover contiguous queries, keys and values. Views are covered if their addresses are aligned to 16 bytes
+    and their strides are multiples of 16. If a head dim is not a multiple of 16, the views' strides must not be
+    multiples of 16, either. A model that plans a layer in several ways (with and without a mask, causal and not) needs
+    a kind for each way. `merge_states`, `packbits` in big bit order, and caches that are pairs of 4-D tensors are not
+    covered.
 
     Args:
         kinds: the kinds of the model's layers, without repetition.

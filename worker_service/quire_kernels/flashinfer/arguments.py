@@ -19,7 +19,7 @@ import torch
 class Rule(NamedTuple):
     """The accepted values of an argument."""
 
-    allowed: tuple[object, ...] | None  # None: all values, because it is a hint
+    allowed: tuple[object, ...] | None  # None: all values are accepted, because the argument is a hint
     why: str = ""
 
 
@@ -38,7 +38,8 @@ CONSTRUCTOR = {**MLA_CONSTRUCTOR, "jit_args": NOT_GENERATED}
 PREFILL_CONSTRUCTOR = {**CONSTRUCTOR, "jit_kwargs": NOT_GENERATED, "variant_owns_mask": NOT_GENERATED}
 
 DECODE_PLAN = {
-    # The rope_* arguments describe a rotation that these kernels do not compute. The last two repeat the page table.
+    # The rope_* arguments describe a rotation that these kernels do not compute. seq_lens and block_tables repeat the
+    # page table.
     **dict.fromkeys(("rope_scale", "rope_theta", "non_blocking", "seq_lens", "block_tables"), HINT),
     "fixed_split_size": Rule(
         (None,), "the batch determines the splits; for results independent of the batch use disable_split_kv"
@@ -50,7 +51,7 @@ DECODE_PLAN = {
 _BOTH_PREFILL_PLANS = {
     **dict.fromkeys(("non_blocking", "seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv"), HINT),
     "uniform_q_len": HINT,
-    # Prefill never splits a request by keys, so both of these guarantees always hold.
+    # Prefill never splits a request by keys, so what these two arguments ask for always holds.
     **dict.fromkeys(("fixed_split_size", "disable_split_kv"), HINT),
     **dict.fromkeys(
         ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
@@ -82,7 +83,7 @@ PREFILL_RUN = {
     "lse_layout": Rule(("NH",), "transpose lse"),
     "skip_softmax_threshold_scale_factor": NO_SKIPPING,
     "kv_cache_sf": NO_FP4,
-    # FlashInfer itself uses the last two on one of its backends only.
+    # FlashInfer itself uses use_fp16_softmax and uses_spcompress on only one of its backends.
     **dict.fromkeys(("enable_pdl", "use_fp16_softmax", "uses_spcompress"), HINT),
 }
 RAGGED_RUN = {

@@ -16,8 +16,8 @@ Two levels are faster if the first line exceeds the sum of the others. So with f
 requests are needed: if the shared level cannot fill the chip, H * n must exceed S.
 
 Three effects are ignored. Requests that read the same prefix at the same time hit the L2 cache, which favors one level.
-A program on a chip that is not full reads faster than its share, and one level also writes partial results of split
-keys: both favor two levels.
+If a chip is not full, each program reads faster than its share, and one level also writes partial results of split
+keys. Both effects favor two levels.
 """
 
 from __future__ import annotations

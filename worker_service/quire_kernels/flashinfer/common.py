@@ -15,7 +15,7 @@ from quire_kernels.shared.paged_cache import check_page_table
 from quire_kernels.shared.upload import upload_tensor
 from quire_kernels.shared.work_units import divide_work_kernel
 
-POSITION_ENCODINGS = ("NONE", "ALIBI")  # no rotary encoding: keys are stored rotated
+POSITION_ENCODINGS = ("NONE", "ALIBI")  # Rotary encoding is missing, because the cache stores rotated keys.
 LSE_BASES = ("log2", "ln")
 DType = torch.dtype | str
 
@@ -35,7 +35,7 @@ def as_dtype(name: str, dtype: DType) -> torch.dtype:
 def planned_dtypes(
     q_data_type: DType, kv_data_type: DType | None, o_data_type: DType | None = None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes of queries and cache. None for the cache means the queries' dtype; results always have it.
+    """Returns the dtypes of queries and cache. If the cache's is None, it has the queries' dtype, as results have.
 
     Raises:
         ValueError: there is no such dtype, or kernels do not support it; the message names the argument.
@@ -62,16 +62,16 @@ def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-# A graph's buffers that may be larger than a plan needs. Every other buffer must fit the batch exactly.
+# A CUDA graph's buffers that may be larger than a plan needs. Every other buffer must have exactly the batch's size.
 ROOMY_BUFFERS = ("paged_kv_indices_buffer", "paged_kv_indices_buf", "kv_indices", "custom_mask_buf")
 
 
 class FixedTensors:
     """Named tensors on the device: new ones at each plan or, for CUDA graphs, always at the same addresses.
 
-    Lifecycle: 1. It is made with the caller's buffers, or empty. 2. `put` runs once per plan, after all checks that may
-    refuse the plan. It checks all tensors before it writes the first one, so a refused plan leaves the previous one
-    intact.
+    Lifecycle: 1. The object is made with the caller's buffers, or empty. 2. `put` runs once per plan, after all checks
+    that may refuse the plan. It checks all tensors before it writes the first one, so a refused plan leaves the
+    previous one intact.
     """
 
     def __init__(self, device: torch.device, *, fixed: bool, given: dict[str, torch.Tensor | None]) -> None:
@@ -174,7 +174,7 @@ class PlannedTable:
     indptr: torch.Tensor  # int32 [batch + 1]
     indices: torch.Tensor  # int32
     last_page_len: torch.Tensor  # int32 [batch]
-    page_index_max: int  # -1 without pages
+    page_index_max: int  # the largest page index; -1 without pages
 
     def check_pool(self, name: str, page_count: int) -> None:
         """Refuses a cache with fewer pages than the plan uses.

@@ -91,7 +91,7 @@ class BatchMLAPagedAttentionWrapper:
         self._tensors = fixed_tensors(workspace_bytes(float_workspace_buffer), use_cuda_graph, given)
         self._batch: int | None = None
         if use_cuda_graph:
-            assert qo_indptr is not None  # `fixed_tensors` has checked it
+            assert qo_indptr is not None  # `fixed_tensors` has checked that these tensors were given.
             assert kv_indptr is not None
             assert kv_len_arr is not None
             self._batch = kv_len_arr.shape[0]
@@ -150,7 +150,7 @@ class BatchMLAPagedAttentionWrapper:
         check_index_tensor("kv_len_arr", kv_len_arr)
         check_index_tensor("qo_indptr", qo_indptr, length=kv_len_arr.shape[0] + 1)
         check_index_tensor("kv_indptr", kv_indptr, length=kv_len_arr.shape[0] + 1)
-        whole = torch.full_like(kv_len_arr, page_size)  # passes the check, so that `_check_lengths` can name kv_len_arr
+        whole = torch.full_like(kv_len_arr, page_size)  # valid in any case: `_check_lengths` checks the real lengths
         check_page_table(kv_indptr, kv_indices, whole, page_count=None, page_size=page_size, prefix="kv_")
         _check_lengths(kv_len_arr.tolist(), kv_indptr.diff().tolist(), page_size)
         is_decode = bool((qo_indptr.diff() == 1).all())

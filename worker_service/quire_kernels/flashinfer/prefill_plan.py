@@ -125,7 +125,7 @@ def check_plan(
 
     Raises:
         ValueError: an argument does not fit, or differs from a CUDA graph's first plan in shape or masks, or needs more
-            query tokens than it. The message names the argument.
+            query tokens than that plan. The message names the argument.
     """
     check_indptr("qo_indptr", qo_indptr, batch=kv_lengths.shape[0])
     token_count = int(qo_indptr[-1])

@@ -68,7 +68,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         self._kv_layout = kv_layout
         self._use_cuda_graph = use_cuda_graph
         self._tensors = fixed_tensors(workspace, use_cuda_graph, given, masks)
-        self._planned: tuple[torch.Tensor, int, PlannedQueries] | None = None  # kv_indptr, its last entry, queries
+        self._planned: tuple[torch.Tensor, int, PlannedQueries] | None = None  # kv_indptr, kv_indptr[-1], queries
 
     def plan(
         self,

@@ -4,7 +4,7 @@
     k_cache[page, offset, h, :] = append_key[t, h, :]         v_cache likewise; fp8 caches quantize, see `append_token`
 
 There is one program per token and block of heads. A token with a negative slot is padding of a batch of fixed size, and
-is skipped. Two tokens must not share a slot: either of them could remain.
+is skipped. Two tokens must not share a slot: either token could remain.
 """
 
 from __future__ import annotations

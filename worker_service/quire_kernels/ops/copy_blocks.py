@@ -2,11 +2,11 @@
 
     for every buffer:  buffer[destinations[i]] = old buffer[sources[i]]
 
-"Old" means as if all reads came before all writes, so a block may be source of one pair and destination of another.
-Bytes are copied to the same offset of another block, so no program waits for a whole block. Pairs with a common block
-form a chain. One program runs the whole chain for its chunk of bytes, in an order that reads every block before
-overwriting it. A pair without a common block is a chain of its own. A cycle (a -> b, b -> a) has no such order. Its
-program first loads one block's chunk into registers, and stores it at the end.
+"Old" means that the result is as if all reads preceded all writes. So a block may be the source of one pair and the
+destination of another. Bytes are copied to the same offset of another block, so no program waits for a whole block.
+Pairs with a common block form a chain. One program runs the whole chain for its chunk of bytes, in an order that reads
+every block before overwriting it. A pair without a common block is a chain of its own. A cycle (a -> b, b -> a) has no
+such order. The cycle's program first loads one block's chunk into registers, and stores this chunk at the end.
 
     a -> b, b -> c            c = b;  b = a
     a -> b, b -> c, c -> a    hold = a;  a = c;  c = b;  b = hold
@@ -45,7 +45,8 @@ def copy_blocks_kernel(
     CHUNK_WORDS: tl.constexpr,
 ):
     """Runs one chain for one chunk of its blocks in one buffer; chunk is the innermost index, chain the outermost."""
-    # table: [buffers, 3] fields of buffers; [chains] held blocks; [chains + 1] indptr; [steps, 2] source, destination
+    # The table has four parts: [buffers, 3] fields of buffers; [chains] held blocks; [chains + 1] indptr; [steps, 2]
+    # source and destination.
     program = tl.program_id(0)
     chunk = program % chunk_count
     buffer = (program // chunk_count) % buffer_count

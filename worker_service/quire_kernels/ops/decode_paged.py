@@ -77,12 +77,13 @@ def decode_paged_kernel(
 ):
     """Runs one program per unit (outermost), block of a KV head's query heads, and KV head (innermost)."""
     if OVERLAP:
-        gdc_launch_dependents()  # lets `merge_splits` start now; it then waits for the results
+        gdc_launch_dependents()  # lets `merge_splits` start now and wait for these results
     blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
-    once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # At ratios such as 5 and 7, this would spill a register.
+    once_a_page: tl.constexpr = GROUP & (GROUP - 1) == 0  # With groups of 5 or 7 heads, True would spill a register.
     heads: tl.constexpr = KV_HEADS * GROUP
     unit = tl.program_id(0) // blocks_per_unit
-    # All loads are issued before the first is waited for. The row past the last unit exists, with arbitrary contents.
+    # These loads are issued together, before the program waits for any. A row of `units` past the last unit exists, but
+    # its contents are arbitrary.
     unit_count = tl.load(unit_indptr + batch)
     request = tl.load(units + unit * 4).to(tl.int64)
     start = tl.load(units + unit * 4 + 1)

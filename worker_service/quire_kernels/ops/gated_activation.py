@@ -32,7 +32,7 @@ def gated_activation_kernel(x_ptr, out_ptr, row_stride, size, GELU: tl.constexpr
     gate = tl.load(x_ptr + row * row_stride + element, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * row_stride + size + element, mask=mask, other=0.0).to(tl.float32)
     if GELU:
-        # tanh(z) = 2 / (1 + exp(-2 z)) - 1, so that half of 1 + tanh(z) is 1 / (1 + exp(-2 z)).
+        # GELU is gate * (1 + tanh(t)) / 2, which equals gate / (1 + exp(-2 t)). Here z is 2 t.
         z = 2.0 * SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
     else:
         z = gate

@@ -21,9 +21,9 @@ from quire_kernels.shared.launch import can_overlap, check_devices, device_of
 from quire_kernels.shared.work_units import WorkUnits
 
 LOG2_E = 1.4426950408889634
-BLOCK_SPLITS_MAX, BLOCK_ELEMENTS = 32, 8192  # splits per block, and their elements: 64 registers per thread
+BLOCK_SPLITS_MAX, BLOCK_ELEMENTS = 32, 8192  # most splits and most elements of a block: 64 registers per thread
 NUM_WARPS = 4
-PROGRAMS_MAX = 4096  # about 32 per multiprocessor; even a program that finds nothing to merge costs time
+PROGRAMS_MAX = 4096  # most programs, about 32 per multiprocessor: even a program that finds nothing to merge costs time
 
 
 def block_splits(block_v: int) -> int:
@@ -57,8 +57,8 @@ def merge_splits_kernel(
     first = tl.load(unit_indptr + request)
     count = tl.load(unit_indptr + request + 1) - first
     if OVERLAP:
-        # Waits for the partial results. The division of work was ready before them. Most programs have nothing to merge
-        # and return at once. The first program always waits: otherwise this launch could end, and the next one start,
+        # Waits for the partial results; `unit_indptr` was ready before them. Most programs have nothing to merge and
+        # return at once. The first program always waits: otherwise this launch could end, and the next launch start,
         # before the launch that computes the units has ended.
         if (count > 1) | (tl.program_id(0) == 0):
             gdc_wait()
@@ -148,7 +148,7 @@ def merge_splits_reference(
     for start, stop in itertools.pairwise(unit_indptr):
         natural = partial_lse[start:stop].double() / LOG2_E
         total = natural.logsumexp(0)
-        weight = (natural - total).exp().nan_to_num(0.0)  # NaN if all are -inf: no key was seen
+        weight = (natural - total).exp().nan_to_num(0.0)  # NaN if all sums are -inf, because no query saw a key
         outs.append((partial_out[start:stop].double() * weight[..., None]).sum(0))
         lses.append(total * LOG2_E)
     return torch.stack(outs), torch.stack(lses)

@@ -1,9 +1,9 @@
 """Latent decode for Hopper in Gluon, with the same result as `mla_paged` with split keys.
 
-A program fills a multiprocessor. It takes one item after another: 64 heads that attend to the latents of a unit, two
-tiles of 64 keys at a time. Two groups of four warps take turns. Group 0 has the scores of the first tile and the dims
-[0, 256) of the result. Group 1 has the scores of the second tile and the dims [256, 512). While one group computes its
-softmax, the products of the other group keep the tensor cores busy:
+A program fills a multiprocessor. The program takes one item after another: 64 heads that attend to the latents of a
+unit, two tiles of 64 keys at a time. Two groups of four warps take turns. Group 0 has the scores of the first tile and
+the dims [0, 256) of the result. Group 1 has the scores of the second tile and the dims [256, 512). While one group
+computes its softmax, the products of the other group keep the tensor cores busy:
 
     group 0                                        group 1
     S0 = Q K0^T;  m0 = max(m, S0)                  S1 = Q K1^T
@@ -11,9 +11,9 @@ softmax, the products of the other group keep the tensor cores busy:
     O = O 2^(m0 - m1) + P1 V1                      P1 = 2^(S1 - m1);  O = O 2^(m0 - m1) + P1 V1
     m = m1                                         m = m1
 
-Both groups multiply with the first tile first. The next tile is copied while they multiply with the second. A group has
-its own weights in registers. The group passes them to the other group through the memory of its tile's ropes, which is
-not read after the scores. Shared memory and barriers, each completed once per pair of tiles:
+Both groups multiply with the first tile first. The next tile is copied while they multiply with the second tile. A
+group has its weights P in registers, and passes them to the other group in the memory of its tile's ropes, which is not
+read after the scores. Shared memory and barriers, each completed once per pair of tiles:
 
     near0   K0 [0, 256)                  scores of group 0, V of group 0        empty: group 0, after its first product
     far0    K0 [256, 512) and its rope   scores of group 0, V of group 1, P0    empty: group 1, after its first
@@ -45,13 +45,13 @@ from quire_kernels.shared.latent_tiles import clear_rows, copy_items, keys_of, s
 from quire_kernels.shared.launch import is_hopper, multiprocessor_count
 from quire_kernels.shared.mla_work import HOPPER_HEADS, HOPPER_KEYS, MlaWork
 
-# Shared memory of a program: two tiles of 64 x 576 latents and 64 x 576 queries, of 2 bytes, take 216 of the chip's
-# 227 KiB.
+# A program computes 64 heads with tiles of 64 keys. In shared memory, two tiles of 64 x 576 latents and a tile of
+# 64 x 576 queries take 216 of the chip's 227 KiB, with 2 bytes per element.
 HEADS, KEYS = HOPPER_HEADS, HOPPER_KEYS
 CKV_DIM, KPE_DIM = 512, 64
 NUM_WARPS = 4  # warps per group
 REGISTERS = 168  # per thread of all 12 warps; the groups then take the registers that the copying warps release
-# Registers per thread of the copying warp and of a group. With fewer, the copying warp would spill addresses.
+# Registers per thread of the copying warp, and of a group. With fewer than 40, the copying warp would spill addresses.
 COPY_REGISTERS, GROUP_REGISTERS = 40, 232
 PIECES = 4  # pieces per half of a tile's dims: products start when the first piece has arrived
 PAGE_SIZE_MIN = 16
@@ -119,7 +119,7 @@ def attend_first(
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
-            zero = pair >> 30  # always 0; the compiler would keep 40 addresses of a constant 0 in registers
+            zero = pair >> 30  # 0, but not for the compiler: with a constant 0, 40 addresses would occupy registers
             seen = stop - start - 2 * pair * KEYS
             s = scores_of_pieces(queries.index(zero), queries.index(1 + zero), query_ropes, near.index(zero),
                                  far.index(zero), ropes.index(zero), full, 0, phase, scale, KEYS, PIECES, SCORES)
@@ -188,7 +188,7 @@ def attend_second(
         for pair in range(pairs):
             phase = turn & 1
             turn += 1
-            zero = pair >> 30  # always 0; the compiler would keep 40 addresses of a constant 0 in registers
+            zero = pair >> 30  # 0, but not for the compiler: with a constant 0, 40 addresses would occupy registers
             seen = stop - start - (2 * pair + 1) * KEYS
             s = scores_of_pieces(queries.index(1 + zero), queries.index(zero), query_ropes, near.index(1 + zero),
                                  far.index(1 + zero), ropes.index(1 + zero), full, 1, phase, scale, KEYS, PIECES,

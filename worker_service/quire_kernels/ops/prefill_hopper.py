@@ -2,10 +2,10 @@
 
     s = q k^T;  p = 2^(s * scale - m);  out = sum p v / sum p           for the rows and keys of `prefill_rows`
 
-Two warps of a program copy pages into rings of tiles by TMA. One copies K and the other V, because a tile in pages of
-16 takes 16 copies, and a single warp starts them too slowly. Two groups of four warps attend 64 rows each to every
+Two warps of a program copy pages into rings of tiles by TMA. One warp copies K and the other V, because a tile in pages
+of 16 takes 16 copies, and a single warp starts them too slowly. Two groups of four warps attend 64 rows each to every
 tile. A group starts the product of tile j + 1 with K and the product of tile j with V. While the second product runs,
-it computes the softmax of tile j + 1: it waits only for the first product, and the second product stays in flight.
+the group computes the softmax of tile j + 1, because the group waits only for the first product.
 
 There are as many programs as multiprocessors. A program takes pieces (a block of rows and a KV head) until none is
 left. The warp that copies K increments `taken` and puts the piece into a queue, and the other warps read it there.
@@ -21,7 +21,7 @@ its queries are loaded during this piece's last product.
     read        the other warps                      the warp that copies K
 
 Tile n of a program (counted over all its pieces) is in slot n % STAGES, in that slot's round n // STAGES. A wait names
-the round's parity. All warps derive the same tiles from a piece (`prefill_tiles`), so their counts agree.
+the round's parity. All warps derive the same tiles from a piece (`prefill_tiles`), so they count the same n.
 
 TMA copies whole pages, or boxes of BLOCK_N keys of a larger page. A slot that no row may see can hold NaN. The mask
 removes it from the scores. In the product with V its p is 0, but 0 * NaN is NaN, so both groups zero such rows of the
@@ -29,7 +29,7 @@ first and the last tile in shared memory. Page ids outside the visible keys are 
 
 The overlap depends on the order of the lines, because ptxas moves a wait for wgmma up to the start of its basic block.
 The wait for the V of the next step ends the block of the softmax, so the wait for the product with V stays after the
-softmax. At the end of a piece, a second wait for the queue does the same for the queries.
+softmax. At the end of a piece, a second wait for the queue keeps the wait for the product after the loads of queries.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def attend_tiles(
         number, queries = load_following(
             q, q_strides, work, queue, turn, KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, HALF, ROW_LAYOUT
         )
-        mbarrier.wait(queue[1].index(turn % QUEUE_SLOTS), turn // QUEUE_SLOTS % 2)  # ends a basic block
+        mbarrier.wait(queue[1].index(turn % QUEUE_SLOTS), turn // QUEUE_SLOTS % 2)  # ends a basic block: see the head
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
     else:
@@ -201,7 +201,7 @@ def attend_pieces(
         if CAUSAL:
             row_high = gl.minimum(row_high, position + 1)
         row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        row_sum = thread_sums(no_scores, BLOCK_N)  # zeros
+        row_sum = thread_sums(no_scores, BLOCK_N)  # zeros, because no_scores has only zeros
         if sinks is not None:
             row_max = gl.load(sinks + head) * LOG2_E
             row_sum += 0.25  # Each of the four threads that share a row adds a quarter.
@@ -247,9 +247,9 @@ def prefill_hopper_kernel(
     out, lse,  # out: [tokens, heads, HEAD_DIM]; lse: float32 [tokens, heads]; both contiguous
     sinks,  # float32 [heads] or None
     scale, cap, window_left, batch,  # scale and cap come from `score_factors`
-    rows_per_page, rows_per_head, columns_per_head,  # of the descriptors
+    rows_per_page, rows_per_head, columns_per_head,  # see `PageRows`
     stride_q_token, stride_q_head,
-    PROGRAMS: gl.constexpr,  # that are launched
+    PROGRAMS: gl.constexpr,  # number of programs in the launch
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr,  # query heads of a KV head
     PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
@@ -309,7 +309,7 @@ def prefill_hopper_kernel(
 HEAD_DIMS = (64, 128)
 CAPABILITY = 9
 SWITCH = "QUIRE_HOPPER"  # environment variable, read at each launch: "0" selects the Triton kernels, to compare both
-BLOCK_N, STAGES = 128, 3  # keys per tile; tiles of K and of V: 224 KiB with queries, 112 KiB for head dim 64
+BLOCK_N, STAGES = 128, 3  # keys per tile; tiles of K, and as many of V: with queries 224 KiB, or 112 for head dim 64
 MAXNREG = 168  # registers per thread when a program starts; its 12 warps then share 64,512 registers unequally
 
 

@@ -32,10 +32,10 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK = 2048  # tokens of the vocabulary that are read at a time
 DRAW_BLOCK = 4096  # tokens that are read at a time in the last pass, which computes a sum per block
 NUM_WARPS = 16
-# For each argument: the lowest and the highest value, and whether each of them is itself allowed.
+# For each argument: the lower bound, the upper bound, and for each bound whether the value itself is allowed.
 RANGES = {
     "uniform": (0.0, 1.0, True, False),
-    "temperature": (1e-3, float("inf"), True, False),  # 0 is allowed, too
+    "temperature": (1e-3, float("inf"), True, False),  # 0 (greedy) is allowed, too
     "top_k": (0, 2**31 - 1, True, True),
     "top_p": (0.0, 1.0, False, True),
     "min_p": (0.0, 1.0, True, True),
@@ -73,7 +73,7 @@ def _lowest_kept(
             weight = tl.exp(x - largest) if WEIGH else tl.full([BLOCK], 1.0, tl.float32)
             weight = tl.where(start + tl.arange(0, BLOCK) < vocabulary, weight, 0.0)
             weights += tl.where(key[:, None] >= bound[None, :], weight[:, None], 0.0)
-        # Only two bits are left for the first pass: digits from 4 on would wrap around.
+        # The first pass chooses only the top two bits. There, bounds for digits from 4 on overflow and never count.
         reached = (tl.sum(weights, axis=0) >= limit) & (digit > 0) & ((bound >> shift) == (found >> shift) + digit)
         found += tl.sum(reached.to(tl.int32), axis=0).to(tl.uint32) << shift
         shift -= 3
@@ -126,7 +126,8 @@ def sample_kernel(
                 lowest = _lowest_kept(row_ptr, vocabulary, stride, inverse_temperature, largest, limit, False, BLOCK)
             top_p = tl.load(top_p_ptr + row)
             if top_p < 1.0:
-                # top_p is a share of the tokens that top_k keeps; all tokens above the sought value are among these.
+                # top_p is a share of the weight of the tokens that top_k keeps. `_lowest_kept` may search all tokens,
+                # because every token above the value that it finds is one of these.
                 total = _kept_weight(row_ptr, vocabulary, stride, inverse_temperature, largest, lowest, 0.0, BLOCK)
                 limit = top_p * total
                 by_weight = _lowest_kept(row_ptr, vocabulary, stride, inverse_temperature, largest, limit, True, BLOCK)

@@ -40,7 +40,8 @@ def swap_blocks_kernel(
     GATHER: tl.constexpr,
 ):
     """Moves one chunk of one block of one buffer; chunk is the innermost index, then buffer, then row of staging."""
-    # the table: staging's address; [buffers, 3] fields of buffers; [buffers] offsets in a row of staging; [rows] blocks
+    # The table has four parts: the address of staging; [buffers, 3] fields of buffers; [buffers] offsets in a row of
+    # staging; [rows] blocks.
     program = tl.program_id(0)
     chunk = program % chunk_count
     buffer = (program // chunk_count) % buffer_count

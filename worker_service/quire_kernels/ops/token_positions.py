@@ -1,10 +1,11 @@
 """Computes request and position of each new token, the arguments of `append_paged_kv_cache`. Names are FlashInfer's.
 
-The tokens `[append_indptr[i], append_indptr[i + 1])` are the newest of request i, and its length includes them:
+The tokens `[append_indptr[i], append_indptr[i + 1])` are the newest of request i, whose length includes them:
 
     batch_indices[t] = i          positions[t] = seq_lens[i] - append_indptr[i + 1] + t
 
-Runs in plain torch on the device of `append_indptr`. The host does not wait for it, so a CUDA graph can capture it.
+Runs in plain torch on the device of `append_indptr`. The host does not wait for the device, so a CUDA graph can capture
+the call.
 """
 
 from __future__ import annotations

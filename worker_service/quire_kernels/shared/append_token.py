@@ -33,7 +33,7 @@ Scale = float | torch.Tensor | None
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 QUANTISABLE = (torch.bfloat16, torch.float16, torch.float32)
-TILE_ELEMENTS_MAX = 2048  # elements that one program writes at most: 16 heads of 128
+TILE_ELEMENTS_MAX = 2048  # most elements that one program writes: 16 heads of 128
 NUM_WARPS = 4
 
 

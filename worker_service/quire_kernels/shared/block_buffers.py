@@ -23,7 +23,7 @@ import triton.language as tl
 from quire_kernels.shared.launch import device_of
 from quire_kernels.shared.upload import upload_tensor
 
-CHUNK_WORDS = 1024  # words that one program moves in one block of one buffer: 8 KiB of 8-byte words
+CHUNK_WORDS = 1024  # most words that one program moves: 8 KiB of 8-byte words, all in one block of one buffer
 NUM_WARPS = 4
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # integer types by their size in bytes
 BUFFER_FIELDS = 3  # base, stride and size

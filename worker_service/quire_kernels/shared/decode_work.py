@@ -16,9 +16,9 @@ from quire_kernels.shared.launch import DOT_MIN, Tiling, chip_of, multiprocessor
 from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
-WAVES = 2  # programs per multiprocessor that the division aims at; their shared memory lets this many run at once
-# Least number of tiles per program: while a program waits for one tile, the next is already being loaded. A few short
-# sequences alone on the chip are faster in more units, although the units must be merged.
+WAVES = 2  # target for the programs per multiprocessor; the shared memory lets two run at once
+# Least number of tiles per program: with two, the second tile is loaded while the program waits for the first. More
+# than two make a few short sequences alone on the chip slower, although fewer units must be merged.
 TILES_MIN = 2
 HEAD_BLOCK_MAX = 64  # most query heads that one program attends
 

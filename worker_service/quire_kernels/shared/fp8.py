@@ -57,13 +57,13 @@ def fp8_from_float(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.co
     sign = ((bits >> 24) & 0x80).to(tl.uint32)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, LARGEST)  # the bits of magnitudes compare like the numbers
+    magnitude = tl.minimum(magnitude, LARGEST)  # Bits of positive floats compare like the floats.
     # Normal numbers: 23 bits of mantissa become 3, the exponent's bias 127 becomes 7. A carry moves into the exponent.
     DROPPED: tl.constexpr = 23 - MANTISSA
     HALF: tl.constexpr = (1 << (DROPPED - 1)) - 1
     normal = ((magnitude + HALF + ((magnitude >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
     # Numbers below 2^-6: adding 2^14 rounds them to multiples of 2^-9, the smallest subnormal, because 2^-9 is the last
-    # bit of a float near 2^14. 8 subnormals are the smallest normal, and its byte is 8 too.
+    # bit of a float near 2^14. Eight times the smallest subnormal is the smallest normal number, with byte 8.
     EXPONENT: tl.constexpr = 24 - BIAS - MANTISSA
     shifted = magnitude.to(tl.float32, bitcast=True) + 2.0**EXPONENT
     subnormal = shifted.to(tl.uint32, bitcast=True) - ((127 + EXPONENT) << 23)

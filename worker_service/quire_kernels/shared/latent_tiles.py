@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-synchronize = getattr(gl, "barrier", None) or gl.thread_barrier  # the names in Triton 3.7 and 3.6
+synchronize = getattr(gl, "barrier", None) or gl.thread_barrier  # one function: its names in Triton 3.7 and 3.6
 
 
 @gluon.jit

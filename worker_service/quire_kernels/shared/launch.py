@@ -81,7 +81,7 @@ def check_runnable(kernel: Any, **places: torch.Tensor | torch.device) -> None:
 
 
 def device_of(kernel: Any, **place: torch.Tensor | torch.device) -> AbstractContextManager[object]:
-    """Makes a tensor's device the current one, so that `kernel` is launched there. Every launcher calls this.
+    """Makes a tensor's device the current one, so that `kernel` is launched there. Every launcher calls this function.
 
     Args:
         kernel: the kernel to launch.
@@ -198,7 +198,7 @@ def option_arguments(options: AttentionOptions) -> dict[str, Any]:
         "slopes": options.alibi_slopes,
         "k_scale": options.k_scale,
         "v_scale": options.v_scale,
-        "sm_scale": float(options.sm_scale),  # Triton would compile another variant for an integer
+        "sm_scale": float(options.sm_scale),  # float, because Triton would compile another variant for an integer
         "soft_cap": float(options.logits_soft_cap),
         "SOFT_CAP": options.logits_soft_cap > 0,
     }

@@ -12,8 +12,7 @@ from quire_kernels.shared.paged_cache import check_index_tensor
 from quire_kernels.shared.work_units import WorkUnits, divide_work
 
 WAVES = 2  # programs per multiprocessor that decode aims at
-# For Hopper (`mla_hopper`): one program fills a multiprocessor, and each additional unit costs 256 KiB of partial
-# results.
+# For `mla_hopper`: one program fills a multiprocessor, and each additional unit costs 256 KiB of partial results.
 HOPPER_WAVES, HOPPER_KEYS, HOPPER_HEADS = 1, 64, 64
 
 
@@ -23,7 +22,7 @@ class MlaWork:
 
     work: WorkUnits
     tiling: Tiling
-    split_keys: bool  # every request has one query
+    split_keys: bool  # True if every request has one query; units then are ranges of keys, not of rows
     heads: int
     token_count: int
     partial_out: torch.Tensor | None  # float32 [capacity, heads, ckv_dim], only with split_keys
@@ -31,7 +30,7 @@ class MlaWork:
 
 
 def mla_tiling(chip: str, heads: int, element_bytes: int) -> Tiling:
-    """Chooses tile sizes for latents of 512 + 64, so that no registers spill: a row's accumulator has 512 entries."""
+    """Chooses tile sizes for latents of 512 + 64. Larger tiles would spill registers: a row has 512 sums."""
     if chip == "gfx942":
         return Tiling(16, 16, num_warps=4, num_stages=1)
     if element_bytes == 4:

@@ -30,7 +30,7 @@ class AttentionOptions:
     """The options of an attention call; the formulas are at the top of the file.
 
     Raises:
-        TypeError: an option that must be a number is not one.
+        TypeError: an option that must be a number has another type.
         ValueError: a number is not finite or out of range, or a tensor is not a contiguous float32 vector. The message
             names the option.
     """

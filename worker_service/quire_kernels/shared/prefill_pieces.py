@@ -77,7 +77,7 @@ def copy_keys(
     turn = 0
     count = 0
     while number < total:
-        # The result is used only after the copies, so the warp does not wait for it here.
+        # The ticket is used only after the copies, so the warp does not wait for the atomic operation here.
         ticket = gl.atomic_add(taken + lane, lane * 0 + 1, mask=lane == 0, sem="relaxed")
         count = copy_tiles(
             part, page_indices, number, work, window_left, rows, ring, full, empty, count,

@@ -2,7 +2,7 @@
 
 Row r of a request is head `r % GROUP` (of a KV head's query heads) of token `r // GROUP`. So keys are read once for all
 heads that share them, and any ratio of heads fills the block. Token t of a request with q_len queries and kv_len keys
-is at position kv_len - q_len + t (right-aligned: the last query sees the last key). It sees the keys
+is at position kv_len - q_len + t (right-aligned: the last query sees the last key). The token sees the keys
 
     [max(0, position - window_left, position // chunk_size * chunk_size), causal ? position + 1 : kv_len)
 
@@ -128,7 +128,7 @@ class Masking:
     causal: bool = False
     chunk_size: int = 0  # tokens; a query sees only keys of its own chunk (Llama 4); 0: no chunks
     custom_mask: torch.Tensor | None = None  # bool, one entry per (query, key); or uint8, eight entries per byte
-    mask_indptr: torch.Tensor | None = None  # int64 [batch + 1], in entries or bytes of custom_mask
+    mask_indptr: torch.Tensor | None = None  # int64 [batch + 1]: each request's first entry (bool) or byte
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chunk_size", require_integer("chunk_size", self.chunk_size, 0))

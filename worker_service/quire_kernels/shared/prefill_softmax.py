@@ -60,7 +60,7 @@ def thread_sums(p, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def clear_values(values, low, high, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zeroes the rows of a tile outside `[low, high)`. Both groups compute this, so neither has to wait for the
+    """Zeroes the rows of a tile outside `[low, high)`. Both groups zero these rows, so neither has to wait for the
     other.
     """
     for i in gl.static_range(BLOCK_N // CLEARED_ROWS):

@@ -15,10 +15,10 @@ LOG2_E = 1.4426950408889634
 # differences: `docs/attention.md`.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LSE_TOLERANCE = 1e-4
-# Tolerances of the worker's CPU path. PyTorch rounds bfloat16, where the interpreter truncates. No margin for a GPU is
-# needed.
+# Tolerances of the worker's CPU path. They are below `TOLERANCE`, because PyTorch rounds bfloat16, while Triton's
+# interpreter truncates, and because no GPU takes part.
 CPU_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}
-# Tolerances of merging, which rounds once; the interpreter truncates bfloat16 instead.
+# Tolerances of merging, which rounds each result once. Triton's interpreter truncates bfloat16 instead of rounding.
 MERGE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 SAMPLE_TOLERANCE = 1e-5  # how far a uniform number may lie outside the probability interval of the drawn token
 

@@ -212,7 +212,7 @@ def is_unmasked(mask, mask_row, keys, valid, MASK_KIND: tl.constexpr):
 def softmax_step(s, v, q, acc, row_max, row_sum, EDGE: tl.constexpr, UPCAST: tl.constexpr):
     """Adds one tile to the online softmax; `s` holds base-2 logarithms."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
-    if EDGE:  # -inf - -inf would be NaN
+    if EDGE:  # A row may see no key yet, and -inf - -inf would be NaN.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     else:
         base = new_max

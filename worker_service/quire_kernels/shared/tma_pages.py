@@ -9,20 +9,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PAGE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # for tiles of 16-bit numbers
-TMA_BYTES = 16  # addresses and strides must be multiples of this
-TMA_ROWS_MAX = 2**31  # coordinates are int32
-BOX_ROWS_MIN = 8  # rows of a TMA box at least: the pattern of swizzled shared memory repeats every 8 rows
+TMA_BYTES = 16  # TMA requires addresses and strides that are multiples of this number
+TMA_ROWS_MAX = 2**31  # a matrix must have fewer rows, because TMA's coordinates are int32
+BOX_ROWS_MIN = 8  # least rows of a TMA box, because swizzled shared memory repeats its pattern every 8 rows
 
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """The cache as a matrix with the positions of its keys. Its row stride is the distance of two tokens of a page."""
+    """The cache's keys as rows of one matrix. The matrix's row stride is the distance of two tokens of a page."""
 
     per_page: int  # rows from one page to the next
     per_head: int  # rows from one KV head to the next, if heads are whole rows apart (HND)
     columns_per_head: int  # columns from one KV head to the next, if heads are side by side (NHD)
     count: int
-    width: int  # columns in use
+    width: int  # columns that TMA may read
 
 
 def page_rows(part: torch.Tensor) -> PageRows | None:

@@ -1,18 +1,19 @@
 """Divides ragged work among the programs of a fixed grid, on the device.
 
 Request i has the items `[first[i], last[i])`, at most 2^30: keys that its query sees (decode), or query rows (prefill).
-With `unit_target` None, they are cut into units of `size_min` items; a request's last unit may be smaller. Otherwise
+With `unit_target` None, items are cut into units of `size_min` items; a request's last unit may be smaller. Otherwise
 
     size = max(size_min, ceil(sum(last - first) / unit_target));   units of request i = max(1, floor(items of i / size))
 
-with equal numbers of items, rounded up to the alignment. Example: 700 and 36 items, unit_target 7, size_min and
-alignment 32. The size is 106, which gives 6 units of 128 items (the last has 60) and 1 unit of 36.
+Units of a request have equal numbers of items, rounded up to the alignment. Example: requests of 700 and 36 items,
+unit_target 7, size_min and alignment 32. The size is 106, which gives 6 units of 128 items (the last has 60) and 1 unit
+of 36.
 
 A request with fewer items than two sizes stays whole. So requests of equal length either stay whole or give at most
-`unit_target` units. This matters because one more unit would start only when the others end.
+`unit_target` units. With one more unit, that unit would start only when the others end.
 
-There are at most `unit_target + batch` units for any lengths. That many programs are launched, and programs past the
-last unit return at once. So a CUDA graph can be replayed with other lengths. A batch of one long request and many short
+There are at most `unit_target + batch` units for any lengths. So many programs are launched, and programs past the last
+unit return at once. So a CUDA graph can be replayed with other lengths. A batch of one long request and many short
 ones cuts the long request into enough units to fill the chip.
 
 `units` is int32 `[capacity, 4]`: request, first item, end of items (exclusive), number of units of the same request.
@@ -34,7 +35,7 @@ from quire_kernels.shared.paged_cache import check_index_tensor
 REQUEST, START, STOP, SIBLINGS = range(4)  # columns of `units`
 UNIT_COLUMNS = 4
 BLOCK = 256
-ITEMS_MAX = tl.constexpr(2**30)  # most items of a request: sums of two fit into 32 bits; a multiple of every alignment
+ITEMS_MAX = tl.constexpr(2**30)  # most items of a request: twice this fits into 32 bits; a multiple of every alignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +59,7 @@ class WorkUnits:
 @triton.jit
 def cut(items, size, alignment, units_min, unit_target):
     """Returns the number of units of requests with `items` items, and the items of each unit except the last."""
-    rounding = tl.where(unit_target == 0, size - 1, 0)  # units of a fixed size: the remainder gets a unit of its own
+    rounding = tl.where(unit_target == 0, size - 1, 0)  # With units of a fixed size, the remainder gets another unit.
     count = tl.maximum((items + rounding) // size, 1)
     per_unit = tl.where(unit_target == 0, size, ((items + count - 1) // count + alignment - 1) // alignment * alignment)
     return tl.maximum((items + per_unit - 1) // tl.maximum(per_unit, 1), units_min), per_unit
@@ -74,7 +75,7 @@ def divide_work_kernel(
     units,  # int32 [capacity, 4]
     indptr,  # int32 [batch + 1]
     batch,
-    unit_target,  # 0: none
+    unit_target,  # 0: no target, units of size_min items
     capacity,
     size_min,
     alignment,

@@ -95,8 +95,8 @@ class AsyncCallSession:
 
         Raises:
             AnswersMissedError: another step has no answer yet. Nothing was sent.
-            QuireError: with a `reason`, the allocator refused the step, and no operation was applied. Without one, the
-                answer was lost.
+            QuireError: with a `reason`, the allocator refused the step, and no operation was applied. Without a
+                `reason`, the answer was lost.
             ValueError: a number does not fit the message, or an id is not new, or unknown. Nothing was sent.
         """
         self._link.check_open()  # Raises an error in a forked child, where the lock would never be released.
@@ -162,6 +162,6 @@ class AsyncCallSession:
     async def __aexit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        # A failure to close must not hide the block's error. The lease ends by itself.
+        # A failure to close must not hide the error of the `with` block. Without a close, the lease runs out.
         with contextlib.suppress(QuireError) if error is not None else contextlib.nullcontext():
             await self.close()

@@ -10,8 +10,8 @@ from quire_kernels.ops.append_slots import append_slots_kernel
 from quire_kernels.shared.append_token import NUM_WARPS, tile_sizes
 
 DIMS = (64, 80, 96, 128, 256)
-# (dtype of tokens, dtype of cache) -> head dims. Equal dtypes are integers of the element size, and their bits are
-# copied. Floats are quantized to bytes, and the type of the bytes tells the fp8 format.
+# (dtype of tokens, dtype of cache) -> head dims. With equal dtypes, the kernel copies elements as integers of the same
+# size. With float tokens, the kernel quantizes them to fp8: u8 means e4m3, and i8 means e5m2.
 HEAD_DIMS = {
     ("i16", "i16"): DIMS,
     ("bf16", "u8"): DIMS,
@@ -24,7 +24,7 @@ HEAD_DIMS = {
     ("i32", "i32"): (64, 128, 256),
 }
 FORMATS = {"u8": "e4m3", "i8": "e5m2"}
-# Types of the arguments that only one of the kernels has.
+# For each kernel: the types of the arguments that the other kernel lacks.
 PLACES = {
     append_kernel: {
         **dict.fromkeys(("batch_indices_ptr", "positions_ptr", "kv_indices_ptr", "kv_indptr_ptr"), "*i32"),

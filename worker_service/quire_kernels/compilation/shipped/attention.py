@@ -18,7 +18,7 @@ from quire_kernels.shared.prefill_rows import prefill_tiling
 
 OPTIONS = ("sinks", "slopes", "k_scale", "v_scale")  # optional tensors of a launch
 ONES = ("stride_q_dim", "stride_k_dim", "stride_v_dim")
-KV_HEADS = 8  # common among models; tiles do not depend on it
+KV_HEADS = 8  # a common number; tile sizes do not depend on the number of KV heads
 USUAL, WIDE, LATENT = (128, 128), (256, 256), (192, 128)  # head dims of keys and of values
 
 
@@ -106,7 +106,7 @@ def _prefill(
     cache = cache or dtype
     is_fp8 = ELEMENT_BYTES[cache] == 1
     tiling = prefill_tiling(chip, rows, *dims, ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
-    of_pages = ("page_indices", "last_page_len", "stride_k_page", "stride_v_page")  # None without pages
+    of_pages = ("page_indices", "last_page_len", "stride_k_page", "stride_v_page")  # All are None without pages.
     strides = [name for name in runtime_strides(prefill_kernel) if page_size or name not in of_pages]
     indices = ("kv_indptr", *(of_pages[:2] if page_size else ()))
     signature = {

@@ -102,7 +102,7 @@ def _latent(dtype: str, heads: int, page_size: int) -> KernelConfiguration:
         aligned=frozenset({"out", "partial_out"}),
         num_warps=mla_hopper.NUM_WARPS,
         maxnreg=mla_hopper.REGISTERS,
-        has_products_in_flight=False,  # one group's products overlap with the other group's exponentials
+        has_products_in_flight=False,  # While one group multiplies, the other group computes exponentials.
         architectures=("sm_90",),
     )
 

@@ -14,7 +14,7 @@ from quire_gateway.failures import RATE, TOO_LARGE, ApiError
 from quire_gateway.shares import Shares
 
 BODY_S: Final = 60.0  # seconds from the end of a head to the end of its body
-REQUEST_BYTES: Final = 16 << 10  # the least bytes that a request counts for, however small its body is
+REQUEST_BYTES: Final = 16 << 10  # bytes charged for a request with a body of at most this size
 
 
 class LeftError(Exception):
@@ -55,7 +55,7 @@ class Bodies:
     def __init__(self, shares: Shares, bytes_max: int) -> None:
         self._shares = shares
         self._bytes_max = bytes_max
-        self._arriving: dict[Arriving, None] = {}  # oldest first
+        self._arriving: dict[Arriving, None] = {}  # bodies that have not arrived completely, oldest first
 
     def read(self, receive: Receive, caller: str, *, is_there: bool = False) -> Arriving:
         """Returns a context manager that reads a body, and counts its bytes until the block ends.

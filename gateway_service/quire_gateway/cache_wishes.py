@@ -19,7 +19,7 @@ from quire.protocol.limits import KEEP_MS_MAX
 from quire_gateway.bodies import ChatBody
 from quire_gateway.failures import invalid
 
-MARKS_MAX: Final = 4  # marked parts of a request, as at OpenAI and Anthropic
+MARKS_MAX: Final = 4  # parts of a request that may be marked; OpenAI and Anthropic have the same limit
 _TTL: Final = re.compile(r"([1-9][0-9]{0,5})([smh])")
 _UNIT_MS: Final = {"s": 1_000, "m": 60_000, "h": 3_600_000}
 _OPTIONS_TTL: Final = "30m"

@@ -19,7 +19,7 @@ from quire_gateway.failures import ApiError, invalid, of_quire, unavailable
 from quire_gateway.fleet import Fleet
 from quire_gateway.prepared_call import Call
 
-DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator takes until a worker's next step
+DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator accepts for drops between two steps of a worker
 
 
 class Prefix(NamedTuple):
@@ -37,7 +37,7 @@ async def matched(fleet: Fleet, call: Call) -> dict[Backend, int]:
     """
     backends = [backend for backend in fleet.backends if backend.serves(call.model)]
     found = dict.fromkeys(backends, 0)
-    alike: dict[tuple[bytes, int], list[Backend]] = {}  # workers by the root and size of their digests
+    alike: dict[tuple[bytes, int], list[Backend]] = {}  # (root of the digests, block size) -> workers
     for backend in backends:
         alike.setdefault((_root(backend, call), _status(backend).block_size), []).append(backend)
     for (root, block_size), same in alike.items():
@@ -77,7 +77,7 @@ async def dropped(
     named = call.model if call is not None else None if model is None else fleet.model(model)
     backends = [each for each in fleet.backends if each.status is not None and (named is None or each.serves(named))]
     drops = {_status(each).pool: Prefix() if call is None else _prefix(each, call, keep_tokens) for each in backends}
-    if call is not None:  # A prompt shorter than a block has no digests, and no digests would mean the whole namespace.
+    if call is not None:  # A prompt below one block has no digests. A drop without digests drops the whole namespace.
         drops = {pool: drop for pool, drop in drops.items() if drop.digests}
     blocks, held = 0, 0
     for allocator in fleet.allocators:

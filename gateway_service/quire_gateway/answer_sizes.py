@@ -30,7 +30,7 @@ def bounded(ask: Ask, prompts: Sequence[Sequence[int]]) -> Ask:
         prompts: the tokens of each prompt.
 
     Raises:
-        ApiError: the answer may have more logprobs than that.
+        ApiError: the answer may have more than `LOGPROB_VALUES_MAX` logprobs.
     """
     of_prompt = ask.options.get("prompt_logprobs")
     count = 0 if of_prompt is None else _tellings(ask) * (1 + of_prompt) * sum(map(len, prompts))

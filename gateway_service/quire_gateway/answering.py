@@ -32,7 +32,7 @@ WHOLE_INTERVAL_S: Final = 1.0
 
 
 async def answers_of(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chunk, None]:
-    """Yields the chunks of one prompt, from the first worker that accepts it, and from others if that one ends.
+    """Yields the chunks of one prompt, from the first worker that accepts it. If that worker ends, others continue.
 
     Raises:
         ApiError: a worker failed, or no worker is left.

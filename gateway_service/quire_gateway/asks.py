@@ -135,7 +135,7 @@ class Ask(NamedTuple):
 
     @property
     def edits_chunks(self) -> bool:
-        """Tells whether the answer's text is not the worker's: the prompt's text is before it, or it is left out."""
+        """Tells whether the answer's text differs from the worker's: it begins with an echo, or is left out."""
         return self.is_prompt_alone or bool(self.options.get("echo"))
 
     @property

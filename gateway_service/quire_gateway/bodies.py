@@ -68,7 +68,7 @@ def read_prompts(given: object) -> Prompts:
     """Returns the prompts of a completion: a text, tokens, or several of either.
 
     Raises:
-        ValueError: it is something else, or there are too many.
+        ValueError: the value is something else, or there are too many prompts.
     """
     if isinstance(given, str) or _are_tokens(given):
         given = [given]

@@ -31,8 +31,8 @@ class Wish(NamedTuple):
     """How long a request's prefix should stay cached.
 
     Attributes:
-        keep_ms: milliseconds from the end of the request; 0 for as long as it may.
-        message_counts: rising counts of leading messages, one for each mark; what is behind the last one is not kept.
+        keep_ms: milliseconds from the end of the request; 0 until it is evicted.
+        message_counts: rising counts of leading messages, one for each mark; messages after the last mark are not kept.
             Empty keeps the whole prompt and its answer.
         is_hidden: whether no other request may hit what it computes.
     """
@@ -74,7 +74,7 @@ def _wish_to_keep(body: ChatBody) -> Wish:
 
 
 def of_ttl(ttl: str | None) -> Wish:
-    """Returns the wish to keep a whole prompt for a time such as "30m"; without one, as long as it may.
+    """Returns the wish to keep a whole prompt for a time such as "30m"; without one, until it is evicted.
 
     Raises:
         ApiError: it is no time, or more than a day.

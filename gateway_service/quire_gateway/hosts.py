@@ -68,7 +68,7 @@ def _name_of(host: str) -> str:
 
 def _is_of_this_machine(name: str) -> bool:
     if not any(sign in name for sign in ".:[]"):
-        return True  # This includes `localhost`.
+        return True  # The name has no dot, like `localhost`.
     if name.endswith(".localhost"):
         return True
     try:

@@ -25,9 +25,9 @@ log = structlog.get_logger()
 KEYS_MAX: Final = 10_000
 LIMIT_MAX: Final = 1_000_000_000
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,63}")
-NAMELESS: Final = "default"  # for a key with neither a name nor a namespace
+NAMELESS: Final = "default"  # the name of a key that has neither a name nor a namespace
 _LIMITS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "concurrent": "concurrent_max"}
-# values of the option, each with whether special tokens in conversations are split as ordinary text
+# value of `special_tokens=` -> whether special tokens in conversations are split as ordinary text
 _SPLIT: Final = {"text": True, "tokens": False}
 _FORM: Final = (
     "KEY or KEY NAMESPACE, and after these name=, requests=, tokens=, concurrent=, expires= or special_tokens="

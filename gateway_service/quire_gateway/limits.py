@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from quire_gateway.keys import ApiKey
 
 MINUTE_S: Final = 60.0
-PLACE_S: Final = 1.0  # seconds to wait before asking again, because another request may have ended
+PLACE_S: Final = 1.0  # seconds until a caller at its limit of concurrent requests should retry
 
 
 class Refusal(NamedTuple):

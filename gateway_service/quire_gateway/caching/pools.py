@@ -105,10 +105,10 @@ def _prefix(backend: Backend, call: Call, keep_tokens: int) -> Prefix:
 
 
 async def fitting(allocator: AsyncAllocator, pool: str, drop: Prefix) -> Prefix:
-    """Returns a drop with as many digests as fit. Full attention forgets all that is behind them, too.
+    """Returns a drop with as many digests as fit. With full attention, the blocks behind them are dropped, too.
 
     Raises:
-        ApiError: without full attention, or behind so many blocks, the digests cannot be cut.
+        ApiError: too many digests, which cannot be cut: no group has full attention, or too many blocks are kept.
         QuireError: the allocator does not know the pool, or does not answer.
     """
     if len(drop.digests) <= DROP_DIGESTS_MAX:

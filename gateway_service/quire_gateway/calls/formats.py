@@ -153,7 +153,7 @@ def _deepseek(head: Elements, tail: Elements = ()) -> TextRun:
 _JSON: Final = (Maybe(("<|constrain|>",)), Maybe(("json",)))
 _TO: Final = ("to=functions.", Slot.NAME, "<|channel|>", "commentary", *_JSON, "<|message|>")
 _FINAL: Final = Mark(("<|channel|>", "final", *_JSON, "<|message|>"), AnswerPart.CONTENT)
-_CALLED: Final = (Maybe(("<|call|>",)),)  # usually the end of the answer, which has no text
+_CALLED: Final = (Maybe(("<|call|>",)),)  # missing if this token ended the answer
 
 CALL_FORMATS: Final[Mapping[str, Format]] = {
     # for Qwen 2.5 and 3, Hermes, Granite 4
@@ -164,7 +164,7 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
             TextRun(_object('"parameters"'), ("}",), ("<|python_tag|>",), (";",), (), IN_CONTENT),
         )
     ),
-    # Mistral's templates refuse ids of any other length.
+    # Mistral's templates accept only ids of nine characters.
     "mistral": Format((_list("[TOOL_CALLS]"),), call_id="{random}", id_characters=9),
     "mistral_v11": Format(
         (TextRun(("[TOOL_CALLS]", Slot.NAME, Maybe(("[CALL_ID]", Slot.WORD)), "[ARGS]")),),
@@ -184,7 +184,7 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
                 ("<|tool_calls_section_end|>",),
             ),
         ),
-        call_id="functions.{name}:{index}",  # its template repeats this id
+        call_id="functions.{name}:{index}",  # the model's template repeats this id
     ),
     "openai": Format(
         (

@@ -56,7 +56,7 @@ def tools_of(body: ChatBody) -> Tools | None:
         if choice not in neutral:
             raise invalid("tool_choice", "tool_choice needs tools, but the request has none")
         return None
-    if choice == "none":  # The chat template still gets the tools, so none of them is checked here.
+    if choice == "none":  # The answer calls no tool, so none is checked. The chat template gets them in any case.
         return None
     functions: dict[str, Function] = {}
     for number, tool in enumerate(body.tools):

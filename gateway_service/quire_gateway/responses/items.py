@@ -51,7 +51,7 @@ def items_of(
             items.append(_item(item, where))
             continue
         identity = _reference(item, where)
-        if identity in referred:  # Otherwise a short body could become an endless conversation.
+        if identity in referred:  # By repeated references, a short body could become an endless conversation.
             raise invalid(f"{where}.id", f"{where}.id is {identity!r}, which an earlier item already refers to")
         referred.add(identity)
         found = find(identity)

@@ -40,10 +40,10 @@ from tests.simulation.histories import APPEND_ONLY, GROUPS, ROOT, pool_spec  # n
 from tests.simulation.simulation import FAULTS, Simulation  # noqa: E402
 from tests.simulation.world import POOL, Allocator, Clock, Link, Worker  # noqa: E402
 
-EVENTS: Final = 50  # The simulation advances by this many events until the session has its steps.
+EVENTS: Final = 50  # events that the simulation runs between two checks whether the session has all its steps
 STEPS: Final = 66  # steps of a session; the answer to step 64 has a digest
 REPORTS: Final = 2  # reports of a session, besides the first, empty one
-REPORTED: Final = (5, 8)  # steps of the scripted session after which it has a report
+REPORTED: Final = (5, 8)  # numbers of the scripted session's steps that a report follows
 FAULT_RATE: Final = 0.12
 SEED: Final = 37
 LARGE: Final = 100  # With more sequences than this, a digest covers only a part of the state.
@@ -98,7 +98,7 @@ class RecordedSimulation(Simulation):
 
 def session(kinds: str, seed: int) -> list[Line]:
     """Returns a session with a pool of these groups. The first line is the pool's specification."""
-    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # The session has one worker from start to end.
+    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # The session must have one worker from start to end.
         simulation = RecordedSimulation(seed, kinds=kinds, fault_rate=FAULT_RATE)
         worker = simulation.worker
         assert isinstance(worker, RecordedWorker)

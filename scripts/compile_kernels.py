@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# Triton reads this when it is imported. Interpreted functions cannot be compiled.
+# Triton reads this variable at its import. Unset it, because interpreted functions cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
@@ -56,7 +56,7 @@ class Row:
     num_warps: int
     num_stages: int
     registers: int  # per thread
-    spilled: int  # bytes of registers moved to memory, per thread
+    spilled: int  # bytes per thread that were moved from registers to memory
     shared_bytes: int  # shared memory per program
     triton: str
 

@@ -83,7 +83,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if hasattr(manager, "pool") and hasattr(manager.pool, "pool"):
             told["events"]["index"] = index_of(manager.pool.pool)
     told["is_reset"] = engine.reset_prefix_cache()
-    if job.get("again"):  # Blocks cached before the reset must not be hit.
+    if job.get("again"):  # The last pass is repeated: its blocks from before the reset must not be hit.
         answers = engine.generate([{"prompt_token_ids": p} for p in job["passes"][-1]], sampling, use_tqdm=False)
         told["texts_again"] = [list(answer.outputs[0].token_ids) for answer in answers]
         told["hits_again"] = sum(answer.num_cached_tokens or 0 for answer in answers)
@@ -98,7 +98,7 @@ class Events:
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}  # hash and group -> hash of the block's tokens
-        self.kinds: dict[int, str] = {}  # group -> kind
+        self.kinds: dict[int, str] = {}  # group -> kind of its layers
         self.stored_count = self.removed_count = self.cleared_count = self.unknown_parent_count = 0
 
     def take(self, events: list[Any]) -> list[Any]:

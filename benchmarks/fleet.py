@@ -23,7 +23,7 @@ from fleet_sides.fleet import MIRRORS, PEERS, QUIRE, RULES, UNRESERVED, WEIGHTS,
 from fleet_sides.workloads import Request
 from report import Goal, Part, add_output_arguments, publish_parts
 
-ROOMY: Final = 450_000  # tokens in each cache: the 150 prefixes of 6,000 tokens take a quarter of all caches
+ROOMY: Final = 450_000  # tokens in each of 8 caches; the 150 prefixes of 6,000 tokens fill a quarter of all caches
 OUTAGES_S: Final = (1, 5, 30)
 GOALS_OF_OUTAGES: Final = {1: 1.3, 5: 1.5, 30: 2.0}
 BURST: Final = "burst of 43"

@@ -38,12 +38,12 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 
 RATIO_GOAL: Final = 0.01
 MODULE: Final = "metrics_sides.probed"
-SHARED_TOKENS: Final = 64  # at the beginning of half of the prompts
+SHARED_TOKENS: Final = 64  # common tokens at the beginning of half of the prompts
 OWNERS: Final = 8
 POOL_BLOCKS: Final = 16_384
 PROMPT_BLOCKS: Final = 32
 SHARED_BLOCKS: Final = 4
-LIVE: Final = 8  # sequences of an owner
+LIVE: Final = 8  # number of sequences that an owner has at a time
 DIGEST_BYTES: Final = 32
 Row = dict[str, Any]
 

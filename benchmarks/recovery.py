@@ -43,7 +43,7 @@ from report import Goal, add_output_arguments, core_build, publish
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 2_048
-PROMPTS_PER_STEP = 8  # The digests take 512 KiB.
+PROMPTS_PER_STEP = 8  # prompts in a step; their digests take 512 KiB
 START_S = 60.0
 BUILD = core_build()
 PARTS = ("process", "attach", "build", "send", "swap", "grant")

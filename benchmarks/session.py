@@ -183,7 +183,7 @@ async def compare(
         first = makers[0]()
         answers = [await owners[0].stream.ask(message) for message in first]
         check(first[0], answers[0])
-        # bytes of an ordinary step and answer
+        # The echo's sizes are the bytes of an ordinary step and its answer.
         size = size or (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))
         turns: tuple[list[Turn], list[Turn]] = ([], [])
         for number in range(-1, repeat):  # Round -1 is a warm-up.

@@ -7,7 +7,7 @@ prompt from its second, and short texts from long ones. On average, the blocks t
     sum over blocks of weight * min(age, time kept)   <=   requests * (pool - what running requests hold on average)
 
 Age is counted in requests. The `age` of a block that is never used again is the rest of the workload. For each price of
-a byte, every class has a best time. The sum of their gains and of the room's price is an upper bound; the result is the
+a byte, every class has a best time. The sum of their gains and of the pool's price is an upper bound; the result is the
 smallest of these bounds. The times are chosen with knowledge of the whole workload, hits may end at any block, and
 the blocks must fit only on average. So no policy of this kind hits more, and a real one hits less. Weights are as in
 `optimum.py`. A token costs its bytes of full attention, and its share of its text's tail.
@@ -29,7 +29,7 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_TOKENS, Request
 
 TURNS_TOLD_APART: Final = 3
-SHORT_TOKENS: Final = 512  # From this length on, each doubling is a class of texts.
+SHORT_TOKENS: Final = 512  # Texts below twice this length are one class. Beyond, each doubling is a class.
 PRICE_STEPS: Final = 60
 Floats = NDArray[np.float64]
 
@@ -113,7 +113,7 @@ def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, floa
     """Returns the average kept bytes and the hit tokens, with the times that are best for `learned` at this price."""
     bytes_kept = tokens_hit = 0.0
     for key, (hits, kept) in curves.items():
-        if key in learned:  # Classes without any text so far are not kept.
+        if key in learned:  # Classes of which `learned` has no text are not kept.
             time = min(int(np.argmax(learned[key][0] - price * learned[key][1])), len(kept) - 1)
             bytes_kept += float(kept[time])
             tokens_hit += float(hits[time])

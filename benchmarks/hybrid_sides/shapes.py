@@ -17,7 +17,7 @@ from quire.types import GroupKind
 
 CONFIGS: Final = Path(__file__).parents[2] / "tests" / "client" / "configs"
 STATE_DTYPE: Final = "bfloat16"  # vLLM's default dtype of states
-WINDOW_TOKENS: Final = 1_024  # window of the shape that no real model has
+WINDOW_TOKENS: Final = 1_024  # window of the one shape that belongs to no real model
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 ELEMENT_BYTES = 2  # bfloat16
-FIXED_BYTES = 6 << 30  # buffers to clear the cache, workspaces, temporaries of comparisons
+FIXED_BYTES = 6 << 30  # bytes for buffers that clear the cache, workspaces, and temporaries of comparisons
 FLEX_PAGE_SIZE = 64
 OPERATIONS_MAX = 3e14
 WORKS = ("decode", "prefill")

@@ -40,9 +40,10 @@ ON_GPU = (
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
 SIDES_S = {"generate": 150.0, "generate_batch": 60.0}  # time limits; `generate` compiles for most of it
-# Numbers of requests that run on the GPU at the same time: all three processes of `generate` might not fit.
+# Workloads, by their number of requests, whose processes are on the GPU at the same time. All three processes of
+# `generate` might not fit together.
 TOGETHER = {"generate": ((1, 128), (32,)), "generate_batch": ((32, 1, 128),)}
-VOCABULARY = 256  # tokens to draw their prompts from
+VOCABULARY = 256  # number of tokens from which the prompts of transformers are drawn
 # Environments for the worker. The worker is started with one environment after another until it answers.
 SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "1"},

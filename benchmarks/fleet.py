@@ -3,7 +3,7 @@
 Arrivals are open loop (Poisson). The product's pools and router run; a model of time replaces forward passes, so equal
 seeds give equal rows on every machine. Eight workers compute 12,000 prompt tokens a second each, eight gateways choose.
 
-The part `calls` measures the CPU time of Route over gRPC. It is not written to a file.
+The part `calls` measures the CPU time of Route over gRPC. Its rows are not written to a file.
 
 Quire's Route is compared with Route without reservations, the gateways' rule without Route, round robin, the fewest
 requests, and llm-d's rule (on a gateway's own choices, or on events). Under llm-d's rule, a gateway knows only its own

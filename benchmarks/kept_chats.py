@@ -1,4 +1,4 @@
-"""Hits of chats that ask to be kept for 30 minutes, among strangers, and the price that others pay. Counts, no times.
+"""Hits of chats that ask to be kept for 30 minutes, and what these keeps cost other chats. Counts, no times.
 
 Two namespaces use one pool of full attention. In the first, chats return every few minutes and ask to be kept. In the
 second, more chats than fit into the pool return as often, and ask for nothing. Prompts pass that never return. Each row

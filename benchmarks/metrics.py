@@ -5,8 +5,8 @@ functions that count and log (`metrics_sides/probed.py`). The rest of its CPU ti
 A row's ratio is the part over that rest. Both parts of the ratio are CPU times of one run, so other programs hardly
 change it.
 
-The rows of worker, gateway, and all three servers together are of completions. Completions leave the allocator nearly
-idle, so that its caches are cold. The allocator's own rows are of owners that admit a prompt with each step, into pools
+Completions load the servers for the rows of worker, gateway, and all three servers together. They leave the allocator
+nearly idle, so that its caches are cold. For the allocator's own rows, owners admit a prompt with each step, into pools
 that fill up. The shadow index is the allocator's sample of blocks, which tells what pools of other sizes would have
 hit.
 

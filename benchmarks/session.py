@@ -1,13 +1,13 @@
-"""Cost of the session stream. It is compared with an echo server that gets messages of the same sizes, alternately.
+"""Cost of the session stream, compared with an echo server. Both get messages of the same sizes, alternately.
 
 The allocator and the echo (grpc.aio on uvloop, like the allocator) are processes on one CPU (`--cpu`). The clients have
 another CPU. A Unix socket connects them, or TCP (`--transport tcp`). Steps are made beforehand, so that only the wire
 and the server are measured. The row "through AsyncSession" also includes building steps and keeping the ledger. A step
 of 256 operations is an append for each of 256 sequences; 16 of them take a block.
 
-CPU columns count a whole process for each message. The handler, from message to reply, core included, is measured
-twice. In this process, nothing else runs in between. The server's own histogram of steps is read
-(`quire_allocator_step_seconds`): there, gRPC's threads and the kernel use the CPU and its caches between two steps. The
+CPU columns have a whole process's CPU time per message. The handler, from message to reply, core included, is measured
+twice: in this process, where nothing else runs in between, and by the server's own histogram of steps
+(`quire_allocator_step_seconds`), where gRPC's threads and the kernel use the CPU and its caches between two steps. The
 last rows have the waits of a pool's owner while another owner floods the same allocator. `make bench` measures the
 compiled core.
 """

@@ -36,7 +36,7 @@ def forward(sequence: EngineSequence) -> None:
 
 
 async def turn(engine: AsyncEngine) -> int:
-    """Runs the copies, then a pass over the sequences that have room; returns the number of new tokens."""
+    """Runs the copies, then a pass over the sequences that have free slots; returns the number of new tokens."""
     for source, destination in await engine.turn():
         pages[destination] = list(pages[source])
     ready = engine.ready()

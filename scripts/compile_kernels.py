@@ -5,9 +5,9 @@
     python scripts/compile_kernels.py --check --share 4  the same for a random quarter of the kernels
     python scripts/compile_kernels.py --only append      compile and print kernels with this word in the title
 
-Fails if a kernel spills registers or needs more shared memory than the chip has. Both kinds of kernels compile without
-an error, and the second fails only at the launch. A Gluon kernel must also copy by TMA, and compute exponentials while
-a product runs. Only its machine code shows whether the assembler kept that order.
+Fails if a kernel spills registers, or needs more shared memory than the chip has. Such kernels compile without an
+error, and too much shared memory fails only at the launch. A Gluon kernel must also copy by TMA, and compute
+exponentials while a product runs. Only its machine code shows whether the assembler kept that order.
 
 Registers and spills depend on the ptxas and LLVM of the installed Triton. So the table names its Triton, and `--check`
 compares numbers only under the same Triton. The set of kernels is always compared.

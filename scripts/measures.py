@@ -3,10 +3,10 @@
     python scripts/measures.py
 
 Words of retention are counted in names, docstrings and comments, but not in import lines. The field `stops` is a list
-of token counts: an answer of the allocator carries it to its owner's ledger, and a report carries it back. It is
-counted outside the modules that decide about stops. Names of classes and files are counted in the whole product,
-without what scripts write from another file. Hits are those of the committed rows of `benchmarks/hybrid.py`: the newest
-rows of Quire beside the rows of vLLM's two managers, for the same scenarios.
+of token counts: an answer of the allocator carries the list to its owner's ledger, and a report carries the list back.
+The field is counted outside the modules that decide about stops. Names of classes and files are counted in the whole
+product, without what scripts write from another file. Hits are those of the committed rows of `benchmarks/hybrid.py`:
+the newest rows of Quire beside the rows of vLLM's two managers, for the same scenarios.
 """
 
 from __future__ import annotations

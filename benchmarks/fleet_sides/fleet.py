@@ -52,7 +52,7 @@ class Setting:
         event_s: seconds from a turn's end to the event index of the gateways.
         worker_restart: when worker 0 is killed, and for how many seconds it is down.
         route_outage: when Route stops to answer, and for how many seconds; workers still reach the allocator.
-        allocator_outage: the same for all calls; then a new allocator gets the workers' reports.
+        allocator_outage: like `route_outage`, but for all calls; then a new allocator gets the workers' reports.
     """
 
     rule: str
@@ -69,7 +69,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Outcome:
-    """Measurements of a run. It counts prompt tokens, once for each time that a worker admitted them."""
+    """Measurements of a run. Prompt tokens count once for each time that a worker admitted them."""
 
     first_token_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0

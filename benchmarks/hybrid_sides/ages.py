@@ -81,8 +81,8 @@ def hit_ratio_learned(
     others: Sequence[Sequence[Request]], requests: Sequence[Request], shape: Shape, pool_bytes: int, classes: Classes
 ) -> float:
     """Returns the ratio of hit prompt tokens if each class is kept for the time that is best for all `others` together.
-    Remaining room goes to the blocks that would be kept next. These requests only determine how much is kept in total,
-    so that it fits into the pool on average."""
+    Remaining bytes go to the blocks that would be kept next. `requests` only determine how much is kept in total, so
+    that the kept blocks fit into the pool on average."""
     curves = _curves(requests, shape, classes)
     learned = _together([_curves(other, shape, classes) for other in others])
     room = _room(requests, shape, pool_bytes)
@@ -92,7 +92,7 @@ def hit_ratio_learned(
 
 
 def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
-    """Returns the average room of a pool next to the running request, in bytes."""
+    """Returns the bytes of a pool that the running request leaves free, on average."""
     computed = [request.computed_token_count for request in requests]
     running = sum(count * shape.full_token_bytes + shape.tail_bytes(count) for count in computed) / len(requests)
     return pool_bytes - running

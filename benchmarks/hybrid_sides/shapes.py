@@ -69,8 +69,8 @@ class Shape:
         return kept + self.state_bytes
 
     def running_bytes(self, token_count: int, pass_token_count: int) -> int:
-        """Counts the bytes of a request of this many tokens during its last pass. The pool has room for three states:
-        the first one, the running one, and a checkpoint."""
+        """Counts the bytes of a request of this many tokens during its last pass. The request has three states: the
+        first one, the running one, and a checkpoint."""
         windowed = [layer for layer in self.layers if layer.window]
         kept = sum(min(token_count, layer.window + pass_token_count) * layer.token_bytes for layer in windowed)
         return token_count * self.full_token_bytes + kept + 3 * self.state_bytes

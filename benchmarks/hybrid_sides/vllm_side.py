@@ -31,7 +31,7 @@ class VllmSide:
     Raises ImportError where vLLM cannot be imported.
 
     Attributes:
-        refused_count: requests without room; none of their tokens hit.
+        refused_count: requests that got too few blocks; none of their tokens count as hits.
     """
 
     def __init__(self, shape: Shape, pool_bytes: int, chunk_tokens: int, retention: str) -> None:
@@ -86,7 +86,7 @@ class VllmSide:
         return int(matched)
 
     def _step(self, request: Any, token_count: int, matched: int = 0, hit: Any = None) -> bool:
-        """Computes a chunk of at most `token_count` tokens; returns whether there was room."""
+        """Computes a chunk of at most `token_count` tokens; returns whether the chunk fits."""
         self.manager.new_step_starts()
         token_count = min(token_count, self._chunk_tokens)
         if self._scheduler is not None:

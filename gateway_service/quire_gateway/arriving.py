@@ -66,7 +66,7 @@ class Bodies:
             is_there: whether the whole body arrived with its head, so that reading it does not wait.
 
         Raises:
-            ApiError: on entry: the body is too large, arrives too slowly, or was dropped to make room for others.
+            ApiError: on entry: the body is too large, arrives too slowly, or was dropped for other bodies.
             LeftError: on entry: the caller has gone.
         """
         return Arriving(self, receive, caller, is_there=is_there)
@@ -112,7 +112,7 @@ class Bodies:
         """Counts some bytes of a body. If memory is short, drops the caller's oldest arriving bodies.
 
         Raises:
-            ApiError: there is still not enough room.
+            ApiError: there is still too little memory.
         """
         while not self._shares.take(body.caller, byte_count):
             oldest = next((other for other in self._arriving if _may_make_room(other, body)), None)

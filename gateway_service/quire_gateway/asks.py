@@ -82,12 +82,12 @@ class Ask(NamedTuple):
         model: the name in the request; None if it names no model.
         prompts: one prompt; several only for a batch of completions.
         options: the sampling options that all prompts share, except `max_tokens`.
-        max_tokens: the limit of the answer; 0 for none, None for as many tokens as there is room for.
+        max_tokens: the limit of the answer; 0 for no answer, None for as many tokens as the model allows.
         choice_count: the number of answers to each prompt.
         is_streamed: whether the caller gets the answer piece by piece.
         with_usage: whether a stream ends with its token counts.
         top_logprob_count: number of likeliest tokens to return with each token; None without logprobs.
-        prompt_logprob_count: the same for the prompt's tokens, which are returned separately.
+        prompt_logprob_count: the same number for the prompt's tokens, whose logprobs are returned separately.
         names: the caller's names of the workers' fields.
         priority: on the workers' scale: larger is sooner. Callers use vLLM's scale: lower is sooner.
         with_usage_so_far: whether each piece has the token counts of its choice so far.

@@ -3,7 +3,7 @@
 A connection is in one of these states:
 
     1. waiting     for a request: none has begun, or its head is not whole. The connection has a deadline, and is closed
-                   if others need the room
+                   if too many connections wait
     2. answering   the application has a request. It has deadlines of its own for the body and the answer
     3. lingering   the last answer is sent. Further bytes of the caller are read and dropped, so that the answer arrives
 """
@@ -316,7 +316,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def make_room(self) -> None:
-        """Ends the connection, which has waited longest, to make room for a new one."""
+        """Ends this connection, which has waited longest, so that a new connection can wait."""
         self.transport.abort()
 
 

@@ -34,7 +34,7 @@ class Wish(NamedTuple):
         keep_ms: milliseconds from the end of the request; 0 until it is evicted.
         message_counts: rising counts of leading messages, one for each mark; messages after the last mark are not kept.
             Empty keeps the whole prompt and its answer.
-        is_hidden: whether no other request may hit what it computes.
+        is_hidden: whether no other request may hit the blocks of this one.
     """
 
     keep_ms: int = 0

@@ -339,7 +339,7 @@ class _Answer:
         await self._send(message)
 
     def _is_charged(self, start: Message) -> bool:
-        """Charges an answer for its bytes beyond the bytes of its request. Returns whether there is room."""
+        """Charges an answer's bytes beyond those of its request. Returns whether the caller's share allows that."""
         memory = self.memory
         size = next((int(value) for name, value in start.get("headers", ()) if name == b"content-length"), 0)
         return memory is None or size <= max(SMALL_BYTES, memory.amount) or memory.add(size - memory.amount)

@@ -79,7 +79,7 @@ class KeyLimits:
         return None
 
     def end(self, key: ApiKey, token_count: int) -> None:
-        """Counts the tokens of a request that has ended, and frees its place."""
+        """Counts the tokens of a request that has ended. The request is no longer concurrent with others."""
         use = self._uses[key.digest]
         use.in_flight -= 1
         if use.tokens is not None:

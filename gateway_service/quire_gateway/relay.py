@@ -89,7 +89,7 @@ async def prepare(
 async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) -> CachePolicy:
     """Returns the cache options for the worker. A breakpoint is where the messages up to a mark end in the prompt.
 
-    If the template cannot render these messages alone, the last mark means the whole prompt, and others have no effect.
+    If the template cannot render these messages alone, the last mark means the whole prompt; others do nothing.
     """
     ask, prompt, tokens = call.ask, call.ask.prompts[0], call.tokens[0]
     keep_s, counts, is_hidden = ask.wish.keep_ms / 1e3, ask.wish.message_counts, ask.wish.is_hidden

@@ -42,7 +42,7 @@ class Underway:
         self.uncached_token_count += uncached_token_count
 
     def remove(self, prompt: Hashable) -> None:
-        """Removes a prompt, if it is here."""
+        """Removes a prompt, unless it was removed before."""
         count, _ = self._prompts.pop(prompt, (0, b""))
         self.uncached_token_count -= count
 

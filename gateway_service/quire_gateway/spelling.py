@@ -48,7 +48,7 @@ class Speller:
         return found + [known[token] for token in rest]
 
     async def slices(self, told: Columns) -> AsyncIterator[tuple[Sequence[Told], Sequence[Mapping[int, bytes]]]]:
-        """Yields the next tokens in slices, each token with the bytes of itself and of the others at its place."""
+        """Yields the next tokens in slices, each token with its own bytes and the bytes of its alternatives."""
         known: Mapping[int, bytes] | None = None
         await self._begin()
         async for part in in_slices(told):
@@ -70,7 +70,7 @@ class Speller:
         self._is_settled = self._is_settled or self._fleet.settled[model]
 
     async def _ask(self, tokens: Sequence[int], others: Sequence[Iterable[int]]) -> list[Mapping[int, bytes]]:
-        """Returns the bytes of each of the next tokens, and of others in its place."""
+        """Returns the bytes of each of the next tokens, and of the alternatives in its place."""
         places = [dict.fromkeys((token, *beside)) for token, beside in zip(tokens, others, strict=True)]
         asked = [(token, place) for place, each in enumerate(places, start=len(self._before)) for token in each]
         text = [*self._before, *tokens]

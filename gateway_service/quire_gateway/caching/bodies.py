@@ -35,7 +35,7 @@ BODIES: Final = (MatchBody, WarmBody, DropBody)
 
 
 def ask_of(body: MatchBody) -> Ask:
-    """Returns the request of a body's prompt, without an answer. Its tokens are those of later requests.
+    """Returns the request of a body's prompt, without an answer. Later requests with this prompt have the same tokens.
 
     Raises:
         ApiError: the body has neither a prompt nor messages, or both, or a part of them is not supported.

@@ -16,7 +16,7 @@ class Background:
     """Runs background responses. Like the store of their results, background responses end with the process.
 
     Args:
-        are_several: whether there are several namespaces. Each may then use at most half of what the others leave.
+        are_several: whether there are several namespaces. Each may use at most half of what other namespaces leave.
     """
 
     def __init__(self, *, are_several: bool) -> None:

@@ -76,7 +76,7 @@ class Store:
         telemetry: counts the responses and their bytes.
         bytes_max: limit for all responses together; 0 keeps none.
         lifetime_s: how long each response is kept.
-        are_several: whether there are several namespaces. Each may then use at most half of what the others leave.
+        are_several: whether there are several namespaces. Each may use at most half of what other namespaces leave.
         clock: returns the time in seconds.
     """
 

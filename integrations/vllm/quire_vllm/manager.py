@@ -5,7 +5,7 @@ Lifecycle of a request here:
     1. asked      `get_computed_blocks` allocates the whole prompt, which also holds the blocks that it hits. A refused
                   request asks again in a later turn. While another request computes its prefix, it is passed over.
     2. admitted   The first `allocate_slots` means that the scheduler runs the request.
-    3. running    Each later `allocate_slots` makes room for new tokens. `new_step_starts` publishes computed blocks.
+    3. running    Each later `allocate_slots` gets blocks for new tokens. `new_step_starts` publishes computed blocks.
     4. freed      `free`: the request ended or was preempted.
 
 A block is published when the pass that wrote it is over (vLLM's own manager publishes when the pass is scheduled).

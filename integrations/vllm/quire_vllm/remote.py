@@ -2,17 +2,17 @@
 
 The stream is a `quire.session.Session` in its own thread. The scheduler's thread submits steps and checks for answers:
 
-    1. turn    takes in answers; sends commits, frees and requests for room ahead in one step
-    2. wait    waits only for a new prompt, or if a running request has no room for its next token: `WAIT_S` at most,
+    1. turn    takes in answers; sends commits, frees and requests for blocks ahead of need in one step
+    2. wait    waits only for a new prompt, or if a running request has no slot for its next token: `WAIT_S` at most,
                and after a silent wait not at all until the allocator answers
-    3. alone   continues the turn without an answer: requests with room run, the others are passed over
+    3. alone   continues the turn without an answer: requests with free slots run, other requests are passed over
 
 So a dead allocator costs one wait of `WAIT_S`. Requests run for about `AHEAD_TOKENS` more tokens. They continue when
 the allocator answers again, or a new one has a report of the pages.
 
 Prompts are granted as if each was requested in its turn. A refusal counts for one turn. The prompt is requested again
-when the missing blocks are free. No prompt is admitted after a refused one. Room ahead takes only a part of the pool,
-because its blocks could be cached blocks that hit.
+when the missing blocks are free. No prompt is admitted after a refused one. Only a part of the pool is granted ahead of
+need, because these blocks could be cached blocks that hit.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class RemotePool:
         return True
 
     def usage(self) -> float:
-        """Returns the share of blocks in tables, room ahead included, according to the last answer."""
+        """Returns the share of blocks in tables, with those granted ahead of need, according to the last answer."""
         if not self._tables:
             return 0.0
         return 1.0 - self._free_block_count / self.shape.block_count

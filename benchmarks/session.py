@@ -47,7 +47,8 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 OPERATIONS = 256
 POOL_BLOCKS = 200_000
 PROMPT_BLOCKS = 2_048
-ECHO_SIZE = (32 << 10, 32 << 10)  # sizes of admissions: the step has 64 kB of digests, and the reply 8 kB
+# Bytes of the echo's message and answer beside admissions. An admission has 64 kB of digests, and its reply has 8 kB.
+ECHO_SIZE = (32 << 10, 32 << 10)
 STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8
@@ -99,7 +100,7 @@ class Servers:
         if transport == "unix":
             listen = {side: f"unix://{folder}/{side}" for side in listen}
         command = {"--listen": listen["allocator"], "--metrics": "127.0.0.1:0", "--cpu": str(cpu), "--lease": "3600"}
-        command |= {"--streams-per-caller": "128", "--blocks-per-caller": str(1 << 25)}  # one owner has all pools
+        command |= {"--streams-per-caller": "128", "--blocks-per-caller": str(1 << 25)}  # high: one owner has all pools
         command |= {"--memory-per-caller": "4096"}
         arguments = list(chain.from_iterable(command.items()))
         self.allocator = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
@@ -192,7 +193,7 @@ async def compare(
             requests = [[echo.request_of(*size) for _ in each] for each in steps]
             before = handler_seconds(servers)
             sides = ((echoes, requests, servers.echo_clock), (streams, steps, servers.allocator_clock))
-            order = (0, 1) if number % 2 else (1, 0)  # The first side fills the CPU caches for the second.
+            order = (0, 1) if number % 2 else (1, 0)  # The sides alternate: the first fills CPU caches for the second.
             pair = {side: await take_turn(*sides[side]) for side in order}
             handler_us = (handler_seconds(servers) - before) * 1e6 / len(pair[1].times)
             if number >= 0:

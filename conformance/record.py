@@ -42,7 +42,7 @@ from tests.simulation.world import POOL, Allocator, Clock, Link, Worker  # noqa:
 
 EVENTS: Final = 50  # events that the simulation runs between two checks whether the session has all its steps
 STEPS: Final = 66  # steps of a session; the answer to step 64 has a digest
-REPORTS: Final = 2  # reports of a session, besides the first, empty one
+REPORTS: Final = 2  # number of a session's reports after the first report, which is empty
 REPORTED: Final = (5, 8)  # numbers of the scripted session's steps that a report follows
 FAULT_RATE: Final = 0.12
 SEED: Final = 37
@@ -136,10 +136,10 @@ def _script() -> list[StepBuilder]:
         StepBuilder().allocate(1, 10, first[:2], priority=3).allocate(2, 9, second[:2], "tenant"),
         # Sequence 1 is computing the same prefix, so sequence 3 is PENDING. Sequence 4 does not wait for it.
         StepBuilder().allocate(3, 9, first[:2], defer_token_count=4).allocate(4, 5, first[:1], priority=-1),
-        # One commit names a sequence that is not live. The other one exceeds the granted tokens.
+        # One commit names sequence 77, which is not live. The last commit exceeds the granted tokens.
         StepBuilder().commit(1, 8, first[:2]).commit(77, 4, first[:1]).commit(2, 12, second[:3]),
         StepBuilder().commit(2, 9, second[:2], keep_token_count=9).commit(4, 4, first[:1]).free(88),
-        # Sequence 4 was preempted, and returns as sequence 5. Freeing it keeps one block cached for a minute.
+        # Sequence 4 was preempted, and returns as sequence 5. Freeing sequence 4 keeps one block cached for a minute.
         StepBuilder()
         .free(4, keep_ms=60_000, keep_token_count=4)
         .allocate(5, 7, first[:1], is_return=True, priority=-1),

@@ -239,7 +239,7 @@ def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s
         after_s = -1.0
     else:
         title, workload = f"decode of {count}", Workload(KINDS[0], count, prompt, PROFILED_OUTPUT)
-        after_s = 0.2 + 0.03 * count * prompt / 512  # A prompt of 512 tokens takes 15 ms; after 30 ms it decodes.
+        after_s = 0.2 + 0.03 * count * prompt / 512  # twice the time of all prompts, at 15 ms for 512 tokens
     requests = workload.draw(-2, stack.status.vocabulary_size)
     trace, passes = stack.profile(requests, after_s=after_s, seconds=PROFILED_S)
     yield from profile_rows(title, trace, max(1, len(passes)))

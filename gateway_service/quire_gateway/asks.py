@@ -48,7 +48,8 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "bad_words": ([],),
 }
-# Parameters that no worker supports, each with neutral values that are accepted besides its default.
+# Parameters that no worker supports. Accepted are only the default, and the listed values, which change nothing,
+# either.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "modalities": (["text"],),
@@ -135,7 +136,7 @@ class Ask(NamedTuple):
 
     @property
     def edits_chunks(self) -> bool:
-        """Tells whether the answer's text differs from the worker's: it begins with an echo, or is left out."""
+        """Tells whether the answer's text differs from the worker's: an echo precedes the text, or no text is sent."""
         return self.is_prompt_alone or bool(self.options.get("echo"))
 
     @property

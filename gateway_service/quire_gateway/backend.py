@@ -35,7 +35,7 @@ FINGERPRINT_SHOWN: Final = 10  # hexadecimal digits of a fingerprint; OpenAI's f
 class Model(NamedTuple):
     """A model that at least one worker serves: a checkpoint, or an adapter on one."""
 
-    name: str  # the name in answers; requests may use aliases of it
+    name: str  # the model's name in answers; requests may also use the model's aliases
     created_s: int  # when the gateway first saw the model
     sequence_tokens_max: int  # limit of a sequence's tokens: the largest limit among the model's workers
     base: str  # name of the checkpoint; if there is no adapter, `name` is the same

@@ -10,7 +10,7 @@ from quire.protocol.limits import PRIORITY_MAX
 
 CHOICES_MAX = 64  # choices per prompt; workers also enforce most of the limits in this list
 PROMPTS_MAX = 64
-PROMPT_TOKENS_MAX = 1 << 19  # tokens of a prompt, as many as a body may have values; the worker then checks the length
+PROMPT_TOKENS_MAX = 1 << 19  # the same limit as for all values of a body; each worker limits its prompts further
 MESSAGES_MAX = 8_192
 PARTS_MAX = 4_096  # parts of one message
 STOPS_MAX = 16

@@ -25,7 +25,7 @@ from quire_gateway.lingering import Lingering
 from quire_gateway.sparse_log import log_sparsely
 
 HEAD_BYTES_MAX: Final = 65_536  # bytes of a request line with the headers; nginx and h11 allow no more by default
-HEAD_S: Final = 20.0  # seconds from the connection, or the first byte of a request, to the end of its headers
+HEAD_S: Final = 20.0  # seconds from the beginning of a connection or a request to the end of the request's headers
 BEHIND_MAX: Final = 32  # pipelined requests that a connection may have behind the one that is being answered
 STALLED_S: Final = 60.0  # seconds that a caller may read nothing of its answer
 # Unread bytes of a connection's answers. With more, the connection's further requests wait, and the answer's memory
@@ -173,7 +173,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.headers = []  # Trailers go into this new list, so they do not become headers of the request.
 
     def _check_head(self) -> None:
-        """Raises `HttpParserError` if a head is too long, or its version or target is not one of HTTP/1."""
+        """Raises `HttpParserError` if a head is too long, or if HTTP/1 does not have its version or kind of target."""
         # `_unframed_bytes` may include the beginning of the body, so the second condition counts only the head.
         if self._unframed_bytes > HEAD_BYTES_MAX and _head_bytes(self.url, self.headers) > HEAD_BYTES_MAX:
             raise httptools.HttpParserError("its head is too long")

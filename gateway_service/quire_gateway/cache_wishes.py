@@ -31,7 +31,7 @@ class Wish(NamedTuple):
     """How long a request's prefix should stay cached.
 
     Attributes:
-        keep_ms: milliseconds from the end of the request; 0 until it is evicted.
+        keep_ms: milliseconds from the end of the request; 0 if the prefix may be evicted at any time.
         message_counts: rising counts of leading messages, one for each mark; messages after the last mark are not kept.
             Empty keeps the whole prompt and its answer.
         is_hidden: whether no other request may hit the blocks of this one.
@@ -74,7 +74,7 @@ def _wish_to_keep(body: ChatBody) -> Wish:
 
 
 def of_ttl(ttl: str | None) -> Wish:
-    """Returns the wish to keep a whole prompt for a time such as "30m"; without one, until it is evicted.
+    """Returns the wish to keep a whole prompt for a time such as "30m". Without a time, the prompt may be evicted.
 
     Raises:
         ApiError: it is no time, or more than a day.

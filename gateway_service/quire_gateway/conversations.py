@@ -128,7 +128,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(given: Any) -> dict[str, Any]:
-    """Returns the arguments of an earlier call as an object. Callers have them as a JSON text.
+    """Returns the arguments of an earlier call as an object. Callers send arguments as a JSON text.
 
     If the model wrote a text that is not an object, every later turn would repeat it. As in vLLM, it is
     replaced by an empty object.

@@ -100,7 +100,7 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
     message = _UNEXPLAINED.get(error.code, "a worker failed")
     if error.reason is not None:
         message = _REWORDED.get(error.reason, error.message)
-    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # The token is the gateway's own, so its caller cannot fix it.
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # The rejected token is the gateway's, not the caller's.
         message = "a worker rejected the gateway's credentials: tell the server's operator"
     field = (
         PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field

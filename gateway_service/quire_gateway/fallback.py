@@ -29,7 +29,7 @@ class RoutedPrompt(NamedTuple):
 def choose(
     candidates: Sequence[Backend], prompt: RoutedPrompt, rate_of: Callable[[Backend], int]
 ) -> ChosenWorker | None:
-    """Returns the best of these workers, which serve the model; None if there is none.
+    """Returns the best of these workers, which serve the model; None if there are no workers.
 
     `rate_of` returns a worker's measured tokens per second; 0 before the first measurement.
     """

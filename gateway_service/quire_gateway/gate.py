@@ -166,7 +166,7 @@ class Gate:
                 self._note_end(entry, span, answer.status)
 
     def _begin(self, scope: Scope) -> Open:
-        """Begins the span of a request, inside the trace of its caller. Calls of workers then belong to it."""
+        """Begins the span of a request, inside the trace of its caller. Calls of workers then belong to this span."""
         span = self._tracing.begin(f"POST {_route(scope['path'])}", trace_context.read(scope["headers"]))
         trace_context.carry(span.context)
         return span

@@ -72,7 +72,7 @@ class TlsListener:
 
     async def _shake(self, connection: socket.socket) -> None:
         """Completes a handshake. Callers without TLS, slow ones and those that leave are not worth a log line."""
-        with contextlib.suppress(OSError):  # also ssl.SSLError and TimeoutError
+        with contextlib.suppress(OSError):  # OSError includes ssl.SSLError and TimeoutError.
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
             )

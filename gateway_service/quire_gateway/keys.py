@@ -180,7 +180,7 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | Non
 
 
 class KeyFile:
-    """A file of keys that is read again when it changes. If it is unusable then, the previous keys stay in force.
+    """A file of keys that is read again when it changes. If the new file is unusable, the previous keys stay in force.
 
     Args:
         path: the path of the file.

@@ -38,7 +38,7 @@ class _Bucket:
         self._since_s = now_s
 
     def wait_s(self, now_s: float) -> float:
-        """Returns the seconds until the bucket holds at least one; 0 if it does."""
+        """Returns the seconds until the bucket holds at least one request or token; 0 if it holds one now."""
         self._left = min(self.capacity, self._left + (now_s - self._since_s) * self.capacity / MINUTE_S)
         self._since_s = now_s
         return max(0.0, 1.0 - self._left) * MINUTE_S / self.capacity

@@ -97,7 +97,7 @@ class Places:
     def __init__(self) -> None:
         """Starts before the first token."""
         self._is_held = False
-        self._text = ""  # the rest of the text, from the last piece on
+        self._text = ""  # the last piece, after earlier text that no token has taken
         self._before = 0  # characters of the text before `_text`
         self._place = 0  # the next token's place in `_text`
         self._pending = b""  # the first bytes of a character that begins at `_place`

@@ -1,4 +1,4 @@
-"""Sends a request to workers: tokenizes its prompts, and yields the pieces of the answers to all of them."""
+"""Sends a request to workers: tokenizes its prompts, and yields the pieces of the answers to all prompts."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class WarmBody(MatchBody):
 
 
 class DropBody(MatchBody):
-    """Body of POST /v1/cache/drop; without a prompt, it means all of the caller's namespace."""
+    """Body of POST /v1/cache/drop. A body without a prompt drops all of the caller's namespace."""
 
     keep_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
     dry_run: Flag = False

@@ -1,4 +1,4 @@
-"""Asks the allocators what the pools of workers have cached, and has them forget it.
+"""Asks the allocators what the pools of workers have cached, and has the allocators drop cached blocks.
 
 Each pool is asked for at each allocator, because the gateway does not know which one has it.
 """

@@ -24,8 +24,8 @@ class Slot(enum.Enum):
     NAME = "name"  # the name of the function
     QUOTED_NAME = "quoted name"  # the name of the function as a JSON string
     INDEX = "index"  # the number of the call
-    QUOTED = "quoted"  # a JSON string without escapes; it has no effect
-    WORD = "word"  # letters and digits; they have no effect
+    QUOTED = "quoted"  # a JSON string without escapes, which is ignored
+    WORD = "word"  # letters and digits, which are ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ Elements: TypeAlias = "tuple[Element, ...]"
 class AnswerPart(enum.Enum):
     """A part of an answer in which a run or a mark can begin."""
 
-    START = "start"  # before any content
+    START = "start"  # the beginning of an answer, before any content
     CONTENT = "content"
     REASONING = "reasoning"
 
@@ -156,7 +156,7 @@ _FINAL: Final = Mark(("<|channel|>", "final", *_JSON, "<|message|>"), AnswerPart
 _CALLED: Final = (Maybe(("<|call|>",)),)  # missing if this token ended the answer
 
 CALL_FORMATS: Final[Mapping[str, Format]] = {
-    # for Qwen 2.5 and 3, Hermes, Granite 4
+    # The format of Qwen 2.5 and 3, Hermes, and Granite 4.
     "hermes": Format((TextRun(_object(before=("<tool_call>",)), ("}", "</tool_call>")),)),
     "llama3_json": Format(
         (

@@ -115,7 +115,7 @@ class _Writer:
             bodies = [_sequence(_any(marks, "*"), _any([content, *runs]))]
         elif held.content is None:
             bodies = [_sequence(_any([*marks, *runs], "*"), content)]
-        else:  # content that has a schema excludes calls
+        else:  # Content with a schema excludes calls.
             bodies = [_sequence(_any(marks, "*"), content)]
             if runs:
                 bodies.append(_sequence(_any([*marks, *runs], "*"), _any(runs)))

@@ -48,7 +48,7 @@ _IDS: Final = ("quirecall", f"functions.{_FUNCTION}:0")
 
 
 class Named(NamedTuple):
-    """Formats that options name for a model: `auto` recognizes a format from the template, `none` means it has none.
+    """Formats that options name for a model: `auto` is recognized from the template, `none` means no format.
 
     Attributes:
         calls: name of the format of its calls.

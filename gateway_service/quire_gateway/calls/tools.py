@@ -25,7 +25,7 @@ _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperti
 class ToolChoice(enum.Enum):
     """The caller's choice whether the answer calls functions."""
 
-    AUTO = "auto"  # The model decides.
+    AUTO = "auto"  # The model decides whether it calls functions.
     REQUIRED = "required"  # The answer calls at least one function.
     NAMED = "named"  # The answer calls the only function in `Tools`, once.
 

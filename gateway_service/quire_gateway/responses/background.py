@@ -9,7 +9,7 @@ from typing import Final
 from quire_gateway.failures import RATE, ApiError
 from quire_gateway.shares import Shares
 
-COUNT_MAX: Final = 256  # background responses that run at a time
+COUNT_MAX: Final = 256  # the most background responses that run at a time
 
 
 class Background:

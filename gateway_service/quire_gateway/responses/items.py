@@ -119,7 +119,7 @@ def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _head(given: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Returns id and type of an item. A caller's id is kept, but items cannot be found by it.
+    """Returns id and type of an item. A caller's id is kept, but items cannot be found by this id.
 
     Raises:
         ApiError: the id is not a text, or the item has an unknown key.

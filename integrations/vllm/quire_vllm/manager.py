@@ -102,8 +102,8 @@ class QuireCacheManager(KVCacheManager):
             self._events = CacheEvents(self.block_pool, pool.shape)
             self.pool.on_removed = self._events.removed
             self.pool.on_cleared = self._events.cleared
-        # Request that is skipped in this turn -> its tokens, if it waits because another request computes its prefix. A
-        # request that is skipped because it would take the blocks of these requests has 0 tokens.
+        # Request that is skipped in this turn -> tokens. Some requests wait until another request has computed their
+        # prefix; they have their own tokens here. The others would take blocks from these requests; they have 0 tokens.
         self._passed_over: dict[str, int] = {}
         self._zeroed = [manager.records_new_block_ids for manager in self.coordinator.single_type_managers]
         self._new_block_ids: list[int] = []  # new blocks of `_zeroed` groups since vLLM last took them

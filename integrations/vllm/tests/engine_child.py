@@ -33,7 +33,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         dtype="float32",
         enforce_eager=True,
         max_model_len=job.get("tokens_max", 512),
-        block_size=job.get("block_size", 32),  # the CPU backend's minimum
+        block_size=job.get("block_size", 32),  # the smallest block size of the CPU backend
         max_num_seqs=64,
         max_num_batched_tokens=job.get("batch_tokens_max", 2048),
         num_gpu_blocks_override=job["blocks"],
@@ -70,7 +70,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     manager = scheduler.kv_cache_manager
     if job["scheduler"]:
         deadline = time.monotonic() + 5
-        while manager.usage and time.monotonic() < deadline:  # The next step reports frees.
+        while manager.usage and time.monotonic() < deadline:  # Waits until a step has freed all blocks.
             manager.new_step_starts()
         if hasattr(manager.pool, "check_invariants"):
             manager.pool.check_invariants()

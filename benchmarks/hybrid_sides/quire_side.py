@@ -82,7 +82,7 @@ class QuireSide:
         """Computes a prompt in chunks that also end at the stops of the pool; returns whether it fits."""
         while done < prompt:
             stops = [done + self._chunk_tokens, prompt, *told]
-            if self._checkpoint_tokens:  # States exist only at the ends of chunks, so a chunk ends there.
+            if self._checkpoint_tokens:  # A checkpoint needs a state, and only the end of a chunk leaves one.
                 stops.append((done // self._checkpoint_tokens + 1) * self._checkpoint_tokens)
             end = min(stop for stop in stops if stop > done)
             if not self._advance(sequence, done, end, digests):

@@ -28,7 +28,7 @@ from kernel_sides.gpu_goals import Row
 from kernel_sides.gpu_scenes import Scene, scene_of
 
 PEERS = ("vllm", "sdpa", "flex", "torch", "triton")
-ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # A case ends early beyond both: rounds after the warm-up, and milliseconds.
+ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # A case may end after ROUNDS_MIN rounds, if they took ROUNDS_MS.
 FLUSH_BYTES, COPY_BYTES, MATRIX_SIZE = 2 << 30, 4 << 30, 8192
 COMPARED_TOKENS = 1 << 14  # tokens compared at once, so that temporaries stay small
 # Largest difference in a head's row, divided by the row's root mean square. Two roundings to bfloat16 differ by up to

@@ -171,7 +171,7 @@ def prefill_checks() -> Iterator[dict[str, Any]]:
     """Yields a row for each of six shapes: which kernel ran, its largest error, and whether it passed."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    for number, shape in enumerate(SHAPES[:CHECKED_COUNT]):  # few, because each compiles for seconds
+    for number, shape in enumerate(SHAPES[:CHECKED_COUNT]):  # few shapes: each compiles for seconds
         yield check(shape, device, 1 if has_gpu else SHRUNK, beside_triton=number == 0)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # divisors of lengths: the trace has prompts of 126,000 tokens; 4,096 fit the model
-OUTPUT_TOKENS_MIN = 2  # The time per further token needs two tokens.
+OUTPUT_TOKENS_MIN = 2  # The time per further token needs a second token.
 
 
 class Arrival(NamedTuple):

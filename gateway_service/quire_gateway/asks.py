@@ -48,8 +48,7 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "bad_words": ([],),
 }
-# Parameters that no worker supports. Accepted are only the default, and the listed values, which change nothing,
-# either.
+# Parameters that no worker supports. Only the default and the listed values, which change nothing, are accepted.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "modalities": (["text"],),

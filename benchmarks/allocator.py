@@ -1,8 +1,8 @@
 """Costs of allocation: Quire's pool in process and through its service, against vLLM's KVCacheManager.
 
 All sides get the same prompts, alternately, in one run. The table has medians of the rounds, in microseconds of CPU
-time: the thread's in process, and both processes' through the service. A second table has the cost of an operation on
-512 tokens in pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
+time: of one thread in process, and of both processes through the service. A second table has the cost of an operation
+on 512 tokens in pools from 1 k to 1 M blocks, and the memory and start time of the largest pool.
 
 Shipped packages have a compiled core; a working copy has an interpreted one. `make bench` measures the compiled one.
 The floors in microseconds were set on a machine where vLLM hashes the prompt in 3,144 us. If vLLM is measured, too, the
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> Medians:
         for number in range(-1, options.repeat):
             work = draw_round(number)
             gc.collect()
-            gc.freeze()  # The server does this too: long-lived objects are not scanned again.
+            gc.freeze()  # The server freezes, too: the garbage collector does not scan long-lived objects again.
             for side in sides:
                 costs = side.measure(work)
                 if number >= 0:
@@ -123,7 +123,7 @@ def operation_rows(medians: Medians) -> list[dict[str, object]]:
 
 
 def slowdown(medians: Medians) -> float:
-    """Returns how many times slower this machine is than the machine of the floors; 1 without that measurement."""
+    """Returns how many times slower this machine is than the machine of the floors; 1 if vLLM was not measured."""
     return medians["vllm"][Operation.HASH] / FLOOR_HASH_US if "vllm" in medians else 1.0
 
 
@@ -165,7 +165,8 @@ def ratio_goals(medians: Medians) -> Iterable[Goal]:
         yield Goal(f"vLLM in process over Quire's service, {operation}", ratio, 1.0, "higher")
     ratio = vllm[Operation.FREE] / service[Operation.FREE]
     yield Goal(f"vLLM in process over Quire's service, {Operation.FREE}", ratio, 1.0, "higher")
-    # vLLM has no fork. Another sample of a prompt is another request that finds the prompt in the cache.
+    # vLLM has no fork: another sample of a prompt is a new request that hits the whole prompt. So a full hit is
+    # compared.
     ratio = vllm[Operation.ADMIT_HIT] / service[Operation.FORK]
     yield Goal(f"vLLM's full hit over Quire's service, {Operation.FORK}", ratio, 1.0, "higher")
 

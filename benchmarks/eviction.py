@@ -2,9 +2,9 @@
 
 A trace has a line of JSON per request, with `hash_ids`: one id per prompt block. Two requests that share a prefix have
 equal ids at their start. The script prints the share of all block references that hit. The policies to compare with
-are written from their papers and do not know prefixes. To them, a request is a list of blocks, the last one first, as a
-sequence frees them. Quire's policies run through its pool: allocate, commit, free. The optimum knows the future. It
-evicts the block that is used again latest (Belady, 1966).
+are written from their papers and do not know prefixes. For these policies, a request is a list of blocks, the last one
+first, as a sequence frees them. Quire's policies run through its pool: allocate, commit, free. The optimum knows the
+future. It evicts the block that is used again latest (Belady, 1966).
 
 A second table has chats that take turns in a pool that holds 16 of them. LRU hits nothing there.
 """
@@ -165,7 +165,7 @@ class S3Fifo:
 
 
 def s3_fifo(requests: Sequence[Request], capacity: int) -> int:
-    """Evicts as S3-FIFO does: a small queue, a main queue, and ghosts of the small one's evictions."""
+    """Evicts as S3-FIFO does: with a small queue, a main queue, and the ids of blocks that the small queue evicted."""
     cache = S3Fifo(capacity)
     return sum(cache.access(block) for request in requests for block in reversed(request))
 

@@ -3,7 +3,7 @@
 Arrivals are open loop (Poisson). The product's pools and router run; a model of time replaces forward passes, so equal
 seeds give equal rows on every machine. Eight workers compute 12,000 prompt tokens a second each, eight gateways choose.
 
-The part `calls` measures the CPU time of Route over gRPC. It is not written to a file.
+The part `calls` measures the CPU time of Route over gRPC. Its rows are not written to a file.
 
 Quire's Route is compared with Route without reservations, the gateways' rule without Route, round robin, the fewest
 requests, and llm-d's rule (on a gateway's own choices, or on events). Under llm-d's rule, a gateway knows only its own
@@ -23,7 +23,7 @@ from fleet_sides.fleet import MIRRORS, PEERS, QUIRE, RULES, UNRESERVED, WEIGHTS,
 from fleet_sides.workloads import Request
 from report import Goal, Part, add_output_arguments, publish_parts
 
-ROOMY: Final = 450_000  # tokens in each cache: the 150 prefixes of 6,000 tokens take a quarter of all caches
+ROOMY: Final = 450_000  # tokens in each of 8 caches; the 150 prefixes of 6,000 tokens fill a quarter of all caches
 OUTAGES_S: Final = (1, 5, 30)
 GOALS_OF_OUTAGES: Final = {1: 1.3, 5: 1.5, 30: 2.0}
 BURST: Final = "burst of 43"

@@ -3,7 +3,7 @@
 All sides stream the same number of greedy tokens for the same prompts, with 1, 8 and 64 streams at a time. Each side
 serves the same checkpoint in float32, with one thread of torch. The sides run at the same time and are measured
 alternately. Each round begins with another side. A ratio is the median of the rounds' ratios. Many streams get more
-rounds, because the machine's speed changes during one of them. At the speed of the committed rows, the script takes
+rounds, because the machine's speed changes during a long round. At the speed of the committed rows, the script takes
 under ten minutes. Prompts are tokens, new in every round, so that no cache hits. The HTTP client reads raw events
 (`gateway_sides/http_load.py`); the gRPC client is Quire's own. Both clients run in this process.
 
@@ -38,7 +38,7 @@ from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
 RATE_GOAL = 0.97
-ROUNDS, ROUNDS_OF_MANY, MANY = 5, 9, 32  # From MANY streams on, ROUNDS_OF_MANY applies.
+ROUNDS, ROUNDS_OF_MANY, MANY = 5, 9, 32  # numbers of rounds below MANY streams, and from MANY streams on
 Complete = Callable[[list[int], int], Awaitable[Answered]]
 Row = dict[str, Any]
 
@@ -182,7 +182,8 @@ def goals_of(rows: list[Row]) -> list[Goal]:
 def main() -> None:
     """Measures everything, and prints or writes the report."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # An exit by exception ends the servers. Without this exception, vLLM's servers would outlive this process.
+    # SIGTERM becomes an exception, so that the `with` blocks end the servers. vLLM's would outlive this process
+    # otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = arguments()
     with tempfile.TemporaryDirectory() as made, ExitStack() as cleanup:

@@ -28,7 +28,7 @@ from quire.local import LocalStack, ServerProcess
 from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
-COST_MAX: Final = 0.02  # highest cost, as a share of the tokens per second
+COST_MAX: Final = 0.02  # highest cost of a feature, as a share of the tokens per second
 TOOL: Final = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 SIDES: Final[dict[str, tuple[list[str], dict[str, Any]]]] = {
     "text": ([], {}),

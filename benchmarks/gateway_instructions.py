@@ -35,7 +35,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 SIDES: Final = Path(__file__).resolve().parent / "instructions_sides"
 PARTS: Final = ("client", "allocator_service", "gateway_service", "worker_service")
 START_S: Final = 180.0  # seconds for the gateway to start under callgrind
-WARM: Final = 30  # requests before the counted ones
+WARM: Final = 30  # number of requests before the counted requests
 OVER_MAX: Final = 1.02
 # A script that serves until its standard input ends.
 STACK: Final = (

@@ -44,7 +44,7 @@ from report import Goal, add_output_arguments, publish
 LOADS = (0.5, 1.0, 1.5, 2.0, 4.0)
 LOAD_OF_OPTIMUM_GOAL = 1.5
 CHUNK_TOKENS = 2_048
-ROOM_TO_RUN = 1.25  # factor on the longest request's blocks, because pages have padding and blocks are not full
+ROOM_TO_RUN = 1.25  # smallest pool over the longest request's bytes, because pages have padding and blocks are not full
 QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
 FORGETFUL = "quire without history"
 VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
@@ -93,7 +93,7 @@ def arguments() -> argparse.Namespace:
 
 def usable_sides(wanted: Sequence[str]) -> list[str]:
     """Returns the requested sides, without vLLM's where it cannot be imported, which is printed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # Otherwise vLLM logs for each pool its layers of padding.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # Otherwise vLLM logs the padding of each pool.
     try:
         import vllm
     except ImportError as error:
@@ -151,7 +151,7 @@ def measure(
                 learned = ages.hit_ratio_learned(others, requests, shape, pool_bytes, LEARNED[name]) if others else 0.0
                 row[name] = round(learned, 4) if others else ""
             elif name == FULL and shape.state_bytes:
-                row[name] = ""  # States are not attention layers.
+                row[name] = ""  # A state has no keys and values, so no pool of full attention can replace it.
             else:
                 side = make_side(name, shape, pool_bytes, chunk_tokens)
                 row[name] = round(sum(map(side.serve, requests)) / reuses.prompt_token_count, 4)

@@ -2,7 +2,7 @@
 
 Times on a noisy machine hide changes of a few per cent; this count shows them. `--check` compares with the committed
 rows and fails where an operation takes 3 % more or less. `--write` commits a gain, too. Rows hold for one Python and
-one C compiler. Under others the script says that it cannot compare.
+one C compiler. Under another Python or compiler, the script says that it cannot compare.
 
 The script needs valgrind and a C compiler. `make instructions` first compiles the core, and then runs this script.
 """

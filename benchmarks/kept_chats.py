@@ -1,4 +1,4 @@
-"""Hits of chats that ask to be kept for 30 minutes, among strangers, and the price that others pay. Counts, no times.
+"""Hits of chats that ask to be kept for 30 minutes, and what these keeps cost other chats. Counts, no times.
 
 Two namespaces use one pool of full attention. In the first, chats return every few minutes and ask to be kept. In the
 second, more chats than fit into the pool return as often, and ask for nothing. Prompts pass that never return. Each row
@@ -8,7 +8,7 @@ has the share of block references that hit, for both kinds of chats:
     plain       the pool, without keeps
     kept        the pool, with keeps; the kept chats fit the share of their namespace
     hostile     the pool, and every stranger asks to be kept for a day
-    remainder   the pool without that share and without the kept chats: what the others must at least have
+    remainder   a pool without the kept share, used only by the other chats: the least that they must hit
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from report import Goal, add_output_arguments, publish
 
 BLOCK_TOKENS = 16
 BLOCKS = 1_000
-CHATS = {"kept": 10, "others": 60}  # chats at a time; all chats together would need more than the pool
-CHAT_BLOCKS = 22  # blocks of a chat at its end; all kept chats fit into a quarter of the pool
+CHATS = {"kept": 10, "others": 60}  # number of chats at a time; together they need more than the pool
+CHAT_BLOCKS = 22  # blocks of a chat at its end; the 10 kept chats fit into a quarter of the pool
 TURN_BLOCKS = 2  # blocks that each turn adds
 STRANGER_BLOCKS = 30
 KEEP_MS = 30 * 60_000
-TURN_MS = 5_000  # between two prompts
+TURN_MS = 5_000  # milliseconds between two prompts
 DAY_MS = 24 * 3_600_000
 KEPT, OTHERS, STRANGER = "kept", "others", "stranger"
 
@@ -51,7 +51,7 @@ def prompts(round_count: int, seed: int) -> list[Prompt]:
         for name, number in dice.sample(sorted(chats), len(chats)):
             chat = chats[name, number]
             if len(chat) + TURN_BLOCKS > CHAT_BLOCKS:
-                chat.clear()  # the chat has ended, and another one begins
+                chat.clear()  # The chat has ended, and a new chat takes its number.
             chat += [next(new) for _ in range(TURN_BLOCKS)]
             found.append(Prompt(name, tuple(chat)))
             found.append(Prompt(STRANGER, tuple(next(new) for _ in range(STRANGER_BLOCKS))))

@@ -62,7 +62,7 @@ from report import add_output_arguments, publish  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 17, 400)
-NEW = (1, 17, 24)  # prefill queries of each sequence
+NEW = (1, 17, 24)  # for each sequence: the tokens at its end that prefill computes
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 128, 16
 MLA_HEADS, CKV_DIM, KPE_DIM = 4, 512, 64
 VOCABULARY = 5000

@@ -20,12 +20,12 @@ from quire_cpu.library import Library, load
 from quire_cpu.ops import PackedLinear
 from report import Goal, add_output_arguments, publish
 
-# (outputs, inputs) of the matrices q/k/v, gate and up, down, and the vocabulary: a model of 32 M parameters, then the
-# demo model.
+# (outputs, inputs) of the matrices q/k/v, gate and up, down, and vocabulary. First those of a model of 32 M parameters,
+# then those of the demo model.
 SHAPES = ((1024, 512), (2816, 512), (512, 1408), (8192, 512), (512, 256), (256, 256), (2048, 256))
 ROWS = (1, 4, 32, 512)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-ROUNDS_S = 0.2  # least time for a shape
+ROUNDS_S = 0.2  # least seconds for a shape
 Side = Callable[[], torch.Tensor]
 
 

@@ -136,7 +136,7 @@ def row_of(options: argparse.Namespace, load: float, sent: list[Arrival], got: l
     """
     first, each, good = list[float](), list[float](), 0
     for arrival, (first_s, last_s, token_count) in zip(sent, got, strict=True):
-        if first_s is None or last_s is None:  # refused
+        if first_s is None or last_s is None:  # The request was refused.
             continue
         if token_count != arrival.output_tokens:
             raise RuntimeError(f"the answer had {token_count} tokens instead of {arrival.output_tokens}")
@@ -167,7 +167,7 @@ async def measure(options: argparse.Namespace, address: str, peer: Peer | None) 
         await through_quire(client, draw(lengths, rate=4, count=16, vocabulary=VOCABULARY, seed="warm"))
         if peer is not None:
             await asyncio.to_thread(peer.serve, draw(lengths, rate=4, count=16, vocabulary=VOCABULARY, seed="warm"))
-        # At most `max_waiting` requests are sent at a time, so that the server refuses none of the burst.
+        # At most `max_waiting` requests of the burst are sent at a time, so that the server refuses none of them.
         burst = draw(lengths, rate=0, count=options.burst, vocabulary=VOCABULARY, seed="burst")
         gate = asyncio.Semaphore(options.max_waiting)
 

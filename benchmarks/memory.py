@@ -1,7 +1,7 @@
 """Wasted memory of the KV cache, and how many sequences of hybrid models fit into it.
 
 Waste is the share of allocated slots that are unwritten or padding, in every turn of a worker that serves a trace of
-requests. The worker's scheduler and the allocator's pool take part, with the room ahead of samples. A second figure
+requests. The worker's scheduler and the allocator's pool take part, with slots granted ahead of need. A second figure
 has the same requests at the same moments, each with a contiguous reservation of the longest sequence.
 
 The planner lays out the pages of hybrid models, and sequences fill the pool until one is refused. The comparison treats

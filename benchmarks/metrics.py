@@ -5,8 +5,8 @@ functions that count and log (`metrics_sides/probed.py`). The rest of its CPU ti
 A row's ratio is the part over that rest. Both parts of the ratio are CPU times of one run, so other programs hardly
 change it.
 
-The rows of worker, gateway, and all three servers together are of completions. Completions leave the allocator nearly
-idle, so that its caches are cold. The allocator's own rows are of owners that admit a prompt with each step, into pools
+Completions load the servers for the rows of worker, gateway, and all three servers together. They leave the allocator
+nearly idle, so that its caches are cold. For the allocator's own rows, owners admit a prompt with each step, into pools
 that fill up. The shadow index is the allocator's sample of blocks, which tells what pools of other sizes would have
 hit.
 
@@ -38,12 +38,12 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 
 RATIO_GOAL: Final = 0.01
 MODULE: Final = "metrics_sides.probed"
-SHARED_TOKENS: Final = 64  # at the beginning of half of the prompts
+SHARED_TOKENS: Final = 64  # common tokens at the beginning of half of the prompts
 OWNERS: Final = 8
 POOL_BLOCKS: Final = 16_384
 PROMPT_BLOCKS: Final = 32
 SHARED_BLOCKS: Final = 4
-LIVE: Final = 8  # sequences of an owner
+LIVE: Final = 8  # number of sequences that an owner has at a time
 DIGEST_BYTES: Final = 32
 Row = dict[str, Any]
 

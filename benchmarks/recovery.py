@@ -43,7 +43,7 @@ from report import Goal, add_output_arguments, core_build, publish
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 2_048
-PROMPTS_PER_STEP = 8  # The digests take 512 KiB.
+PROMPTS_PER_STEP = 8  # prompts in a step; their digests take 512 KiB
 START_S = 60.0
 BUILD = core_build()
 PARTS = ("process", "attach", "build", "send", "swap", "grant")
@@ -78,7 +78,7 @@ class Supervisor:
         folder = self._folder / str(next(self._numbers))
         folder.mkdir()
         command = ["--listen", self.address, "--metrics", "127.0.0.1:0", "--log-format", "json"]
-        command += ["--streams-per-caller", "512", "--blocks-per-caller", str(1 << 25)]  # one owner has all pools
+        command += ["--streams-per-caller", "512", "--blocks-per-caller", str(1 << 25)]  # high: one owner has all pools
         command += ["--memory-per-caller", "4096"]
         self.server = ServerProcess("quire_allocator", command, folder=folder, log=folder / "log")
         ready = folder / "quire_allocator.json"

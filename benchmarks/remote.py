@@ -209,7 +209,7 @@ async def side(model: PagedModel, session: Any, tokenizer: Tokenizer, lane: Lane
         engine.close()
 
 
-Rounds = dict[str, list[Round]]  # for each side, its rounds
+Rounds = dict[str, list[Round]]  # side -> its rounds
 
 
 async def together(sides: dict[str, Side], prompts: list[list[int]], output_tokens: int) -> dict[str, Round]:

@@ -18,7 +18,7 @@ from pathlib import Path
 class Goal:
     """A goal for a figure. Unmet goals are reported like met ones."""
 
-    name: str  # If `value` is None, the name ends with the reason.
+    name: str  # the name in the report; if `value` is None, the name ends with the reason
     value: float | None
     goal: float
     better: str  # "higher" or "lower"
@@ -39,7 +39,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def core_build() -> str:
     """Returns which core of the allocator is measured: "compiled", as shipped, or "interpreted"."""
-    from quire_allocator.core import pool  # Not every benchmark needs the allocator.
+    from quire_allocator.core import pool  # Imported here, because some benchmarks run without the allocator.
 
     return "interpreted" if str(pool.__file__).endswith(".py") else "compiled"
 
@@ -99,7 +99,7 @@ def publish_parts(parts: Sequence[Part], *, as_json: bool, accelerator: str = ""
 
 
 def _print_table(part: Part, caption: str) -> None:
-    from rich.console import Console  # The only import that is not part of Python.
+    from rich.console import Console  # Imported here: the rest of this file needs only Python.
     from rich.table import Table
 
     table = Table(title=part.title, caption=caption)

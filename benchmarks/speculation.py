@@ -43,7 +43,7 @@ BEGINNINGS = (
     "The with statement wraps the execution of",
 )
 TEXT_TOKENS = 96
-SHALLOW_LAYERS = 2  # number of layers that draft; the demo model has 4
+SHALLOW_LAYERS = 2  # number of layers of the shallow draft model; the demo model has 4
 LOOKUP = ("--prompt-lookup-min", "2", "--prompt-lookup-max", "5")
 
 

@@ -3,9 +3,9 @@
 The worker's process reads the clock on the model's thread (`turn_sides/probed_worker.py`) while requests of one length
 decode together. Rows count turns where all requests decode and the pass was planned ahead:
 
-    gap      from the end of a pass, with its tokens drawn, to the beginning of the next pass host     from the end of a
-    forward pass to the beginning of the next one: the gap, and the work of the model's thread
-             around a forward pass. It reads tokens, puts them into the next batch, and checks that values are finite.
+    gap      from the end of a pass, with its tokens drawn, to the beginning of the next pass
+    host     from the end of a forward pass to the beginning of the next one: the gap, and the work of the model's
+             thread around a forward pass: it reads tokens, batches them, and checks that values are finite
     forward  the forward pass itself
 
 Further columns have the CPU time per turn of the worker's event loop, of its other threads, of the allocator and of the

@@ -40,10 +40,10 @@ from tests.simulation.histories import APPEND_ONLY, GROUPS, ROOT, pool_spec  # n
 from tests.simulation.simulation import FAULTS, Simulation  # noqa: E402
 from tests.simulation.world import POOL, Allocator, Clock, Link, Worker  # noqa: E402
 
-EVENTS: Final = 50  # The simulation advances by this many events until the session has its steps.
+EVENTS: Final = 50  # events that the simulation runs between two checks whether the session has all its steps
 STEPS: Final = 66  # steps of a session; the answer to step 64 has a digest
-REPORTS: Final = 2  # reports of a session, besides the first, empty one
-REPORTED: Final = (5, 8)  # steps of the scripted session after which it has a report
+REPORTS: Final = 2  # number of a session's reports after the first report, which is empty
+REPORTED: Final = (5, 8)  # numbers of the scripted session's steps that a report follows
 FAULT_RATE: Final = 0.12
 SEED: Final = 37
 LARGE: Final = 100  # With more sequences than this, a digest covers only a part of the state.
@@ -98,7 +98,7 @@ class RecordedSimulation(Simulation):
 
 def session(kinds: str, seed: int) -> list[Line]:
     """Returns a session with a pool of these groups. The first line is the pool's specification."""
-    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # The session has one worker from start to end.
+    with mock.patch.dict(FAULTS, {"worker crashes": 0}):  # The session must have one worker from start to end.
         simulation = RecordedSimulation(seed, kinds=kinds, fault_rate=FAULT_RATE)
         worker = simulation.worker
         assert isinstance(worker, RecordedWorker)
@@ -136,10 +136,10 @@ def _script() -> list[StepBuilder]:
         StepBuilder().allocate(1, 10, first[:2], priority=3).allocate(2, 9, second[:2], "tenant"),
         # Sequence 1 is computing the same prefix, so sequence 3 is PENDING. Sequence 4 does not wait for it.
         StepBuilder().allocate(3, 9, first[:2], defer_token_count=4).allocate(4, 5, first[:1], priority=-1),
-        # One commit names a sequence that is not live. The other one exceeds the granted tokens.
+        # One commit names sequence 77, which is not live. The last commit exceeds the granted tokens.
         StepBuilder().commit(1, 8, first[:2]).commit(77, 4, first[:1]).commit(2, 12, second[:3]),
         StepBuilder().commit(2, 9, second[:2], keep_token_count=9).commit(4, 4, first[:1]).free(88),
-        # Sequence 4 was preempted, and returns as sequence 5. Freeing it keeps one block cached for a minute.
+        # Sequence 4 was preempted, and returns as sequence 5. Freeing sequence 4 keeps one block cached for a minute.
         StepBuilder()
         .free(4, keep_ms=60_000, keep_token_count=4)
         .allocate(5, 7, first[:1], is_return=True, priority=-1),

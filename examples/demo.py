@@ -28,7 +28,7 @@ from rich.text import Text
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 POOL = "default"
-LOAD_S_MAX = 1800.0  # allowance for a real model on a slow disk
+LOAD_S_MAX = 1800.0  # time limit for loading a model; enough for a real model on a slow disk
 GIBBERISH = (
     "This model has 3.5 million parameters, so that it fits into the repository: it writes gibberish. "
     "Look at the blocks, not at the texts. --model FOLDER takes a real one."

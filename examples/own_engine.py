@@ -3,8 +3,8 @@
     quire allocator                  # in one shell; kill -9 it while texts are decoded, and start it again
     python examples/own_engine.py    # in another one; it connects to $QUIRE_ALLOCATOR, or port 7070
 
-Four prompts share a prefix, and one is forked. Without an allocator, the engine continues to decode in the room that it
-was granted ahead. The next allocator gets a report of the pages, and no text changes by the outage.
+Four prompts share a prefix, and one is forked. Without an allocator, the engine continues to decode in the blocks that
+it was granted ahead. The next allocator gets a report of the pages, and no text changes by the outage.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def forward(sequence: EngineSequence) -> None:
 
 
 async def turn(engine: AsyncEngine) -> int:
-    """Runs the copies, then a pass over the sequences that have room; returns the number of new tokens."""
+    """Runs the copies, then a pass over the sequences that have free slots; returns the number of new tokens."""
     for source, destination in await engine.turn():
         pages[destination] = list(pages[source])
     ready = engine.ready()

@@ -44,7 +44,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.ids, self.sequences, self.committed = itertools.count(1), dict[str, int](), dict[str, int]()
         self.matched = (0, 0, list[int]())  # a sequence without a request, its matched tokens and its table
         self.free, self.hit_token_count = blocks, 0
-        # transformers uses sectors to divide memory among kinds of attention. Here is only one kind.
+        # transformers divides memory into sectors of kinds of attention. With one kind, sectors never change.
         pool.free_sectors, pool.reset, pool.try_to_free_sectors = [], _nothing, _nothing
         pool.count_free_blocks = lambda _index: self.free
 
@@ -79,7 +79,7 @@ class QuireCacheAllocator(FullAttentionCacheAllocator):
         self.sequences[request_id], self.committed[request_id], self.block_table[request_id] = self.matched
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
-        """Makes room for new tokens. The caller has checked that there are enough blocks."""
+        """Gets blocks for new tokens. The caller has checked that there are enough blocks."""
         step, tokens = StepBuilder(), past_length + query_length
         if request_id in self.sequences:
             step.grow(self.sequences[request_id], tokens)

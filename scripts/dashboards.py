@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # Finds scripts.boards when this file is run by its path.
+sys.path.insert(0, str(ROOT))  # so that `scripts.boards` is found when this file is run by its path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: E402
 

@@ -16,7 +16,7 @@ from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Result
 PICTURE: Final = Path(__file__).resolve().parents[1] / "docs" / "idea.svg"
 BLOCK_SIZE, PROMPT_TOKENS, ANSWER_TOKENS, SAMPLES = 16, 70, 20, 4
 SHARED, COPIED, OWN, LINE = "#a8c5e8", "#f6cd8b", "#b9dfb0", "#555"
-CELL, ROW = 58, 40  # pixels
+CELL, ROW = 58, 40  # width of a cell and height of a row, in pixels
 
 
 def block_tables() -> list[list[int]]:

@@ -11,10 +11,10 @@ messages=(--python_out="$out" --plugin=protoc-gen-mypy="$bin/protoc-gen-mypy" --
 "$python" -m grpc_tools.protoc -Iprotos "${messages[@]}" --grpc_python_out="$out" \
   --plugin=protoc-gen-mypy_grpc="$bin/protoc-gen-mypy_grpc" --mypy_grpc_out=quiet:"$out" \
   protos/quire/v1/*.proto
-# These two files have no service. Empty stubs would only mislead.
+# These two protos have no service, so their stubs are empty and would only mislead.
 rm -f "$out"/quire/v1/{errors,server}_pb2_grpc.{py,pyi}
 
-# The private twin of a step's messages has bytes in place of columns.
+# Generates the private twin of a step's messages, which has bytes in place of columns.
 descriptors=$(mktemp)
 trap 'rm -f "$descriptors"' EXIT
 "$python" -m grpc_tools.protoc -Iprotos --include_imports --descriptor_set_out="$descriptors" protos/quire/v1/allocator.proto

@@ -41,10 +41,10 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("client", "allocator_service", "gateway_service", "worker_service", "benchmarks", "")
 PARTS = {"machine": 40, "correctness": 60, "text": 60, "tests": 100, "kernels": 60, "serving": 240}
-TOGETHER = {"correctness", "text"}  # These parts may run at the same time: they time nothing.
+TOGETHER = {"correctness", "text"}  # parts that may run at the same time, because they measure no times
 DRY_SECONDS = 170  # seconds for each part of a dry run
-ENDS_S = 5.0  # A part that is asked to end is killed after this time.
-LOG_BYTES = 200_000  # kept bytes of each server's log
+ENDS_S = 5.0  # seconds after which a part that was asked to end is killed
+LOG_BYTES = 200_000  # bytes kept from the end of each server's log
 Row = dict[str, Any]
 
 
@@ -98,7 +98,7 @@ def commit_of(given: str | None) -> str:
 def install(wheels: Path, site: Path) -> None:
     """Installs wheels to a folder. Also marks this package as installed there, because servers read its version."""
     found = sorted(map(str, wheels.glob("*.whl")))
-    if found and importlib.util.find_spec("quire") is None:  # An environment with quire has everything.
+    if found and importlib.util.find_spec("quire") is None:  # If quire is installed, so are the packages.
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
         done = subprocess.run([*pip, "--target", str(site), *found], check=False)
         print(f"{len(found)} wheels installed" if done.returncode == 0 else "wheels could not be installed", flush=True)

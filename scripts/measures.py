@@ -3,10 +3,10 @@
     python scripts/measures.py
 
 Words of retention are counted in names, docstrings and comments, but not in import lines. The field `stops` is a list
-of token counts: an answer of the allocator carries it to its owner's ledger, and a report carries it back. It is
-counted outside the modules that decide about stops. Names of classes and files are counted in the whole product,
-without what scripts write from another file. Hits are those of the committed rows of `benchmarks/hybrid.py`: the newest
-rows of Quire beside the rows of vLLM's two managers, for the same scenarios.
+of token counts: an answer of the allocator carries the list to its owner's ledger, and a report carries the list back.
+The field is counted outside the modules that decide about stops. Names of classes and files are counted in the whole
+product, without what scripts write from another file. Hits are those of the committed rows of `benchmarks/hybrid.py`:
+the newest rows of Quire beside the rows of vLLM's two managers, for the same scenarios.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ RETENTION: Final = frozenset({
     *("aside", "burden", "burdens", "junction", "junctions", "led", "parting", "partings"),
     *("spare", "stop", "stops", "worth"),
 })  # fmt: skip
-# Modules that make, rebuild, check and count stops. Their attributes named `stops` are lists of `Stop`, not the field.
+# Modules that make, rebuild, check and count stops. In them, `stops` is a list of `Stop` objects, not the field.
 KEEPING: Final = {
     *(CORE / "retention").glob("*.py"),
     *(CORE / "rebuild/stops.py", CORE / "readers/retention.py", CORE.parent / "session/caller_memory.py"),
 }
-WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # RANKED is left out: every entry starts with it.
+WORTHS: Final = frozenset({"SPARE", "ASIDE", "LED"})  # RANKED does not count, because every entry starts with it.
 MEAN_HIT_RATIO: Final = 0.473  # mean of the drawn scenarios at commit fb7303a
 DOORS: Final = re.compile(r"(grow|grant|append|extend)(_\w+)?")
 
@@ -64,7 +64,7 @@ def words(path: Path) -> set[str]:
     """Returns the words of a file. Names are split at underscores and capital letters."""
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^from \S+ import (\([^)]*\)|.*)$|^import .*$", "", text, flags=re.MULTILINE)
-    text = text.replace(".stop", "")  # Here, `stop` is the attribute of a range.
+    text = text.replace(".stop", "")  # `.stop` is the end of a range, not a word of retention.
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)}
 
 
@@ -136,7 +136,7 @@ def compared_hits(results: str, *scenario: str) -> list[tuple[float, float]]:
     with (ROOT / "benchmarks/results" / results).open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             key = tuple(row[column] for column in scenario)
-            own[key] = float(row["quire"])  # A later commit's row follows, and replaces an earlier one.
+            own[key] = float(row["quire"])  # Rows of later commits come later, so the newest row stays.
             if row["vllm dense"]:
                 better[key] = max(float(row["vllm dense"]), float(row["vllm sparse"]))
     return [(own[key], better[key]) for key in own]

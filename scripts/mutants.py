@@ -42,10 +42,11 @@ AREAS: Final = {
     "gateway_service/quire_gateway": GATEWAY_TESTS,
 }
 TESTS_S: Final = 1_800.0  # time limit for the tests of one change
-# Ends the whole run at the time limit of a test. A signal would wait for an event loop that never ends.
+# Ends the whole run at the time limit of a test. A signal handler would run only when the event loop regains control,
+# and a mutant may never give control back.
 HANGS: Final = "--timeout-method=thread"
 FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-NO_TESTS: Final = 5  # how pytest exits if it collects none
+NO_TESTS: Final = 5  # pytest's exit code if it collects no tests
 COMPARED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -191,7 +192,7 @@ def modules_of(test: Path) -> frozenset[str]:
 def nearest(changed: str, paths: tuple[str, ...]) -> list[str]:
     """Returns the test files below some paths that import the changed file's module, or have its or its folder's name.
 
-    Files with the fewest imports come first, because they test the least else.
+    Files with the fewest imports come first, because they test the fewest other modules.
     """
     source = next(source for source in SOURCES if changed.startswith(f"{source}/"))
     module = ".".join(Path(changed).relative_to(source).with_suffix("").parts).removesuffix(".__init__")
@@ -206,9 +207,10 @@ def nearest(changed: str, paths: tuple[str, ...]) -> list[str]:
 
 
 def runs_of(mutant: Mutant) -> list[list[str]]:
-    """Returns the arguments of each run of pytest that may notice a change. Each test is in one of them.
+    """Returns the arguments of each run of pytest that may notice a change. Each test is in one run.
 
-    There is a run for each path: most changes fail in the first, and collecting the others takes longer than that.
+    Each path has its own run: most changes fail in the first run, and collecting the other paths' tests would take
+    longer than this run.
     """
     paths = next(tests for area, tests in AREAS.items() if mutant.path.startswith(area))
     done = nearest(mutant.path, paths)
@@ -238,7 +240,7 @@ def failure_of(folder: Path, tests: Sequence[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"{tests[0]} did not end"
-    if done.returncode in (0, NO_TESTS):  # The run may have left out all its tests, because earlier runs had them.
+    if done.returncode in (0, NO_TESTS):  # Earlier runs may have had all tests of this run, so none is left.
         return ""
     failed = FAILED.search(done.stdout)
     return failed[1] if failed else f"{tests[0]} ended with {done.returncode}"
@@ -257,7 +259,7 @@ def failure_with(mutant: Mutant, folder: Path) -> str:
             passed_over: list[str] = []
             file.write_bytes(changed)
             while failure := failure_of(folder, [*tests, *passed_over]):
-                if "::" not in failure:  # No test is to blame.
+                if "::" not in failure:  # The run failed as a whole, and names no test.
                     return failure
                 fails_alone = failure_of(folder, [failure])
                 file.write_bytes(data)

@@ -8,7 +8,7 @@ set -eu
 PYTHON=${PYTHON:-.venv/bin/python}
 FOLDER=${FOLDER:-build/peers/packages}
 
-trap '[ $? -eq 0 ] || rm -rf "$FOLDER"' EXIT  # half an environment would be taken for one
+trap '[ $? -eq 0 ] || rm -rf "$FOLDER"' EXIT  # An incomplete environment would look complete.
 "$PYTHON" -m venv --clear "$FOLDER"
 "$FOLDER/bin/pip" install --quiet --disable-pip-version-check "$(grep '^uv==' constraints.txt)"
 "$FOLDER/bin/uv" pip install --quiet --python "$FOLDER/bin/python" -r tests/gateway/packages/requirements.txt

@@ -22,7 +22,7 @@ TOOLS: Final = (
     *("hypothesis", "jsonschema", "openai", "psutil"),
     *("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "pyyaml", "ruff"),
 )
-# Tests in these files use a command line to start a worker or ask for a model.
+# Tests in these files need a model, although they import none: their commands start a worker or use a model.
 BY_COMMAND: Final = (
     "tests/client/test_cli_plan.py",
     "tests/client/test_cli_prompts.py",

@@ -4,7 +4,7 @@
     python scripts/shared_values.py           # writes; `make format` calls it
     python scripts/shared_values.py --check   # names files that differ from its output; `make check` calls it
 
-In the client, the line `MARKER` precedes each of them: a constant, or a class. A class gets the core's docstring, its
+In the client, the line `MARKER` precedes each shared constant or class. A class gets the core's docstring, its
 fields or members, and the body of each method that both have. Its bases and its other methods are written by hand.
 Neither service imports the other's: `import quire` loads gRPC, and the client is installed without the allocator.
 """

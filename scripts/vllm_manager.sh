@@ -1,8 +1,8 @@
 #!/bin/sh
 # Makes build/peers/vllm-manager, an environment that can import vLLM's KVCacheManager, Quire, and all packages of
 # $PYTHON's environment. benchmarks/allocator.py and benchmarks/hybrid.py run in it. A separate environment keeps vLLM out
-# of the one in which Quire is developed. It takes 1 GB. No model runs in it: it has only those dependencies of vLLM that
-# these imports need.
+# of the one in which Quire is developed. The new environment takes 1 GB. It has only the dependencies of vLLM that
+# these imports need, so no model runs in it.
 set -eu
 
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -10,7 +10,7 @@ FOLDER=${FOLDER:-build/peers/vllm-manager}
 
 "$PYTHON" -m venv --without-pip "$FOLDER"
 SITE=$("$FOLDER/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-# Python reads a path file at its start, so this environment can import everything that the other one can.
+# Python reads a path file at its start. By this file, the new environment imports everything that $PYTHON can import.
 "$PYTHON" -c 'import sys; print(*[path for path in sys.path[1:] if not path.startswith(sys.base_prefix)], sep="\n")' \
     > "$SITE/quire.pth"
 install() {

@@ -63,7 +63,7 @@ class CoreSide:
 def _long_prompts(work: Round) -> Costs:
     pool, ids = new_pool(), count(1)
     costs: Costs = {}
-    # These operations use each block's memory once, so the pool resembles the pool of a server that has run for a
+    # The next lines use each block's memory once, so that the pool resembles the pool of a server that has run for a
     # while.
     unnamed = [next(ids) for _ in work.prompts]
     assert {pool.allocate(sequence, LONG_TOKENS).result for sequence in unnamed} == {Result.OK}

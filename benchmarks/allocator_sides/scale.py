@@ -24,7 +24,7 @@ from allocator_sides.core_side import new_pool
 from allocator_sides.workload import BLOCK_TOKENS, DIGEST_BYTES, SHORT_BLOCKS, SHORT_TOKENS, cpu_us
 
 SIZES: Final = (1_000, 10_000, 100_000, 1_000_000)
-HELD: Final = 8  # sequences per round; they fill a quarter of the smallest pool
+HELD: Final = 8  # sequences in a round; together they fill a quarter of the smallest pool
 ROUNDS: Final = 60
 GROWN_TOKENS: Final = SHORT_TOKENS + 1
 

@@ -38,7 +38,7 @@ from allocator_sides.workload import (
 )
 
 START_S = 30.0
-LEASE_S = 600.0  # No heartbeats are sent while another side is measured.
+LEASE_S = 600.0  # long, because no heartbeats are sent while another side is measured
 SPEC = PoolSpec.full_attention(block_count=POOL_BLOCKS, block_size=BLOCK_TOKENS)
 
 

@@ -69,7 +69,7 @@ class VllmSide:
     def _long_prompts(self, work: Round) -> Costs:
         manager = _manager(sliding=0)
         costs: Costs = {}
-        unnamed = [self._request([0] * LONG_TOKENS) for _ in work.prompts]  # Touches the memory, like `CoreSide`.
+        unnamed = [self._request([0] * LONG_TOKENS) for _ in work.prompts]  # Uses all memory once, like `CoreSide`.
         assert [_admit(manager, request) for request in unnamed] == [0] * len(unnamed)
         cpu_us(manager.free, [(request,) for request in unnamed])
 

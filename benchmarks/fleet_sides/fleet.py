@@ -52,7 +52,7 @@ class Setting:
         event_s: seconds from a turn's end to the event index of the gateways.
         worker_restart: when worker 0 is killed, and for how many seconds it is down.
         route_outage: when Route stops to answer, and for how many seconds; workers still reach the allocator.
-        allocator_outage: the same for all calls; then a new allocator gets the workers' reports.
+        allocator_outage: like `route_outage`, but for all calls; then a new allocator gets the workers' reports.
     """
 
     rule: str
@@ -69,16 +69,16 @@ class Setting:
 
 @dataclass(slots=True)
 class Outcome:
-    """Measurements of a run. It counts prompt tokens, once for each time that a worker admitted them."""
+    """Measurements of a run. Prompt tokens count once for each time that a worker admitted them."""
 
     first_token_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     hit_tokens: int = 0
     promised_tokens: int = 0
-    kept_tokens: int = 0  # promised tokens that were in the cache
+    kept_tokens: int = 0  # promised tokens that were in the cache at the request's admission
     lost_promises: int = 0  # promised tokens of requests whose worker died before their admission
     end_s: float = 0.0
-    ends: dict[str, int] = field(default_factory=dict)  # Quire's reservations
+    ends: dict[str, int] = field(default_factory=dict)  # how Quire's reservations ended -> their number
 
 
 class Fleet:
@@ -98,7 +98,7 @@ class Fleet:
         ]
         self._events = EventIndex(setting.workers)
         self._cursors = [0] * setting.workers
-        self._untold: list[tuple[int, list[Event]]] = []  # events while the gateways do not reach the allocator
+        self._untold: list[tuple[int, list[Event]]] = []  # events that gateways get when they reach the allocator again
         self._reads_events = "events" in setting.rule or setting.rule == MIRRORS
         self._reads_events |= bool(setting.route_outage or setting.allocator_outage)
         self._gateways = 1 if "one gateway" in setting.rule else setting.gateways
@@ -123,7 +123,7 @@ class Fleet:
         self._count_ends()
         return self.outcome
 
-    # -- what workers tell ---------------------------------------------------------------------------------------------
+    # -- calls from workers --------------------------------------------------------------------------------------------
 
     def admitted(self, worker: int, request: Request, matched: int) -> None:
         router, name = self._allocator.router, pool_name(worker)

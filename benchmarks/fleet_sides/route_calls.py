@@ -30,7 +30,7 @@ WORKERS: Final = (8, 64)
 PROMPTS: Final = {"7,200 tokens": (6_000, 7_200), "100,000 tokens": (90_000, 100_000)}  # (published tokens, all tokens)
 POOL_BLOCKS: Final = 10_000
 CONCURRENT: Final = 8
-RESERVATION_MS: Final = 20  # short, so that the reservations of only a few calls exist at a time
+RESERVATION_MS: Final = 20  # lifetime of a reservation; short, so that only a few calls' reservations exist at a time
 _OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 
 

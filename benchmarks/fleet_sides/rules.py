@@ -1,6 +1,6 @@
 """Rules that choose a worker for a prompt: Quire's `Route`, and those of other routers in a few lines each.
 
-The others run in each gateway by itself: a gateway knows the requests that it sent, and not those of other gateways.
+Each gateway runs the other routers' rules alone: it knows the requests that it sent, but not those of other gateways.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fleet_sides.workers import PREFILL_TOKENS_PER_S
 from fleet_sides.workloads import BLOCK_TOKENS, DIGEST_BYTES, Request
 
 MODEL: Final = "m"
-RESERVATION_S: Final = 5.0  # the client's default
+RESERVATION_S: Final = 5.0  # lifetime of a reservation; the client's default
 POLL_S: Final = 1.0  # seconds between a gateway's polls of the workers
 GUESS_S: Final = 2.0  # seconds for which llm-d assumes that a worker has a prompt sent to it
 
@@ -105,7 +105,7 @@ class Guesses:
     def add(self, worker: int, digests: bytes, now: float) -> None:
         """Notes that the gateway sent a prompt to this worker."""
         ends = self._ends[worker]
-        for place in range(len(digests) - DIGEST_BYTES, -1, -DIGEST_BYTES):  # deepest block first: it is evicted first
+        for place in range(len(digests) - DIGEST_BYTES, -1, -DIGEST_BYTES):  # The deepest block is evicted first.
             digest = digests[place : place + DIGEST_BYTES]
             ends[digest] = now + self._seconds
             ends.move_to_end(digest)
@@ -206,7 +206,7 @@ class Mirrored:
 
 
 class Quire:
-    """Asks the allocator. While it is away, the gateway's mirrors decide, and these get no events."""
+    """Asks the allocator. While the allocator is away, the gateway's mirrors decide, and the mirrors get no events."""
 
     def __init__(self, allocator: Allocator, reservation_s: float, mirrors: Mirrored) -> None:
         self._allocator, self._reservation_s, self._mirrors = allocator, reservation_s, mirrors
@@ -238,7 +238,7 @@ class Quire:
 def longest(digests: bytes, has: Callable[[bytes], bool]) -> int:
     """Returns the tokens of a prompt's longest prefix that an index has.
 
-    If a digest is there, so are all before it, because indexes forget the deepest first. So bisection finds the end.
+    If an index has a digest, it has all before it, because it forgets the deepest first. So bisection finds the end.
     """
     low, high = 0, len(digests) // DIGEST_BYTES
     while low < high:

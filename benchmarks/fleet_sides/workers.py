@@ -21,7 +21,7 @@ from fleet_sides.workloads import BLOCK_TOKENS, DIGEST_BYTES, Request
 PREFILL_TOKENS_PER_S: Final = 12_000
 PASS_TOKENS: Final = 2_048
 TURN_S: Final = 0.010
-DECODE_S: Final = 0.0002  # for each request that decodes
+DECODE_S: Final = 0.0002  # seconds of a turn for each request that decodes
 RUNNING_MAX: Final = 256
 
 
@@ -68,7 +68,7 @@ class SimulatedWorker:
         self._clock, self._fleet = clock, fleet
         self._is_busy = False
         self._is_cut_off = False
-        self._unsaid: list[Callable[[], object]] = []  # changes of the pool while the allocator was away
+        self._unsaid: list[Callable[[], object]] = []  # calls that tell the allocator of changes during its outage
 
     def submit(self, request: Request) -> None:
         """Takes a request; the worker is up."""

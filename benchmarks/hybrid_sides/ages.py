@@ -7,7 +7,7 @@ prompt from its second, and short texts from long ones. On average, the blocks t
     sum over blocks of weight * min(age, time kept)   <=   requests * (pool - what running requests hold on average)
 
 Age is counted in requests. The `age` of a block that is never used again is the rest of the workload. For each price of
-a byte, every class has a best time. The sum of their gains and of the room's price is an upper bound; the result is the
+a byte, every class has a best time. The sum of their gains and of the pool's price is an upper bound; the result is the
 smallest of these bounds. The times are chosen with knowledge of the whole workload, hits may end at any block, and
 the blocks must fit only on average. So no policy of this kind hits more, and a real one hits less. Weights are as in
 `optimum.py`. A token costs its bytes of full attention, and its share of its text's tail.
@@ -29,7 +29,7 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_TOKENS, Request
 
 TURNS_TOLD_APART: Final = 3
-SHORT_TOKENS: Final = 512  # From this length on, each doubling is a class of texts.
+SHORT_TOKENS: Final = 512  # Texts below twice this length are one class. Beyond, each doubling is a class.
 PRICE_STEPS: Final = 60
 Floats = NDArray[np.float64]
 
@@ -81,8 +81,8 @@ def hit_ratio_learned(
     others: Sequence[Sequence[Request]], requests: Sequence[Request], shape: Shape, pool_bytes: int, classes: Classes
 ) -> float:
     """Returns the ratio of hit prompt tokens if each class is kept for the time that is best for all `others` together.
-    Remaining room goes to the blocks that would be kept next. These requests only determine how much is kept in total,
-    so that it fits into the pool on average."""
+    Remaining bytes go to the blocks that would be kept next. `requests` only determine how much is kept in total, so
+    that the kept blocks fit into the pool on average."""
     curves = _curves(requests, shape, classes)
     learned = _together([_curves(other, shape, classes) for other in others])
     room = _room(requests, shape, pool_bytes)
@@ -92,7 +92,7 @@ def hit_ratio_learned(
 
 
 def _room(requests: Sequence[Request], shape: Shape, pool_bytes: int) -> float:
-    """Returns the average room of a pool next to the running request, in bytes."""
+    """Returns the bytes of a pool that the running request leaves free, on average."""
     computed = [request.computed_token_count for request in requests]
     running = sum(count * shape.full_token_bytes + shape.tail_bytes(count) for count in computed) / len(requests)
     return pool_bytes - running
@@ -113,7 +113,7 @@ def _outcome(curves: Curves, learned: Curves, price: float) -> tuple[float, floa
     """Returns the average kept bytes and the hit tokens, with the times that are best for `learned` at this price."""
     bytes_kept = tokens_hit = 0.0
     for key, (hits, kept) in curves.items():
-        if key in learned:  # Classes without any text so far are not kept.
+        if key in learned:  # Classes of which `learned` has no text are not kept.
             time = min(int(np.argmax(learned[key][0] - price * learned[key][1])), len(kept) - 1)
             bytes_kept += float(kept[time])
             tokens_hit += float(hits[time])

@@ -6,16 +6,16 @@ the block was kept since its last use. `j` can continue after `L` tokens only if
 window of each windowed layer, and each state after `L` tokens. So a hit block costs, at every moment since its last
 use, its own bytes and its share of the tail. That share is `tail_bytes(L) / L` for each token, where `L` is the longest
 prefix that `j` could hit. No cache pays less: a shorter hit has a larger tail in proportion, and of two hits on one
-    path, each needs at least the share of its own blocks. For example:
+path, each needs at least the share of its own blocks. For example:
 
     a chat of 8,192 tokens that take 4 KiB each for full attention, 32 MiB, and a tail of 5 windows of 1,023 tokens,
     20 MiB: each of its tokens costs 6.5 KiB
 
 A running request holds all of its full attention and its own last tail. The rest of the pool serves later hits.
-So the optimum chooses intervals so that their weights never exceed the free room:
+So the optimum chooses intervals so that their weights never exceed the free bytes (`room`):
 
-    moment 2 j       request j runs: pool - what it holds
-    moment 2 j + 1   between requests j and j + 1: pool
+    moment 2 j       request j runs: the pool without the bytes that request j holds
+    moment 2 j + 1   between requests j and j + 1: the whole pool
 
 The linear relaxation of this choice is an upper bound (the flow-based offline optimum of Berger, Beckmann and
 Harchol-Balter, SIGMETRICS 2018), and so is the relaxation's dual for any prices of a byte at each moment:
@@ -39,7 +39,7 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_TOKENS, Request
 
 STEPS: Final = 300
-PATIENCE: Final = 10  # The steps become shorter after this many without an improvement.
+PATIENCE: Final = 10  # number of steps without an improvement after which the steps become shorter
 Floats = NDArray[np.float64]
 
 
@@ -88,7 +88,7 @@ def find_reuses(requests: Sequence[Request], shape: Shape) -> Reuses:
     running = np.zeros(2 * len(requests))
     for now, request in enumerate(requests):
         ids = request.text.block_ids()
-        since: dict[int, int] = {}  # for the request of the last touch: the number of blocks
+        since: dict[int, int] = {}  # request that used the blocks last -> number of its blocks
         for block in ids[: (request.prompt_token_count - 1) // DIGEST_TOKENS]:
             if block not in touched:
                 break

@@ -23,7 +23,7 @@ class QuireSide:
     """A pool of Quire and the owner that fills it.
 
     Attributes:
-        refused_count: requests without room; none of their tokens hit.
+        refused_count: requests that got too few blocks; none of their tokens count as hits.
     """
 
     def __init__(self, groups: tuple[GroupSpec, ...], block_count: int, chunk_tokens: int, retention: str = "") -> None:
@@ -79,10 +79,10 @@ class QuireSide:
         return matched
 
     def _compute(self, sequence: int, done: int, prompt: int, told: Sequence[int], digests: bytes) -> bool:
-        """Computes a prompt in chunks that also end at the stops of the pool; returns whether there was room."""
+        """Computes a prompt in chunks that also end at the stops of the pool; returns whether it fits."""
         while done < prompt:
             stops = [done + self._chunk_tokens, prompt, *told]
-            if self._checkpoint_tokens:  # A chunk leaves a state only at its end.
+            if self._checkpoint_tokens:  # A checkpoint needs a state, and only the end of a chunk leaves one.
                 stops.append((done // self._checkpoint_tokens + 1) * self._checkpoint_tokens)
             end = min(stop for stop in stops if stop > done)
             if not self._advance(sequence, done, end, digests):
@@ -101,8 +101,8 @@ class QuireSide:
         return True
 
     def _advance(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
-        """Computes some tokens; returns whether there was room. Blocks granted beyond them are given back: a state that
-        may still be written to is not a checkpoint."""
+        """Computes some tokens; returns whether they fit. Blocks granted beyond these tokens are given back: a state
+        that may still be written to is not a checkpoint."""
         _, others = self.pool.grow_many(array("Q", [sequence]), [end])
         if any(grown.result is not Result.OK for _, grown in others):
             return False

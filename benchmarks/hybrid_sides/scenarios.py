@@ -19,7 +19,7 @@ from quire.types import GroupKind
 from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import FULL_SCALE, WORKLOADS, Request, Scale
 
-PROMPT_TOKENS_MAX: Final = 4_000_000  # tokens in all requests of a scenario; five of the first 900 scenarios have more
+PROMPT_TOKENS_MAX: Final = 4_000_000  # the most tokens of all requests of a scenario; five of the first 900 have more
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _shape(dice: random.Random) -> Shape:
     kind = dice.choice(["window", "window", "window", "states", "states", "two windows"])
     head_count, head_dim = dice.choice([2, 4, 8]), dice.choice([64, 128])
     full_count = dice.randint(1, 8)
-    windows: list[tuple[int, int]] = []  # for each window size, the number of layers that have it
+    windows: list[tuple[int, int]] = []  # (window size, number of layers with this window)
     state_kib = state_count = 0
     if kind == "states":
         state_kib = dice.choice([128, 256, 512, 1024, 2048])

@@ -17,7 +17,7 @@ from quire.types import GroupKind
 
 CONFIGS: Final = Path(__file__).parents[2] / "tests" / "client" / "configs"
 STATE_DTYPE: Final = "bfloat16"  # vLLM's default dtype of states
-WINDOW_TOKENS: Final = 1_024  # window of the shape that no real model has
+WINDOW_TOKENS: Final = 1_024  # window of the one shape that belongs to no real model
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Shape:
         return kept + self.state_bytes
 
     def running_bytes(self, token_count: int, pass_token_count: int) -> int:
-        """Counts the bytes of a request of this many tokens during its last pass. The pool has room for three states:
-        the first one, the running one, and a checkpoint."""
+        """Counts the bytes of a request of this many tokens during its last pass. The request has three states: the
+        first one, the running one, and a checkpoint."""
         windowed = [layer for layer in self.layers if layer.window]
         kept = sum(min(token_count, layer.window + pass_token_count) * layer.token_bytes for layer in windowed)
         return token_count * self.full_token_bytes + kept + 3 * self.state_bytes

@@ -20,7 +20,7 @@ from hybrid_sides.shapes import Shape
 from hybrid_sides.workloads import DIGEST_BYTES, Request
 
 VERSION: Final = "0.33.0"
-BLOCK_TOKENS: Final = 16  # vLLM's default
+BLOCK_TOKENS: Final = 16  # vLLM's default block size
 MODEL_TOKENS_MAX: Final = 262_144
 RETENTION_INTERVALS: Final[dict[str, int | None]] = {"dense": None, "sparse": 0}
 
@@ -31,7 +31,7 @@ class VllmSide:
     Raises ImportError where vLLM cannot be imported.
 
     Attributes:
-        refused_count: requests without room; none of their tokens hit.
+        refused_count: requests that got too few blocks; none of their tokens count as hits.
     """
 
     def __init__(self, shape: Shape, pool_bytes: int, chunk_tokens: int, retention: str) -> None:
@@ -75,7 +75,7 @@ class VllmSide:
         served.status = RequestStatus.RUNNING
         while is_done and served.num_computed_tokens < request.computed_token_count:
             done = served.num_computed_tokens
-            if done >= request.prompt_token_count:  # The pool changes only at the next block edge.
+            if done >= request.prompt_token_count:  # Decodes up to the next block edge, where the pool changes.
                 new = min(self._block_tokens - done % self._block_tokens, request.computed_token_count - done)
                 served.append_output_token_ids([0] * (done + new - served.num_tokens))
             is_done = self._step(served, served.num_tokens - done)
@@ -86,7 +86,7 @@ class VllmSide:
         return int(matched)
 
     def _step(self, request: Any, token_count: int, matched: int = 0, hit: Any = None) -> bool:
-        """Computes a chunk of at most `token_count` tokens; returns whether there was room."""
+        """Computes a chunk of at most `token_count` tokens; returns whether the chunk fits."""
         self.manager.new_step_starts()
         token_count = min(token_count, self._chunk_tokens)
         if self._scheduler is not None:

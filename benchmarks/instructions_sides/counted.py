@@ -26,7 +26,7 @@ from session_sides.streams import Owner
 BLOCKS = 8_192
 PROMPT_BLOCKS = 256
 PROMPT_TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS
-PROMPTS = 8  # prompts in each operation; the pool has room for four times as many, or twice with two groups
+PROMPTS = 8  # prompts of each operation; 32 fit into the pool, or 16 if it has two groups
 SEQUENCES = 64
 STEP_OPERATIONS = 256
 
@@ -193,7 +193,7 @@ def owner_operation() -> Counted:
 
 def metrics_operations() -> list[Counted]:
     """Returns the metrics' work after a step: for steps of prompts, and for steps of a decoding batch."""
-    # Imported last: an earlier import moves objects in memory, which changes the counts of copies above by 2 %.
+    # These imports come last. Earlier ones would move objects in memory, and change the counts of copies above by 2 %.
     from quire_allocator.metrics.counters import PoolCounters
     from quire_allocator.wire.step_apply import apply_step
     from quire_allocator.wire.step_checks import check_step
@@ -216,7 +216,7 @@ def metrics_operations() -> list[Counted]:
     function, arguments = observed(opened)
     function(*arguments)  # The first call creates the metric's samples.
     assert counters.sample is not None
-    counters.sample._follow(counters.sample._least)  # as in a pool that has used many blocks
+    counters.sample._follow(counters.sample._least)  # The sample is then as in a pool that has used many blocks.
     new = [StepBuilder().allocate(500 + i, PROMPT_TOKENS + 1, own) for i, own in enumerate(prompts(1))]
     fresh = [observed(builder) for builder in new]
     for step in range(1, BLOCK_TOKENS + 1):

@@ -38,7 +38,7 @@ HEADS = {"4/2 heads of 64": (4, 2, 64), "32/8 heads of 128": (32, 8, 128)}
 BATCHES = (1, 16, 64)
 CONTEXTS = (128, 2048)
 CHUNK_TOKENS = 512  # new tokens in a forward pass, over all sequences
-ROUNDS_S = 0.5  # shortest time for a case, because the shortest calls take microseconds
+ROUNDS_S = 0.5  # least seconds for a case, because the shortest calls take microseconds
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -178,7 +178,7 @@ def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
     order, shuffle = list(sides.items()), random.Random(0).shuffle
     end = time.perf_counter() + ROUNDS_S
     while len(rounds["quire"]) < repeat or time.perf_counter() < end:
-        shuffle(order)  # The previous side decides which pages are in the CPU cache.
+        shuffle(order)  # A random order, because the previous side decides which pages are in the CPU cache.
         for name, side in order:
             started = time.perf_counter()
             side()

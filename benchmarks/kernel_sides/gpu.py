@@ -28,7 +28,7 @@ from kernel_sides.gpu_goals import Row
 from kernel_sides.gpu_scenes import Scene, scene_of
 
 PEERS = ("vllm", "sdpa", "flex", "torch", "triton")
-ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # rounds for each case, after one uncounted round
+ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # A case may end after ROUNDS_MIN rounds, if they took ROUNDS_MS.
 FLUSH_BYTES, COPY_BYTES, MATRIX_SIZE = 2 << 30, 4 << 30, 8192
 COMPARED_TOKENS = 1 << 14  # tokens compared at once, so that temporaries stay small
 # Largest difference in a head's row, divided by the row's root mean square. Two roundings to bfloat16 differ by up to
@@ -61,8 +61,8 @@ class CudaTimer:
     def __call__(self, side: Side) -> float:
         """Runs one side and returns its time on the device in milliseconds."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Reads for half a millisecond. This read clears the cache and leaves nothing to write back. The host issues the
-        # measured side before the device reaches it.
+        # This read takes half a millisecond. It clears the cache, and leaves nothing to write back. In the meantime the
+        # host launches the measured side, so that the device never waits for the host.
         self._other.sum()
         start.record()
         side()
@@ -143,7 +143,7 @@ def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), sce
                 sides[name] = build()
                 error = difference(sides[name](), expected)
                 why = "" if error <= tolerance else f"differs by {error:.2g} of a row"
-            except Exception as raised:  # A peer may lack this shape, or not be installed.
+            except Exception as raised:  # A peer may not support this shape, or not be installed.
                 why = _line(raised)
                 if lost := _lost(bench):
                     raise RuntimeError(f"{name}: {lost}") from raised
@@ -209,7 +209,7 @@ def measure_all(
                 row = _row(case, bench, "failed", _line(raised), {})
                 lost = _lost(bench)
             if bench.device.type == "cuda" and not lost:
-                gc.collect()  # The exception's frames hold tensors.
+                gc.collect()  # The frames of an exception hold tensors, which must be freed.
                 torch.cuda.empty_cache()
         rows.append(row)
         progress(f"{clock() - started:5.0f} s  {case.title}: {_summary(row)}")

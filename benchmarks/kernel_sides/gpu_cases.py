@@ -2,9 +2,10 @@
 
     memory      keys and values, queries, results of two sides, and `FIXED_BYTES` must fit. A side with dense keys needs
                 a second copy of the keys, and, in latent attention, the scores.
-    operations  A launch of more than `operations_max` would take the time of all others.
-    flex        Its blocks are pages. Left out are pages of 16 keys (its kernels are made for 64 and more) and pools of
-                2^31 elements and more (its offsets have 32 bits). Each remaining batch costs a compilation.
+    operations  A launch of more than `operations_max` would take as long as all other launches.
+    flex        Flex attention's blocks are pages. Two cases are left out: pages of 16 keys, because the kernels are
+                made for 64 and more; and pools of 2^31 elements and more, because the offsets have 32 bits. Each
+                remaining batch costs a compilation.
 
 Nothing here needs a GPU.
 """
@@ -16,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 ELEMENT_BYTES = 2  # bfloat16
-FIXED_BYTES = 6 << 30  # buffers to clear the cache, workspaces, temporaries of comparisons
+FIXED_BYTES = 6 << 30  # bytes for buffers that clear the cache, workspaces, and temporaries of comparisons
 FLEX_PAGE_SIZE = 64
 OPERATIONS_MAX = 3e14
 WORKS = ("decode", "prefill")

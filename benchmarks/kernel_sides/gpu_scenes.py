@@ -32,7 +32,8 @@ from kernel_sides.gpu_cases import Case, Grouped, Latent
 
 WORKSPACE_BYTES = 1 << 28
 LATENT_SCALE = 192**-0.5  # softmax scale of a head of 128 + 64 elements, before absorption
-# The math backend is left out: it writes all scores to memory. A case that these three backends refuse has no peer.
+# torch's math backend is left out, because it writes all scores to memory. If these three backends refuse a case, the
+# row has no "sdpa".
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 Builder = Callable[[], Side]

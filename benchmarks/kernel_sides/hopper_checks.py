@@ -28,7 +28,7 @@ from quire_kernels.shared.paged_cache import unpack_paged_cache
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, prefill_tiling
 from quire_kernels.shared.reference import LSE_TOLERANCE, TOLERANCE
 
-SHRUNK = 20  # Without a GPU, lengths are divided by this.
+SHRUNK = 20  # divisor of all lengths if there is no GPU
 CHECKED_COUNT = 6  # number of shapes that `prefill_checks` checks; the tests check every shape
 
 
@@ -171,7 +171,7 @@ def prefill_checks() -> Iterator[dict[str, Any]]:
     """Yields a row for each of six shapes: which kernel ran, its largest error, and whether it passed."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    for number, shape in enumerate(SHAPES[:CHECKED_COUNT]):  # Each kernel compiles for seconds.
+    for number, shape in enumerate(SHAPES[:CHECKED_COUNT]):  # few shapes: each compiles for seconds
         yield check(shape, device, 1 if has_gpu else SHRUNK, beside_triton=number == 0)
 
 

@@ -46,7 +46,7 @@ GROUPED = (  # lengths of the requests, query heads, KV heads, page size
 GROUPED_TINY = (([70, 3, 0], 6, 2, 16),)
 REFERENCE_KEYS = 1 << 15  # The reference covers the first requests, up to this many keys, because float64 is slow.
 KERNELS = {"triton": "0", "gluon": "1"}  # the value of QUIRE_HOPPER that selects each kernel
-ROW_TOLERANCE = 0.1  # largest difference, as a multiple of a row's root mean square; `gpu.py` has the reason
+ROW_TOLERANCE = 0.1  # largest allowed error, divided by a row's root mean square; `gpu.py` has the reason
 ROUNDS, FLUSH_BYTES = 20, 256 << 20
 
 

@@ -16,7 +16,7 @@ import torch
 FOLDERS = ("vllm.v1.attention.ops", "vllm.attention.ops")
 SEGMENTS = 16  # NUM_PAR_SOFTMAX_SEGMENTS in vLLM's backends/triton_attn.py
 GRID_MIN = 128  # MIN_LAUNCH_GRID_SIZE_2D in the same file
-SPLIT_KEYS, SPLITS_PER_PROCESSOR = 512, 2  # constants of its mla/triton_mla.py
+SPLIT_KEYS, SPLITS_PER_PROCESSOR = 512, 2  # constants of vLLM's mla/triton_mla.py
 
 Side = Callable[[], torch.Tensor]
 

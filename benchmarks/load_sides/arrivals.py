@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # divisors: the model has 4,096 positions, and the trace prompts of 126,000 tokens
-OUTPUT_TOKENS_MIN = 2  # The time per token needs two tokens.
+PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # divisors of lengths: the trace has prompts of 126,000 tokens; 4,096 fit the model
+OUTPUT_TOKENS_MIN = 2  # The time per further token needs a second token.
 
 
 class Arrival(NamedTuple):

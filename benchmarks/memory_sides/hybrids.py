@@ -13,7 +13,7 @@ from quire_allocator.core.pool import Pool
 from quire_worker.cache import CacheSpec, KVCache
 from quire_worker.state_pages import StateKey, StateTensor
 
-PASS_TOKENS = 512  # number of tokens computed at a time
+PASS_TOKENS = 512  # tokens that a pass computes
 BLOCK_SIZE = 16
 KEY = StateKey("recurrent", 0)
 

@@ -1,7 +1,7 @@
 """Runs a trace of requests through the worker's scheduler and the allocator's pool, without a model.
 
 Every turn does what the engine does: plan, ask, schedule, advance, one token for each complete sample, and requests for
-room ahead. After each turn it counts the slots of held blocks, and the unwritten slots among them.
+slots ahead of need. After each turn, `Traffic` counts the slots of held blocks, and the unwritten slots among them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 
 TRACE_BLOCK_TOKENS = 512
-FIRST_OUTPUT_TOKEN = 1 << 30  # higher than every prompt's tokens
+FIRST_OUTPUT_TOKEN = 1 << 30  # least id of an output token; higher than the ids of all prompts
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 
 

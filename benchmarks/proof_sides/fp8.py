@@ -20,7 +20,7 @@ from quire_kernels.shared.paged_cache import unpack_paged_cache
 
 PAGE_SIZE = 16
 WORKSPACE_BYTES = 1 << 28
-NUMBER_MAX = 4.5  # The scale maps this number to the format's largest. Normally distributed numbers seldom exceed it.
+NUMBER_MAX = 4.5  # the number that becomes the largest fp8 number; normally distributed numbers seldom exceed 4.5
 
 
 def rows(shape: Grouped, batches: tuple[int, ...], tokens: int, bench: Bench) -> Iterator[dict[str, Any]]:
@@ -30,7 +30,7 @@ def rows(shape: Grouped, batches: tuple[int, ...], tokens: int, bench: Bench) ->
         small, small_error = _side(shape, batch, 2 * tokens, bench, is_fp8=True)
         times = time_sides({"exact": exact, "fp8": small}, bench.timer, bench.rounds)
         exact_ms, fp8_ms = (statistics.median(times[name]) for name in ("exact", "fp8"))
-        moved = 2 * batch * 2 * tokens * shape.kv_heads * shape.head_dim  # keys and values, a byte each
+        moved = 2 * batch * 2 * tokens * shape.kv_heads * shape.head_dim  # bytes of keys and values
         yield {
             "measured": "decode of fp8 pages", "shape": shape.name, "batch": batch, "context": 2 * tokens,
             "page_size": PAGE_SIZE, "rounds": len(times["fp8"]), "fp8_ms": round(fp8_ms, 4),

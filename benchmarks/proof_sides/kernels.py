@@ -41,7 +41,7 @@ CASES: tuple[Case, ...] = (
     Case("prefill", LLAMA, 1, 32_768, 16),
     Case("decode", MLA, 256, 1024, 16),
 )
-GOALS, FP8_S = 7, 12.0  # number of cases with goals; seconds for fp8, most of them for compiling
+GOALS, FP8_S = 7, 12.0  # number of cases with goals; seconds for the fp8 rows, most of which compiling takes
 TINY_SHAPE = Grouped("heads", 4, 2, 32)
 TINY = (
     Case("prefill", TINY_SHAPE, 1, 40, 16),

@@ -9,7 +9,7 @@ from serving_sides import gpu_goals, gpu_run
 
 from proof_sides.rows import IS_DRY, left_s, log_folder, note
 
-SPARE_S = 4.0  # part of the time that is reserved for ending servers
+SPARE_S = 4.0  # seconds reserved for ending servers
 
 
 def main() -> None:

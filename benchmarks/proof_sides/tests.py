@@ -11,7 +11,7 @@ import pytest
 from proof_sides.rows import IS_DRY
 
 ROOT = Path(__file__).resolve().parents[2]
-JOBS = 12  # parallel tests on 16 cores; each takes some hundred MiB of GPU memory
+JOBS = 12  # number of parallel tests on 16 cores; each test takes some hundred MiB of GPU memory
 KERNELS = "tests/worker/kernels"
 FIRST = (
     f"{KERNELS}/test_decode_graphs.py", f"{KERNELS}/test_gpu_rewrites.py", f"{KERNELS}/test_triton_path.py",

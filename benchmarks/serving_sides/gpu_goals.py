@@ -9,7 +9,7 @@ from report import Goal
 
 Row = dict[str, Any]
 TRANSFORMERS = ("generate", "generate_batch")
-SHARES = {1: 0.8, 32: 0.75, 128: 0.7}  # number of requests -> least share of the bound
+SHARES = {1: 0.8, 32: 0.75, 128: 0.7}  # number of requests -> least share of the bound's tokens per second
 FASTER, IDLE, FIRST_TOKEN = 1.5, 0.02, 0.6
 
 

@@ -39,11 +39,13 @@ ON_GPU = (
     "--block-size", str(BLOCK_TOKENS),
 )  # fmt: skip
 ON_CPU = ("--blocks", "512")
-SIDES_S = {"generate": 150.0, "generate_batch": 60.0}  # time limits; `generate` compiles for most of it
-# Numbers of requests that run on the GPU at the same time: all three processes of `generate` might not fit.
+SIDES_S = {"generate": 150.0, "generate_batch": 60.0}  # time limits; compiling takes most of the first
+# Workloads, by their number of requests, whose processes are on the GPU at the same time. All three processes of
+# `generate` might not fit together.
 TOGETHER = {"generate": ((1, 128), (32,)), "generate_batch": ((32, 1, 128),)}
-VOCABULARY = 256  # tokens to draw their prompts from
-# Environments for the worker. The worker is started with one environment after another until it answers.
+VOCABULARY = 256  # number of tokens from which the prompts of transformers are drawn
+# Environment variables for the worker, by preference. If a worker with the first ones does not answer, the next are
+# tried.
 SETTINGS: tuple[dict[str, str], ...] = (
     {"QUIRE_LAUNCH_AHEAD": "1"},
     {"QUIRE_LAUNCH_AHEAD": "0"},

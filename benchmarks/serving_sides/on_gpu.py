@@ -35,7 +35,7 @@ TOP_LINES = 20
 PROFILED_S = 0.4
 PROFILED_OUTPUT = 400  # tokens of each output: decode must outlast the trace
 PROFILE_S = 15.0  # time limit for a profile
-LONGEST = 5  # number of the longest gaps between passes in a row of the table
+LONGEST = 5  # number of gaps between passes that a row lists, the longest first
 MATTERS_MOST = 3  # number of `decode` workloads that are measured first
 
 
@@ -111,7 +111,7 @@ def _decode(
     stack: ProbedStack, sizes: tuple[int, int, int], rounds_max: int, bounds: Bounds, left_s: Callable[[], float]
 ) -> Iterator[Row]:
     workload = Workload(KINDS[0], *sizes)
-    # Turns and prompts take at most about twice their bounds.
+    # An estimate of a round's time: turns and prompts take at most about twice their bounds.
     needed_s = 2 * (sizes[0] * bounds.prompt_s(sizes[1]) + sizes[2] * bounds.decode_s(sizes[0], sizes[1]))
     rounds = _rounds(stack, workload, rounds_max, left_s, needed_s=needed_s)
     if rounds:
@@ -239,7 +239,7 @@ def _profiled(stack: ProbedStack, wanted: Measurement, count: int | None, left_s
         after_s = -1.0
     else:
         title, workload = f"decode of {count}", Workload(KINDS[0], count, prompt, PROFILED_OUTPUT)
-        after_s = 0.2 + 0.03 * count * prompt / 512  # A prompt of 512 tokens takes 15 ms; after 30 ms it decodes.
+        after_s = 0.2 + 0.03 * count * prompt / 512  # twice the time of all prompts, at 15 ms for 512 tokens
     requests = workload.draw(-2, stack.status.vocabulary_size)
     trace, passes = stack.profile(requests, after_s=after_s, seconds=PROFILED_S)
     yield from profile_rows(title, trace, max(1, len(passes)))

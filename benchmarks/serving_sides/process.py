@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Request = dict[str, Any]
-# Generates tokens for all requests and returns them. The side calls the function when the first token arrives.
+# A function that generates tokens for all requests, and returns them. It calls its second argument when the first token
+# arrives.
 Generate = Callable[[list[Request], Callable[[], None]], list[list[int]]]
 
 

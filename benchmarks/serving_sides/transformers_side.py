@@ -73,7 +73,7 @@ def continuous(model: Any) -> Generate:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     known = {each.name for each in fields(ContinuousBatchingConfig)}
-    size = "page_size" if "page_size" in known else "block_size"  # the name in transformers 5.17
+    size = "page_size" if "page_size" in known else "block_size"  # transformers 5.17 renamed `block_size`.
     sizes: dict[str, Any] = (
         {} if model.device.type == "cuda" else {size: 16, "num_blocks": 1024, "max_batch_tokens": 2048}
     )

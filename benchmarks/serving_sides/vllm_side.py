@@ -1,6 +1,6 @@
 """vLLM's engine in process: `python -m serving_sides.vllm_side FOLDER DTYPE DEVICE [TOKENS]`, with its own Python.
 
-This process steps the engine, without a network or a detokenizer, so it does less than Quire. vLLM's cache has room for
+This process steps the engine, without a network or a detokenizer, so it does less than Quire. vLLM's cache holds
 as many tokens as the other sides' caches.
 """
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-# How the lengths of prompts and outputs vary within a round.
+# Kinds of workloads: which lengths vary within a round.
 KINDS = ("one length", "varied prompts", "varied both")
 
 

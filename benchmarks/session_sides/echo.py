@@ -46,7 +46,7 @@ async def _serve(listen: str) -> None:
     await server.start()
     gc.freeze()
     print(listen if listen.startswith("unix:") else f"127.0.0.1:{port}", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)  # ends with the parent process
+    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)  # Input ends with the parent process.
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ class Stream:
 
     def __init__(self, address: str, method: str) -> None:
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
-        open_stream: Any = self._channel.stream_stream  # The type stubs lack the defaults of its parameters.
+        open_stream: Any = self._channel.stream_stream  # `Any`, because the type stubs lack the parameters' defaults.
         self._call: Any = open_stream(method)()
 
     async def __aenter__(self) -> Stream:

@@ -86,7 +86,7 @@ class QuireTrees:
             await asyncio.gather(*(self._step(fork, workload, seed) for fork, seed in zip(level, seeds, strict=True)))
             every += level
         seconds = time.perf_counter() - started
-        await asyncio.sleep(0.3)  # The worker frees room ahead with its next step, within 0.1 s.
+        await asyncio.sleep(0.3)  # The worker frees unused blocks with its next step, within 0.1 s.
         held = await asyncio.to_thread(self._held)
         await asyncio.gather(*(branch.release() for branch in every))
         return seconds, held
@@ -111,7 +111,7 @@ class QuireTrees:
         await watching
         prompt = workload.prompt(number)
         alive = await self._search(workload, number, workload.step_tokens - 1, "alive")
-        texts = [[*prompt, *tokens, -1] for tokens in alive]  # During the last pass all these tokens are in pages.
+        texts = [[*prompt, *tokens, -1] for tokens in alive]  # During the last pass, all tokens but -1 are in pages.
         return held[0], distinct_blocks(texts, BLOCK_TOKENS)
 
     async def _search(self, workload: Workload, number: int, token_count: int, name: str) -> list[tuple[int, ...]]:

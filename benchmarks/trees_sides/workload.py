@@ -79,7 +79,7 @@ def minimum_blocks(workload: Workload, block_tokens: int) -> int:
     that its forks share.
     """
     held = -(-(workload.prompt_tokens - 1) // block_tokens)
-    if workload.is_scored:  # Forks are freed with the answer.
+    if workload.is_scored:  # Candidates' forks are freed with the answer, so only the prompt's blocks remain.
         return held
     length = workload.prompt_tokens
     for level in range(workload.depth):

@@ -34,8 +34,8 @@ from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found,u
 from vllm.v1.request import Request  # type: ignore[import-not-found,unused-ignore]
 from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found,unused-ignore]
 
-BLOCK = 4  # tokens; each of these blocks represents 512 tokens of the trace
-WINDOW = 32  # tokens of a window; they represent 4,096
+BLOCK = 4  # tokens of a block; a block represents 512 tokens of the trace
+WINDOW = 32  # tokens of a window; a window represents 4,096 tokens of the trace
 SIDES = {"stock": Scheduler, "embedded": QuireScheduler, "remote": QuireScheduler}
 
 
@@ -112,7 +112,7 @@ def run(side: str, job: dict[str, Any], blocks: int, requests: list[tuple[list[i
         index = {name: place for place, name in enumerate(names)}
         scheduler.update_from_output(output, ModelRunnerOutput(names, index, sampled))
         living = {name: request for name, request in living.items() if not request.is_finished()}
-        if side == "remote":  # Waits for the answers, because a real pass takes longer than one.
+        if side == "remote":  # A real pass takes longer than an answer, so each turn waits for the answers.
             for sent in scheduler.kv_cache_manager.pool._under_way:
                 sent.answer.result(10.0)
     scheduler.shutdown()

@@ -10,12 +10,13 @@ from quire.sampling import Chunk, TokenLogprobs
 from quire_gateway.asks import Ask
 from quire_gateway.failures import ApiError, invalid
 
-# The most logprob values of an answer. Each token is one value, and so is each of its likeliest alternatives.
+# The most logprob values of an answer. A token's own logprob is one value, and each alternative's logprob is one more.
 LOGPROB_VALUES_MAX: Final = 1 << 19
-# Bytes of a logprob and its token: 116 in a chunk, 8 until all chunks have arrived, then 100 as JSON, twice.
+# Bytes charged for a logprob and its token. They take 116 bytes as objects of a chunk, then 8 in arrays until all
+# chunks have arrived, then 100 in the JSON of the logprobs and 100 more in the JSON of the whole answer.
 VALUE_BYTES: Final = 240
 TOKEN_BYTES: Final = 40
-CHARACTER_BYTES: Final = 4  # bytes for a character of a text and of its JSON
+CHARACTER_BYTES: Final = 4  # bytes charged for a character of a text, including the JSON of the text
 
 
 def bounded(ask: Ask, prompts: Sequence[Sequence[int]]) -> Ask:
@@ -29,7 +30,7 @@ def bounded(ask: Ask, prompts: Sequence[Sequence[int]]) -> Ask:
         prompts: the tokens of each prompt.
 
     Raises:
-        ApiError: the answer may have more logprobs than that.
+        ApiError: the answer may have more than `LOGPROB_VALUES_MAX` logprobs.
     """
     of_prompt = ask.options.get("prompt_logprobs")
     count = 0 if of_prompt is None else _tellings(ask) * (1 + of_prompt) * sum(map(len, prompts))

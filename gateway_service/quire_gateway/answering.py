@@ -27,12 +27,12 @@ from quire_gateway.unary_calls import ELSEWHERE
 log = structlog.get_logger()
 
 REQUEST_ID_MAX: Final = 64
-# seconds between pieces of an answer that is sent as a whole: each piece costs the worker time
+# Seconds between a worker's pieces of an answer that the caller gets as a whole. Each piece costs the worker time.
 WHOLE_INTERVAL_S: Final = 1.0
 
 
 async def answers_of(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chunk, None]:
-    """Yields the chunks of one prompt, from the first worker that accepts it, and from others if that one ends.
+    """Yields the chunks of one prompt, from the first worker that accepts it. If that worker ends, others continue.
 
     Raises:
         ApiError: a worker failed, or no worker is left.
@@ -87,7 +87,7 @@ async def answers_of(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Ch
             break
         except QuireError as error:
             refusal = of_quire(error, ask.names)
-            if error.reason is None:  # The caller's error leaves this text out, so it is logged.
+            if error.reason is None:  # The caller's error lacks the worker's text, so the log gets it.
                 log.warning("worker failed", address=backend.client.address, request_id=request_id, error=str(error))
             if not _goes_on(error, has_begun=has_begun, is_repeatable=sent is not None):
                 fleet.lost_reservation_count += chosen.is_reserved and not has_begun
@@ -102,7 +102,7 @@ async def answers_of(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Ch
 def _options_of(call: Call, prompt_token_count: int) -> SamplingOptions:
     ask = call.ask
     options = cast("SamplingOptions", dict(ask.options))
-    options.pop("echo", None)  # A worker would return the text of its tokens, but the gateway knows the caller's text.
+    options.pop("echo", None)  # The gateway echoes the caller's own text; a worker would echo the text of the tokens.
     room = call.model.sequence_tokens_max - prompt_token_count
     longest = min(ask.max_tokens or room, room) if ask.is_cut_to_fit else ask.max_tokens or room
     options["max_tokens"] = 1 if ask.is_prompt_alone else longest
@@ -113,7 +113,7 @@ def _goes_on(error: QuireError, *, has_begun: bool, is_repeatable: bool) -> bool
     """Tells whether another worker may answer after this error."""
     if has_begun:
         return is_repeatable and error.code is grpc.StatusCode.UNAVAILABLE
-    # The adapter may have been unloaded since that worker last listed its adapters.
+    # The worker may have unloaded the adapter since the gateway last listed the worker's adapters.
     return error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN
 
 

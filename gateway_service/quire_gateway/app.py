@@ -39,7 +39,7 @@ from quire_gateway.texts import DetokenizeBody, TokenizeBody
 from quire_gateway.work import Work
 
 PATH_SHOWN: Final = 256  # characters of an unknown path that an error shows
-# The gate counts requests. FastAPI's telemetry would look for its providers at each request.
+# The gate counts requests already. FastAPI's telemetry would search for telemetry providers at each request.
 _OFF: Final[Any] = {"tracing": False, "metrics": False, "logs": False}
 BodyT = TypeVar("BodyT", bound=Body)
 # Endpoints of OpenAI and vLLM for models that do not generate text.
@@ -134,7 +134,7 @@ def _serve_probes(app: FastAPI, fleet: Fleet, is_draining: Callable[[], bool]) -
     # Probes for vLLM's server use this path.
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def healthz(_: Request) -> Response:
-        return PlainTextResponse("")  # An empty text is valid for Prometheus, so it can scrape this path, too.
+        return PlainTextResponse("")  # Prometheus accepts an empty text, so it can scrape this path, too.
 
     @got(app, "/readyz", PlainTextResponse)
     async def readyz(_: Request) -> Response:
@@ -207,7 +207,7 @@ def _put_errors_in_form(app: FastAPI) -> None:
             entry.error = error.code
         return _failed(error)
 
-    # Without this handler the framework would answer by itself. The gate logs the exception in any case.
+    # Without this handler FastAPI would send an error of its own form. The gate logs the exception in any case.
     @app.exception_handler(Exception)
     async def unknown(_request: Request, _error: Exception) -> Response:
         return _failed(defect())

@@ -14,7 +14,7 @@ from quire_gateway.failures import RATE, TOO_LARGE, ApiError
 from quire_gateway.shares import Shares
 
 BODY_S: Final = 60.0  # seconds from the end of a head to the end of its body
-REQUEST_BYTES: Final = 16 << 10  # the least bytes that a request counts for, however small its body is
+REQUEST_BYTES: Final = 16 << 10  # bytes charged for a request with a body of at most this size
 
 
 class LeftError(Exception):
@@ -55,7 +55,7 @@ class Bodies:
     def __init__(self, shares: Shares, bytes_max: int) -> None:
         self._shares = shares
         self._bytes_max = bytes_max
-        self._arriving: dict[Arriving, None] = {}  # oldest first
+        self._arriving: dict[Arriving, None] = {}  # bodies that have not arrived completely, oldest first
 
     def read(self, receive: Receive, caller: str, *, is_there: bool = False) -> Arriving:
         """Returns a context manager that reads a body, and counts its bytes until the block ends.
@@ -66,7 +66,7 @@ class Bodies:
             is_there: whether the whole body arrived with its head, so that reading it does not wait.
 
         Raises:
-            ApiError: on entry: the body is too large, arrives too slowly, or was dropped to make room for others.
+            ApiError: on entry: the body is too large, arrives too slowly, or was dropped for other bodies.
             LeftError: on entry: the caller has gone.
         """
         return Arriving(self, receive, caller, is_there=is_there)
@@ -112,7 +112,7 @@ class Bodies:
         """Counts some bytes of a body. If memory is short, drops the caller's oldest arriving bodies.
 
         Raises:
-            ApiError: there is still not enough room.
+            ApiError: there is still too little memory.
         """
         while not self._shares.take(body.caller, byte_count):
             oldest = next((other for other in self._arriving if _may_make_room(other, body)), None)

@@ -20,12 +20,12 @@ from quire_gateway.structures import structure_of
 # OpenAI's default for completions. Without a limit, an answer in a chat may be as long as the model allows.
 MAX_TOKENS_DEFAULT: Final = 16
 TOP_P_MIN: Final = 1e-9
-TEMPERATURE: Final = 1.0  # OpenAI's default
+TEMPERATURE: Final = 1.0  # OpenAI's default temperature
 _TOKEN: Final = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
-TEMPERATURE_MIN: Final = 1e-3  # workers take 0 or at least this; below it, the likeliest token has all the probability
+TEMPERATURE_MIN: Final = 1e-3  # least temperature above 0 at workers; at lower ones the likeliest token is certain
 
-# Parameters that workers have under the same name, each with its neutral values. If this version of the client lacks
-# the option, the parameter is refused, unless its value is neutral.
+# Parameters that workers have under the same name, each with its neutral values. If the installed `quire` client lacks
+# the option, a parameter with another value is refused.
 _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "temperature": (),
     "top_p": (),
@@ -48,7 +48,7 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "bad_words": ([],),
 }
-# Parameters that no worker supports, each with neutral values that are accepted besides its default.
+# Parameters that no worker supports. Only the default and the listed values, which change nothing, are accepted.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "modalities": (["text"],),
@@ -70,7 +70,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 
-# options that constrain an answer; a request has at most one
+# Options that constrain an answer. A request may have only one of these options.
 STRUCTURES: Final = ("json_schema", "regex", "grammar", "choice")
 Prompt: TypeAlias = "str | tuple[int, ...] | Chat"
 
@@ -82,12 +82,12 @@ class Ask(NamedTuple):
         model: the name in the request; None if it names no model.
         prompts: one prompt; several only for a batch of completions.
         options: the sampling options that all prompts share, except `max_tokens`.
-        max_tokens: the limit of the answer; 0 for none, None for as many tokens as there is room for.
+        max_tokens: the limit of the answer; 0 for no answer, None for as many tokens as the model allows.
         choice_count: the number of answers to each prompt.
         is_streamed: whether the caller gets the answer piece by piece.
         with_usage: whether a stream ends with its token counts.
         top_logprob_count: number of likeliest tokens to return with each token; None without logprobs.
-        prompt_logprob_count: the same for the prompt's tokens, which are returned separately.
+        prompt_logprob_count: the same number for the prompt's tokens, whose logprobs are returned separately.
         names: the caller's names of the workers' fields.
         priority: on the workers' scale: larger is sooner. Callers use vLLM's scale: lower is sooner.
         with_usage_so_far: whether each piece has the token counts of its choice so far.
@@ -135,7 +135,7 @@ class Ask(NamedTuple):
 
     @property
     def edits_chunks(self) -> bool:
-        """Tells whether the answer's text is not the worker's: the prompt's text is before it, or it is left out."""
+        """Tells whether the answer's text differs from the worker's: an echo precedes the text, or no text is sent."""
         return self.is_prompt_alone or bool(self.options.get("echo"))
 
     @property
@@ -248,7 +248,7 @@ def _ask(
     _put(options, "stop", "stop", stop, ((),))
     _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))
     _put(options, names["logprobs"], "logprobs", top_logprob_count, ())
-    echoed = top_logprob_count if options.get("echo") else None  # The answer then has the prompt's logprobs, too.
+    echoed = top_logprob_count if options.get("echo") else None  # An echo has the prompt's logprobs, too.
     counts = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     of_prompt = names["logprobs"] if body.prompt_logprobs is None else "prompt_logprobs"
     _put(options, of_prompt, "prompt_logprobs", max(counts, default=None), ())

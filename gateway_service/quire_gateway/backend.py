@@ -1,5 +1,7 @@
 """One worker behind the gateway: its status, its load, and the prefixes in its pool.
 
+A worker is in one of these states:
+
 1. unknown   the worker has not answered yet
 2. ready     the worker answered the last poll, at most a second ago
 3. away      the worker did not answer: it gets no requests, and is polled again
@@ -25,20 +27,20 @@ from quire_gateway.routing import Underway
 
 log = structlog.get_logger()
 
-SILENT_S: Final = 15.0  # seconds that a worker may be silent before its running answers are given up
-MIRROR_S: Final = 60.0  # how long a mirror is used after the allocator's last message
-FINGERPRINT_SHOWN: Final = 10  # hexadecimal digits, as in OpenAI's fingerprints
+SILENT_S: Final = 15.0  # seconds that a worker may be silent before the gateway gives up the worker's running answers
+MIRROR_S: Final = 60.0  # seconds after the allocator's last message in which a mirror is still used
+FINGERPRINT_SHOWN: Final = 10  # hexadecimal digits of a fingerprint; OpenAI's fingerprints have 10, too
 
 
 class Model(NamedTuple):
     """A model that at least one worker serves: a checkpoint, or an adapter on one."""
 
-    name: str  # the name in answers; requests may use aliases of it
+    name: str  # the model's name in answers; requests may also use the model's aliases
     created_s: int  # when the gateway first saw the model
-    sequence_tokens_max: int  # the largest limit among the model's workers
-    base: str  # name of the checkpoint; equals `name` without an adapter
+    sequence_tokens_max: int  # limit of a sequence's tokens: the largest limit among the model's workers
+    base: str  # name of the checkpoint; if there is no adapter, `name` is the same
     adapter: str  # name of the adapter, or empty
-    fingerprint: str = ""  # changes with the weights of the checkpoint and with the worker's version
+    fingerprint: str = ""  # identifies the weights of the checkpoint and the worker's version
 
 
 class Backend:
@@ -73,7 +75,7 @@ class Backend:
         self.answers: set[AsyncChunkStream] = set()
         self._load_of_others = 0
         self._silent_since_s: float | None = None
-        self._is_missed = False  # whether the log already says that it is away
+        self._is_missed = False  # whether the log already says that the worker is away
 
     @property
     def is_connected(self) -> bool:

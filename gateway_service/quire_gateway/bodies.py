@@ -8,21 +8,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 from quire.protocol.limits import PRIORITY_MAX
 
-CHOICES_MAX = 64  # choices per prompt; workers enforce most of these limits themselves, for every caller
+CHOICES_MAX = 64  # choices per prompt; workers also enforce most of the limits in this list
 PROMPTS_MAX = 64
-PROMPT_TOKENS_MAX = 1 << 19  # the most values that a body may have; the worker limits a prompt's length
+PROMPT_TOKENS_MAX = 1 << 19  # the same limit as for all values of a body; each worker limits its prompts further
 MESSAGES_MAX = 8_192
 PARTS_MAX = 4_096  # parts of one message
 STOPS_MAX = 16
 STOP_TOKENS_MAX = 64
-TOKENS_MAX = 1 << 16  # allowed or banned tokens
+TOKENS_MAX = 1 << 16  # allowed tokens of a request, or banned ones
 BIASES_MAX = 1_024
 CHOICE_TEXTS_MAX = 1_024
 TOOLS_MAX = 1_024
 LOGPROBS_MAX = 20
 BAD_WORDS_MAX = 256
 SALT_MAX = 128
-METADATA_MAX = 16  # OpenAI's limit
+METADATA_MAX = 16  # keys of `metadata`; OpenAI has the same limit
 _PROMPTS = "must be a string, an array of token ids, or an array of either"
 
 
@@ -68,7 +68,7 @@ def read_prompts(given: object) -> Prompts:
     """Returns the prompts of a completion: a text, tokens, or several of either.
 
     Raises:
-        ValueError: it is something else, or there are too many.
+        ValueError: the value is something else, or there are too many prompts.
     """
     if isinstance(given, str) or _are_tokens(given):
         given = [given]
@@ -136,14 +136,14 @@ class Body(BaseModel):
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # accepted, not used: the key identifies the caller
-    # There is one tier; the answer names it.
+    # This server has one tier, `default`. An answer names `default`, whatever tier the request names.
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] | None = None  # accepted, not used
 
     n: Choices | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _NUMBER] | None = None
     stop: str | Annotated[list[str], Field(max_length=STOPS_MAX, fail_fast=True)] | None = None
-    # workers take larger values
+    # OpenAI's limit is 2. Workers would take larger temperatures.
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), _NUMBER] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER] | None = None
     presence_penalty: Penalty | None = None
@@ -164,21 +164,21 @@ class Body(BaseModel):
     ignore_eos: Flag | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), _NUMBER] | None = None
     allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)] | None = None
-    # vLLM's scale: lower is sooner
+    # On vLLM's scale: a request with a lower number starts sooner.
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX), _NUMBER] | None = None
     prompt_logprobs: Logprobs | None = None
-    banned_token_ids: Tokens | None = None  # Quire's own
-    use_beam_search: Flag | None = None  # `n` is then the number of beams
+    banned_token_ids: Tokens | None = None  # Quire's own parameter
+    use_beam_search: Flag | None = None  # If true, `n` is the number of beams.
     length_penalty: Number | None = None
-    # tokens to keep at the prompt's end; -1: as many as fit
+    # Number of tokens to keep at the prompt's end; -1 keeps as many as fit.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), _NUMBER] | None = None
 
     bad_words: Annotated[list[str], Field(max_length=BAD_WORDS_MAX, fail_fast=True)] | None = None
     include_stop_str_in_output: Flag | None = None
-    # The special tokens that a tokenizer puts around a text. A chat template writes a chat's own.
+    # Whether the tokenizer puts special tokens around the text. In a chat, the template writes the special tokens.
     add_special_tokens: Flag | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_MAX)] | None = None
-    cache_no_store: Flag | None = None  # Quire's own: no other request hits what this one computes
+    cache_no_store: Flag | None = None  # Quire's own parameter: no other request hits this request's blocks
 
     # vLLM's parameters; only values that change nothing are accepted.
     logprob_token_ids: Annotated[list[Token], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None

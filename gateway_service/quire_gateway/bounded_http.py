@@ -3,7 +3,7 @@
 A connection is in one of these states:
 
     1. waiting     for a request: none has begun, or its head is not whole. The connection has a deadline, and is closed
-                   if others need the room
+                   if too many connections wait
     2. answering   the application has a request. It has deadlines of its own for the body and the answer
     3. lingering   the last answer is sent. Further bytes of the caller are read and dropped, so that the answer arrives
 """
@@ -24,17 +24,18 @@ from quire_gateway.failures import ApiError
 from quire_gateway.lingering import Lingering
 from quire_gateway.sparse_log import log_sparsely
 
-HEAD_BYTES_MAX: Final = 65_536  # bytes of a request line and its headers; at least the defaults of nginx and h11
-HEAD_S: Final = 20.0  # seconds from the connection, or the first byte of a request, to the end of its headers
-BEHIND_MAX: Final = 32  # requests that a caller may send before the first of them is answered
+HEAD_BYTES_MAX: Final = 65_536  # bytes of a request line with the headers; nginx and h11 allow no more by default
+HEAD_S: Final = 20.0  # seconds from the beginning of a connection or a request to the end of the request's headers
+BEHIND_MAX: Final = 32  # pipelined requests that a connection may have behind the one that is being answered
 STALLED_S: Final = 60.0  # seconds that a caller may read nothing of its answer
-# Bytes of a connection's answers that may be unread. Beyond them, further requests of the connection wait, and the
-# memory counts for its caller.
+# Unread bytes of a connection's answers. With more, the connection's further requests wait, and the answer's memory
+# stays charged to its caller.
 UNREAD_BYTES_MAX: Final = 16 << 10
-# Seconds between checks whether a caller that sends no more has left. An HTTP/1.0 caller cannot be probed.
+# Seconds between two checks whether a caller that has closed its sending half has left altogether. HTTP/1.0 has no
+# bytes to check this with.
 LEFT_S: Final = 1.0
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_COMMENT: Final = b":\n\n"  # a comment in a stream of events
+_COMMENT: Final = b":\n\n"  # a comment of server-sent events, which clients ignore
 _COMMENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT)
 _EVENTS: Final = b"text/event-stream"
 _UPGRADES: Final = frozenset({b"upgrade", b"http2-settings"})
@@ -56,10 +57,10 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*arguments, **named)
         self._waiting = connections
         self._unframed_bytes = 0  # bytes since the last byte of a body, or the last whole request
-        self._declined: bytes | None = None  # a head, without the upgrade that it offers
+        self._declined: bytes | None = None  # the head of a request that offers an upgrade, with the offer removed
         self._head_timer: asyncio.TimerHandle | None = None
         self._awaits_head = False  # whether a head has begun, or begins with the next bytes
-        self._probe = b""  # bytes to send in the middle of an answer, to find out whether the caller is there
+        self._probe = b""  # bytes that callers ignore: sending them shows whether the caller is still there
         self._is_broken = False  # whether the bytes after the last request are not HTTP
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -98,7 +99,7 @@ class BoundedHttp(HttpToolsProtocol):
         is_refused = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         if is_refused or not (self._probe or cycle.response_started):
             self.transport.abort()
-        elif self._probe:  # If there is no probe, the answer under way finds out instead.
+        elif self._probe:  # Without a probe, writing the rest of the answer shows whether the caller has left.
             self.transport.write(self._probe)
             self.loop.call_later(LEFT_S, self._end_if_left, cycle)
 
@@ -163,17 +164,17 @@ class BoundedHttp(HttpToolsProtocol):
                 self._declined = _without_upgrade(self.parser, self.url, self.headers)
             return
         self._stop_waiting()
-        # The connection ends before this request, so that the client sends it again.
+        # Too many requests wait. The connection ends after their answers, so that the client sends this request again.
         if len(self.pipeline) >= BEHIND_MAX:
             self._end_after(self.cycle)
         if not self._is_broken:
             self._check_head()
             super().on_headers_complete()
-            self.headers = []  # also called for trailers, which are not headers
+            self.headers = []  # Trailers go into this new list, so they do not become headers of the request.
 
     def _check_head(self) -> None:
-        """Raises `HttpParserError` if a head is too long, or its version or target is not one of HTTP/1."""
-        # These bytes may include a part of the body, if it came together with the head.
+        """Raises `HttpParserError` if a head is too long, or if HTTP/1 does not have its version or kind of target."""
+        # `_unframed_bytes` may include the beginning of the body, so the second condition counts only the head.
         if self._unframed_bytes > HEAD_BYTES_MAX and _head_bytes(self.url, self.headers) > HEAD_BYTES_MAX:
             raise httptools.HttpParserError("its head is too long")
         version = self.parser.get_http_version()
@@ -183,7 +184,7 @@ class BoundedHttp(HttpToolsProtocol):
             raise httptools.HttpParserError(f"its version is {version}: use 1.1 or 1.0")
         if not self.url.startswith(b"/"):
             self.url, host = _with_path(self.url)
-            # RFC 9112 says that the host of such a target counts, not the header.
+            # RFC 9112 says that the host in such a target overrides the Host header.
             self.headers[:] = [(name, host if name == b"host" else value) for name, value in self.headers]
 
     def on_body(self, body: bytes) -> None:
@@ -241,7 +242,7 @@ class BoundedHttp(HttpToolsProtocol):
             if flow.write_paused and not await is_read():
                 return
             if message["type"] == "http.response.start":
-                if cycle.more_body:  # the rest of the body is read and dropped
+                if cycle.more_body:  # The rest of the body will be read and dropped.
                     cycle.transport.is_unread = True  # type: ignore[attr-defined]
                     message["headers"] = [*message["headers"], (b"connection", b"close")]
                 if version == "1.0" and all(name != b"content-length" for name, _ in message["headers"]):
@@ -258,7 +259,7 @@ class BoundedHttp(HttpToolsProtocol):
                 cycle.expected_content_length = len(message.get("body", b""))
             await cycle.send(message)  # type: ignore[arg-type]
             if flow.write_paused and not message.get("more_body"):
-                await is_read()  # Until the caller has read the answer, its memory counts for the request.
+                await is_read()  # The answer stays charged to the request until the caller has read most of it.
 
         async def answered(scope: Scope, receive: Receive, _send: Send) -> None:
             scope["state"]["is_body_there"] = not cycle.more_body
@@ -305,7 +306,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._wait()  # This head belongs to a pipelined request; the previous one is being answered.
+            self._wait()  # The head is a pipelined request's: its deadline starts again during the previous answer.
         elif self._unframed_bytes:
             self._refuse(
                 ApiError(408, f"the head of the request did not arrive completely within {HEAD_S:g} s"),
@@ -315,7 +316,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def make_room(self) -> None:
-        """Ends the connection, which has waited longest, to make room for a new one."""
+        """Ends this connection, which has waited longest, so that a new connection can wait."""
         self.transport.abort()
 
 

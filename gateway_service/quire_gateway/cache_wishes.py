@@ -19,7 +19,7 @@ from quire.protocol.limits import KEEP_MS_MAX
 from quire_gateway.bodies import ChatBody
 from quire_gateway.failures import invalid
 
-MARKS_MAX: Final = 4  # marked parts of a request, as at OpenAI and Anthropic
+MARKS_MAX: Final = 4  # parts of a request that may be marked; OpenAI and Anthropic have the same limit
 _TTL: Final = re.compile(r"([1-9][0-9]{0,5})([smh])")
 _UNIT_MS: Final = {"s": 1_000, "m": 60_000, "h": 3_600_000}
 _OPTIONS_TTL: Final = "30m"
@@ -31,10 +31,10 @@ class Wish(NamedTuple):
     """How long a request's prefix should stay cached.
 
     Attributes:
-        keep_ms: milliseconds from the end of the request; 0 for as long as it may.
-        message_counts: rising counts of leading messages, one for each mark; what is behind the last one is not kept.
+        keep_ms: milliseconds from the end of the request; 0 if the prefix may be evicted at any time.
+        message_counts: rising counts of leading messages, one for each mark; messages after the last mark are not kept.
             Empty keeps the whole prompt and its answer.
-        is_hidden: whether no other request may hit what it computes.
+        is_hidden: whether no other request may hit the blocks of this one.
     """
 
     keep_ms: int = 0
@@ -74,7 +74,7 @@ def _wish_to_keep(body: ChatBody) -> Wish:
 
 
 def of_ttl(ttl: str | None) -> Wish:
-    """Returns the wish to keep a whole prompt for a time such as "30m"; without one, as long as it may.
+    """Returns the wish to keep a whole prompt for a time such as "30m". Without a time, the prompt may be evicted.
 
     Raises:
         ApiError: it is no time, or more than a day.

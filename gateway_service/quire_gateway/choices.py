@@ -24,15 +24,15 @@ _ID_CHARACTERS: Final = string.ascii_letters + string.digits
 class Choice:
     """One choice of an answer, as far as it has arrived."""
 
-    speller: Speller  # spells the tokens of its text
+    speller: Speller  # finds the bytes of the choice's tokens
     texts: list[str] = field(default_factory=list)
     told: Columns = field(default_factory=Columns)  # tokens whose logprobs were not sent yet
     places: Places = field(default_factory=Places)
-    # empty for a stream that does not count reasoning
+    # ids of the choice's tokens; empty for a stream that does not count reasoning
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     token_count: int = 0
     reader: AnswerReader | None = None  # None: the whole answer is content
-    # pieces that were read; only for an answer that is sent as a whole
+    # the content, reasoning and calls so far; only for an answer that is sent as a whole
     deltas: list[Delta] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

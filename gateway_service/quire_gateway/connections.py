@@ -1,4 +1,4 @@
-"""Limits the number of idle connections: at the limit, the oldest one makes room for the next."""
+"""Limits the number of idle connections: at the limit, a new connection ends the oldest one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Connections:
         self._waiting_max = waiting_max
 
     def add(self, connection: Waiting) -> None:
-        """Adds a connection behind the others."""
+        """Adds a connection as the newest one."""
         self._waiting[connection] = None
         if len(self._waiting) > self._waiting_max:
             longest = next(iter(self._waiting))

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from quire_gateway.bodies import ChatBody, Message, PromptBody
 from quire_gateway.failures import invalid, missing, unsupported
 
-# Fields of OpenAI's messages. No template reads these fields, and without them a message has another meaning.
+# Fields of OpenAI's messages that no template reads. Without them a message has another meaning, so they are refused.
 _REFUSED: Final = ("function_call", "audio", "refusal")
 
 
@@ -31,7 +31,7 @@ def chat_of(body: ChatBody) -> Chat:
         ApiError: a part of it is not text.
     """
     variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:  # vLLM sets both, too: a template uses one of them
+    if body.reasoning_effort is not None:  # Templates read one of two variables. Both are set, as in vLLM.
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         variables.setdefault("enable_thinking", body.reasoning_effort != "none")
     if body.continue_final_message and body.add_generation_prompt:
@@ -128,7 +128,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(given: Any) -> dict[str, Any]:
-    """Returns the arguments of an earlier call as an object. Callers have them as a JSON text.
+    """Returns the arguments of an earlier call as an object. Callers send arguments as a JSON text.
 
     If the model wrote a text that is not an object, every later turn would repeat it. As in vLLM, it is
     replaced by an empty object.

@@ -25,8 +25,8 @@ from quire_gateway.backend import Backend, ChosenWorker, Model
 log = structlog.get_logger()
 
 LOOK_TIMEOUT_S: Final = 5.0
-ROUTE_S: Final = 2.0  # An allocator that takes longer is away.
-EXCLUDED_MAX: Final = 256  # pools that a route may leave out
+ROUTE_S: Final = 2.0  # seconds for a route; an allocator that takes longer counts as away
+EXCLUDED_MAX: Final = 256  # the most pools that a request for a route may exclude
 _REFUSALS: Final = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -41,7 +41,7 @@ class KnownAllocator:
     Attributes:
         workers: the workers that it knows, by pool.
         is_ready: whether it answered last time.
-        refuses: whether it refuses to route, until it has been away.
+        refuses: whether it refuses to route. Forgotten when the allocator does not answer a listing.
     """
 
     def __init__(self, allocator: AsyncAllocator) -> None:
@@ -51,11 +51,11 @@ class KnownAllocator:
         self.refuses = False
 
     def has(self, model: str) -> bool:
-        """Tells whether it knows a worker of a model."""
+        """Tells whether the allocator knows a worker of a model."""
         return any(worker.model == model for worker in self.workers.values())
 
     async def look(self) -> None:
-        """Asks the allocator for its workers. If it does not answer, the last list stays, and it routes no prompt."""
+        """Asks the allocator for its workers. If no answer comes, the last list stays, and no prompt is routed."""
         try:
             pools = await self.allocator.list_pools(timeout_s=LOOK_TIMEOUT_S)
         except QuireError as error:
@@ -87,7 +87,7 @@ class Discovery:
         return {worker.address for each in self.known for worker in each.workers.values()}
 
     def rate(self, backend: Backend) -> int:
-        """Returns a worker's prompt tokens per second, as it last told an allocator; 0 if that is unknown."""
+        """Returns a worker's prompt tokens per second, as the worker last told an allocator; 0 if unknown."""
         pool = "" if backend.status is None else backend.status.pool
         rates = [each.workers[pool].prefill_tokens_per_s for each in self.known if pool in each.workers]
         return max(rates, default=0)
@@ -102,13 +102,13 @@ class Discovery:
     ) -> ChosenWorker | None:
         """Returns the candidate that an allocator names for a prompt.
 
-        Returns None if no allocator routes the prompt: it is away, it refuses, several know workers of the model, or
-        the candidates' pools do not share digests.
+        Returns None if no allocator routes the prompt: the allocator is away or refuses, several allocators know
+        workers of the model, or the candidates' pools do not share digests.
 
         Args:
             model: the model of the prompt.
             candidates: workers that serve it, at least one.
-            tokens: those of the prompt, and those that the worker will look for in its cache.
+            tokens: the tokens of the prompt, and the tokens that the worker will look for in its cache.
             namespace: the namespace of the request.
             cache_salt: the salt of the request.
         """

@@ -11,7 +11,7 @@ _OPERATIONS: Final = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
-}  # in the words of OpenTelemetry's GenAI conventions
+}  # path -> operation, as OpenTelemetry's GenAI conventions name it
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class Entry:
         has_tokens = bool(self.prompt_tokens or self.output_tokens)
         return {
             "http.request.method": "POST",
-            "http.response.status_code": status or None,  # 0: its caller left before an answer began.
+            "http.response.status_code": status or None,  # The status is 0 if the caller left before an answer began.
             "gen_ai.operation.name": _OPERATIONS.get(self.route),
             "gen_ai.provider.name": "quire",
             "gen_ai.request.model": self.model,

@@ -38,23 +38,23 @@ _BY_REASON: Final = {
     Reason.BRANCH_UNKNOWN: (404, INVALID, BRANCH_NOT_FOUND),
 }
 _TOO_LONG: Final = "the answer was not complete within this gateway's time limit for a request: ask for less at a time"
-# For errors that no Quire server wrote. The texts of these errors name workers and options that are out of the callers'
-# reach.
+# Messages for errors that no Quire server wrote. The original texts name workers and options that callers cannot reach.
 _UNEXPLAINED: Final = {
     grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached: try again",
     grpc.StatusCode.DEADLINE_EXCEEDED: _TOO_LONG,
 }
-# For errors of Quire servers that name options which callers of the gateway do not have.
+# Messages for errors of Quire servers. The original texts name options that callers of the gateway do not have.
 _REWORDED: Final = {Reason.DEADLINE: _TOO_LONG}
 _OTHERWISE: Final = (500, SERVER, "internal_error")
 PROMPT: Final = "prompt"  # this and the next two constants are fields of a worker's request
 ADAPTER: Final = "adapter"
 GRAMMAR: Final = "grammar"
-# An error in a grammar that the gateway made, with an excerpt of it. The caller knows only the schemas in the request.
+# An error with an excerpt of a grammar that the gateway wrote. Callers know only their schemas, so the excerpt is
+# removed.
 _IN_A_GRAMMAR: Final = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*?) \d+ \| .*")
 _ABOUT_THE_MODEL: Final = {Reason.ADAPTER_UNKNOWN}
 _ABOUT_THE_PROMPT: Final = {Reason.PROMPT_TOO_LONG, Reason.PROMPT_EMPTY, Reason.UNKNOWN_TOKEN}
-RETRY_AFTER_S: Final = 1.0  # seconds; used if the error has no time of its own
+RETRY_AFTER_S: Final = 1.0  # seconds until the caller should retry, if the error names no time
 
 
 class ApiError(Exception):
@@ -100,7 +100,7 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
     message = _UNEXPLAINED.get(error.code, "a worker failed")
     if error.reason is not None:
         message = _REWORDED.get(error.reason, error.message)
-    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # The token is the gateway's own, so its caller cannot fix it.
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # The rejected token is the gateway's, not the caller's.
         message = "a worker rejected the gateway's credentials: tell the server's operator"
     field = (
         PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field

@@ -1,7 +1,7 @@
 """Chooses the worker for a prompt while no allocator does: the rule of `Route` over mirrors of the pools.
 
-The gateway knows its own prompts without a first token, the sequences of all as of its last poll, and each worker's
-rate as the allocators last gave it.
+The gateway knows three facts about a worker: its own prompts there that have no first token, the worker's sequences at
+the last poll, and the worker's rate, as an allocator last gave it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RoutedPrompt(NamedTuple):
 def choose(
     candidates: Sequence[Backend], prompt: RoutedPrompt, rate_of: Callable[[Backend], int]
 ) -> ChosenWorker | None:
-    """Returns the best of these workers, which serve the model; None if there is none.
+    """Returns the best of these workers, which serve the model; None if there are no workers.
 
-    `rate_of` returns a worker's measured tokens per second; 0 before that.
+    `rate_of` returns a worker's measured tokens per second; 0 before the first measurement.
     """
     if len(candidates) < 2:
         return ChosenWorker(candidates[0]) if candidates else None
@@ -40,7 +40,7 @@ def choose(
     standings, joined = list[routing.Standing](), list[bytes]()
     hashed: dict[tuple[bytes, int], tuple[list[bytes], bytes]] = {}
     for backend, rate in zip(candidates, rates, strict=True):
-        # Workers of one model usually share root and block size. So the prompt is hashed once.
+        # Workers of one model usually share root and block size. For all of these, the prompt is hashed only once.
         key = backend.root(prompt.namespace, prompt.model.adapter, prompt.cache_salt), backend.block_size
         if key not in hashed:
             found = prompt_digests(key[0], prompt.tokens, backend.block_size) if backend.block_size else []

@@ -76,12 +76,12 @@ class Fleet:
         self._connect = connect
         self._found_at: dict[str, Backend] = {}  # workers that the allocators know, by registered address
         self._applies_defaults = applies_defaults
-        self._told_defaults: set[str] = set()  # models with logged defaults
+        self._told_defaults: set[str] = set()  # models whose sampling defaults were logged
         self._notations: dict[str, asyncio.Task[Notation]] = {}  # notations by the name of the checkpoint
         self._tasks: list[asyncio.Task[None]] = []
         self._tasks_of: dict[Backend, list[asyncio.Task[None]]] = {}
         self._created_s: dict[str, int] = {}
-        self._seen: list[tuple[bool, WorkerStatus | None, dict[str, bytes]]] = []  # by backend, for `_served`
+        self._seen: list[tuple[bool, WorkerStatus | None, dict[str, bytes]]] = []  # states that `_served` stems from
         self._served: dict[str, Model] = {}
         self.spelled: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
         self.settled: dict[str, bool] = {}
@@ -113,7 +113,7 @@ class Fleet:
         Checkpoints come first, then adapters, then aliases of checkpoints, each group sorted. If several models have
         one name, requests get the first.
         """
-        # Polls replace these objects, so between polls the comparison is one of identities.
+        # Only polls replace these objects. Between polls, the comparison is fast, because the objects are identical.
         seen = [(backend.is_ready, backend.status, backend.adapters) for backend in self.backends]
         if seen != self._seen:
             self._seen, self._served = seen, self._found()
@@ -262,7 +262,7 @@ class Fleet:
                 self.routes[BY_ALLOCATOR] += 1
                 return found
         prompt = fallback.RoutedPrompt(model, tokens, namespace, cache_salt, cache_key)
-        candidates = self._candidates(model, without)  # again: an allocator that is away may have taken seconds
+        candidates = self._candidates(model, without)  # Waiting for an allocator may have taken seconds.
         found = fallback.choose(candidates, prompt, self.discovery.rate)
         if found is not None:
             self.routes[BY_MIRROR if len(candidates) > 1 else ALONE] += 1
@@ -335,7 +335,7 @@ class Fleet:
         except QuireError as error:
             await backend.miss(error, asked_s)
             return
-        with contextlib.suppress(QuireError):  # If this fails, the known adapters stay.
+        with contextlib.suppress(QuireError):  # Without an answer, the known adapters stay.
             found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)
             backend.adapters = {adapter.name: adapter.digest for adapter in found}
         backend.heard(status)
@@ -372,7 +372,7 @@ class Fleet:
         async with allocator.watch_events(pool) as events:
             async for event in events:
                 session = session or event.session_id
-                if event.session_id != session:  # A new session may have other groups.
+                if event.session_id != session:  # A new session may have other groups, so it needs a new mirror.
                     return
                 mirror.apply(event)
                 if mirror.is_exact or backend.mirror is None:

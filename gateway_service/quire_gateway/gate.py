@@ -34,9 +34,9 @@ from quire_gateway.shares import Charge, Shares
 
 log = structlog.get_logger()
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # Probes send no key, and no known host name.
+OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # Probes send neither a key nor a known host name.
 OPERATOR_PATHS: Final = frozenset({"/metrics", "/requests"})  # These paths show the requests of all callers.
-# Labels of metrics. A path below one of the last three has its label; any other path is "other".
+# Paths that metrics have as labels. A path below one of the last three counts as that one. Other paths are "other".
 ROUTES: Final = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models"),
     *("/v1/responses", "/v1/branches", "/v1/cache"),
@@ -52,10 +52,10 @@ WORK: Final = frozenset(
         "/detokenize",
     }
 )
-BODIES_BYTES: Final = 64 << 20  # first of three sizes; all bodies in flight may take the largest
+BODIES_BYTES: Final = 64 << 20  # All bodies in flight may take this or one of the next two sizes: the largest.
 BODIES_PER_BODY: Final = 8  # second size: this many bodies of the largest allowed size
 BODY_BYTES_EXPECTED: Final = 32 << 10  # third size: this many bytes for each request that may be in flight
-ANSWERS_BYTES: Final = 256 << 20  # first of two sizes; all answers in flight may take the larger
+ANSWERS_BYTES: Final = 256 << 20  # All answers in flight may take this size or the next one: the larger.
 ANSWER_BYTES_EXPECTED: Final = 64 << 10  # second size: this many bytes for each request that may be in flight
 SMALL_BYTES: Final = 16 << 10  # Smaller answers are not charged, because they free the memory of their request at once.
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,64}")
@@ -125,9 +125,9 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admits a request or refuses it, and records its end in the log and the metrics."""
         if scope["type"] != "http":
-            return  # no WebSockets
+            return  # The gateway serves no WebSockets.
         started_s = time.monotonic()
-        headers = dict(scope["headers"])  # The last value of a repeated name remains.
+        headers = dict(scope["headers"])  # Of a repeated header, the last value counts.
         given_id = headers.get(b"x-request-id", b"")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex.encode()
         answer, entry, span, is_work = _Answer(send, request_id), None, None, _is_work(scope["path"])
@@ -166,7 +166,7 @@ class Gate:
                 self._note_end(entry, span, answer.status)
 
     def _begin(self, scope: Scope) -> Open:
-        """Begins the span of a request, inside the trace of its caller. Calls of workers then belong to it."""
+        """Begins the span of a request, inside the trace of its caller. Calls of workers then belong to this span."""
         span = self._tracing.begin(f"POST {_route(scope['path'])}", trace_context.read(scope["headers"]))
         trace_context.carry(span.context)
         return span
@@ -339,7 +339,7 @@ class _Answer:
         await self._send(message)
 
     def _is_charged(self, start: Message) -> bool:
-        """Charges an answer for its bytes beyond the bytes of its request. Returns whether there is room."""
+        """Charges an answer's bytes beyond those of its request. Returns whether the caller's share allows that."""
         memory = self.memory
         size = next((int(value) for name, value in start.get("headers", ()) if name == b"content-length"), 0)
         return memory is None or size <= max(SMALL_BYTES, memory.amount) or memory.add(size - memory.amount)

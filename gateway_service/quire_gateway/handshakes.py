@@ -15,7 +15,7 @@ from typing import Final
 
 HANDSHAKE_S: Final = 10.0
 HANDSHAKES_MAX: Final = 1_024
-_AGAIN_S: Final = 1.0  # seconds until the next attempt to accept, if the process has no files left
+_AGAIN_S: Final = 1.0  # seconds until the next attempt to accept a connection, after an attempt has failed
 
 
 class TlsListener:
@@ -41,7 +41,7 @@ class TlsListener:
         self._make = make
         self._context = context
         self._handshakes_max = handshakes_max
-        self._under_way: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
+        self._under_way: dict[asyncio.Task[None], socket.socket] = {}  # unfinished handshakes, oldest first
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept())
 
@@ -60,7 +60,7 @@ class TlsListener:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-            except OSError:  # The caller has left again, or the process has no files left.
+            except OSError:  # The caller has left again, or the process has no file descriptors left.
                 await asyncio.sleep(_AGAIN_S)
                 continue
             if len(self._under_way) >= self._handshakes_max:
@@ -72,7 +72,7 @@ class TlsListener:
 
     async def _shake(self, connection: socket.socket) -> None:
         """Completes a handshake. Callers without TLS, slow ones and those that leave are not worth a log line."""
-        with contextlib.suppress(OSError):  # also ssl.SSLError and TimeoutError
+        with contextlib.suppress(OSError):  # OSError includes ssl.SSLError and TimeoutError.
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
             )

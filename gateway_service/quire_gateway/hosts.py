@@ -24,7 +24,7 @@ class Hosts:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(name.lower().rstrip(".") for name in names)
-        self._latest = b""  # the last header that was accepted, because most callers send the same one
+        self._latest = b""  # the last accepted header; most callers send the same header again
 
     def check(self, host: bytes) -> None:
         """Accepts a Host header that is empty or has an allowed name.
@@ -68,7 +68,7 @@ def _name_of(host: str) -> str:
 
 def _is_of_this_machine(name: str) -> bool:
     if not any(sign in name for sign in ".:[]"):
-        return True  # This includes `localhost`.
+        return True  # The name has no dot, like `localhost`.
     if name.endswith(".localhost"):
         return True
     try:

@@ -25,9 +25,9 @@ log = structlog.get_logger()
 KEYS_MAX: Final = 10_000
 LIMIT_MAX: Final = 1_000_000_000
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,63}")
-NAMELESS: Final = "default"  # for a key with neither a name nor a namespace
+NAMELESS: Final = "default"  # the name of a key that has neither a name nor a namespace
 _LIMITS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "concurrent": "concurrent_max"}
-# values of the option, each with whether special tokens in conversations are split as ordinary text
+# value of `special_tokens=` -> whether special tokens in conversations are split as ordinary text
 _SPLIT: Final = {"text": True, "tokens": False}
 _FORM: Final = (
     "KEY or KEY NAMESPACE, and after these name=, requests=, tokens=, concurrent=, expires= or special_tokens="
@@ -180,7 +180,7 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> ApiKeys | Non
 
 
 class KeyFile:
-    """A file of keys that is read again when it changes. If it is unusable then, the previous keys stay in force.
+    """A file of keys that is read again when it changes. If the new file is unusable, the previous keys stay in force.
 
     Args:
         path: the path of the file.

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from quire_gateway.keys import ApiKey
 
 MINUTE_S: Final = 60.0
-PLACE_S: Final = 1.0  # seconds to wait before asking again, because another request may have ended
+PLACE_S: Final = 1.0  # seconds until a caller at its limit of concurrent requests should retry
 
 
 class Refusal(NamedTuple):
@@ -38,7 +38,7 @@ class _Bucket:
         self._since_s = now_s
 
     def wait_s(self, now_s: float) -> float:
-        """Returns the seconds until the bucket holds at least one; 0 if it does."""
+        """Returns the seconds until the bucket holds at least one request or token; 0 if it holds one now."""
         self._left = min(self.capacity, self._left + (now_s - self._since_s) * self.capacity / MINUTE_S)
         self._since_s = now_s
         return max(0.0, 1.0 - self._left) * MINUTE_S / self.capacity
@@ -79,7 +79,7 @@ class KeyLimits:
         return None
 
     def end(self, key: ApiKey, token_count: int) -> None:
-        """Counts the tokens of a request that has ended, and frees its place."""
+        """Counts the tokens of a request that has ended. The request is no longer concurrent with others."""
         use = self._uses[key.digest]
         use.in_flight -= 1
         if use.tokens is not None:

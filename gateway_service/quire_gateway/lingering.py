@@ -10,7 +10,7 @@ import asyncio
 from typing import Any, Final
 
 LINGER_S: Final = 10.0
-LINGER_BYTES: Final = 64 << 20  # most bytes that are read and dropped while lingering
+LINGER_BYTES: Final = 64 << 20  # the most bytes that are read and dropped before the connection is closed
 
 
 class Lingering:
@@ -33,7 +33,7 @@ class Lingering:
         self._left_bytes = LINGER_BYTES
         self._timer: asyncio.TimerHandle | None = None
         self.is_unread = False
-        self.write = transport.write  # cached, because each piece of an answer calls it
+        self.write = transport.write  # Stored, because `__getattr__` for each piece of an answer would cost time.
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

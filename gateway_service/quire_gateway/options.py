@@ -142,7 +142,7 @@ def _add_notations(parser: argparse.ArgumentParser) -> None:
 
 
 def _naming(formats: Collection[str]) -> Callable[[str], tuple[str, str]]:
-    """Returns a parser for an option that names a format: it yields the model, empty for all models, and the name."""
+    """Returns a parser for an option that names a format. The parser returns the model (empty for all) and the name."""
 
     def read(given: str) -> tuple[str, str]:
         model, _, name = given.rpartition("=")

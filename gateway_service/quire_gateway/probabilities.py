@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import orjson
 from quire.sampling import TokenLogprobs
 
-SLICE_TOKENS: Final = 32  # tokens per piece of formatting; about a millisecond
+SLICE_TOKENS: Final = 32  # number of tokens that are formatted at once, in about a millisecond
 LOGPROB_MIN: Final = -9999.0  # replaces -inf, which JSON lacks; OpenAI uses the same value
 
-Spelled: TypeAlias = Sequence[Mapping[int, bytes]]  # for each token of a text: its bytes, and those of its alternatives
+Spelled: TypeAlias = Sequence[Mapping[int, bytes]]  # for each token of a text: its bytes and its alternatives' bytes
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -36,9 +36,9 @@ class Columns:
 
     def __init__(self) -> None:
         """Creates columns without tokens."""
-        # for each token: itself, then its likeliest alternatives
+        # the values of each token: those of the token itself, then those of its likeliest alternatives
         self._ids, self._logprobs = array("I"), array("f")
-        self._ends = array("I")  # for each token: the end of its values
+        self._ends = array("I")  # for each token: the index behind its values
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
@@ -91,13 +91,13 @@ class Places:
     """Finds where in a text each of its tokens begins, while both come in pieces.
 
     A token that is part of a character has the place of that character. A special token that is not in the text, such
-    as the one before a prompt, has no length. A leading space that the text leaves out takes none either.
+    as the one before a prompt, has no length. A leading space that the text leaves out has no length, either.
     """
 
     def __init__(self) -> None:
         """Starts before the first token."""
         self._is_held = False
-        self._text = ""  # the rest of the text, from the last piece on
+        self._text = ""  # the last piece, after earlier text that no token has taken
         self._before = 0  # characters of the text before `_text`
         self._place = 0  # the next token's place in `_text`
         self._pending = b""  # the first bytes of a character that begins at `_place`

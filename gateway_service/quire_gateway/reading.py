@@ -19,10 +19,11 @@ from quire_gateway.schemas import rounded
 
 AT_ONCE_BYTES: Final = 16 << 10  # larger bodies are parsed on a thread
 LISTS_MAX: Final = 1 << 16  # arrays and objects in one body
-# texts and names in one body, 8 per message; parsing so many takes milliseconds and blocks everything else
+# Strings and names in one body, for example 8 in each of 8,192 messages. Parsing so many blocks other requests for
+# milliseconds.
 TEXTS_MAX: Final = 1 << 16
-STRUCTURES_CHARACTERS_MAX: Final = 1 << 20  # in tools and JSON schemas; a worker takes no more text in a prompt
-VALUES_MAX: Final = 1 << 19  # each token id of a prompt is one value
+STRUCTURES_CHARACTERS_MAX: Final = 1 << 20  # characters in tools and JSON schemas; workers allow no more in a prompt
+VALUES_MAX: Final = 1 << 19  # values in one body; each token id of a prompt is a value
 PARAM_SHOWN: Final = 256  # characters of a wrong field's path that an error shows
 VALUE_SHOWN: Final = 64  # characters of a wrong value that an error shows
 _CODINGS: Final = {b"content-encoding": (b"", b"identity"), b"transfer-encoding": (b"chunked",)}
@@ -35,18 +36,18 @@ _FORMS: Final = {  # errors for values out of range
 _KINDS: Final = {  # errors for values of a wrong type
     "int_type": "an integer",
     "int_from_float": "an integer",
-    "int_parsing_size": "an integer",  # for numbers like 1e300
+    "int_parsing_size": "an integer",  # the error for numbers like 1e300
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "bool_parsing": "true or false",  # a field in the query of a URL
+    "bool_parsing": "true or false",  # the error for a field in the query of a URL
     "string_type": "a string",
     "list_type": "an array",
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-# Fields with schemas that constrain answers. The numbers of other fields may be rounded.
+# Fields with schemas that constrain answers. Numbers in schemas must not be rounded; those of other fields may be.
 _STRUCTURES: Final = ("response_format", "structured_outputs", "guided_json", "tools", "functions", "text")
 BodyT = TypeVar("BodyT", bound=BaseModel)
 AskT = TypeVar("AskT")
@@ -134,7 +135,7 @@ def check_values(body: bytes) -> None:
     """
     if _are_few(body):
         return
-    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # The remaining quotes surround texts.
+    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # The remaining quotes begin and end strings.
     if outside.count(b'"') > 2 * TEXTS_MAX:
         raise _too_many("strings", TEXTS_MAX)
     outside = b"".join(outside.split(b'"')[::2])
@@ -148,7 +149,7 @@ def _check_texts(waiting: list[Any]) -> None:
     """Refuses structures with more text than a worker takes in a prompt.
 
     Raises:
-        ApiError: there is more.
+        ApiError: the structures have more text.
     """
     left = STRUCTURES_CHARACTERS_MAX
     while waiting:

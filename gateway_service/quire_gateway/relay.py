@@ -1,4 +1,4 @@
-"""Sends a request to workers: tokenizes its prompts, and yields the pieces of the answers to all of them."""
+"""Sends a request to workers: tokenizes its prompts, and yields the pieces of the answers to all prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quire_gateway.unary_calls import ELSEWHERE, tokens_of
 log = structlog.get_logger()
 
 LARGE_BYTES: Final = 1_000 * VALUE_BYTES  # bytes of a chunk that takes the event loop some milliseconds to read
-QUEUED_MAX: Final = 64  # unread pieces, for requests with several prompts
+QUEUED_MAX: Final = 64  # pieces that may wait to be sent, if a request has several prompts
 
 
 class StreamPiece(NamedTuple):
@@ -65,7 +65,7 @@ async def prepare(
         kept = max(ask.prompt_tokens_max or model.sequence_tokens_max - wanted, 1)
         if any(len(prompt) > kept for prompt in tokens):
             tokens = tuple(prompt[-kept:] for prompt in tokens)
-            ask = ask._replace(prompts=tokens)  # An echo shows only the tokens that were kept.
+            ask = ask._replace(prompts=tokens)  # An echo shows only the tokens that are left.
     as_split = tokens
     if said is not None and said.model == model.base and (parting := said.parting(tokens[0])) is not None:
         theirs = await _behind(fleet, model, said.tokens, parting.said)
@@ -89,7 +89,7 @@ async def prepare(
 async def _policy(fleet: Fleet, call: Call, special: Mapping[str, bool | None]) -> CachePolicy:
     """Returns the cache options for the worker. A breakpoint is where the messages up to a mark end in the prompt.
 
-    If the template cannot render these messages alone, the last mark means the whole prompt, and others have no effect.
+    If the template cannot render these messages alone, the last mark means the whole prompt; others do nothing.
     """
     ask, prompt, tokens = call.ask, call.ask.prompts[0], call.tokens[0]
     keep_s, counts, is_hidden = ask.wish.keep_ms / 1e3, ask.wish.message_counts, ask.wish.is_hidden
@@ -173,7 +173,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Str
                 for number in range(len(call.tokens)):
                     group.create_task(read(number))
         except* ApiError as errors:
-            _clear(queue)  # These pieces are no longer charged, so the queue is cleared.
+            _clear(queue)  # The waiting pieces are no longer charged, so they must not stay in memory.
             raise errors.exceptions[0] from None
         finally:
             queue.put_nowait(None)
@@ -189,7 +189,7 @@ async def pieces(fleet: Fleet, call: Call, memory: Charge) -> AsyncGenerator[Str
         reading.cancel()
         await asyncio.wait((reading,))
         _clear(queue)
-        del reading  # The task's error refers to this frame: a reference cycle.
+        del reading  # Breaks a reference cycle: the task's error refers to this frame.
 
 
 def _clear(queue: asyncio.Queue[StreamPiece | None]) -> None:
@@ -205,7 +205,7 @@ async def _charged(fleet: Fleet, memory: Charge, call: Call, chunk: Chunk) -> No
     """
     byte_count = bytes_of(call.ask, chunk)
     if byte_count and not memory.add(byte_count):
-        memory.end()  # Release at once, so that other requests that reach their limit now have room.
+        memory.end()  # The memory is free at once for other requests that reach the limit just now.
         raise full_of_answers()
     if byte_count > LARGE_BYTES:
         async with fleet.turn:

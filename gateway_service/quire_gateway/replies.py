@@ -156,7 +156,7 @@ class _Form:
             head["service_tier"] = "default"
         self._head, self._with_usage = head, with_usage
         self._piece_head = {**head, "object": piece_kind}
-        # The events of a stream differ only in their choice, so the bytes before it are made once.
+        # The events of a stream differ only in their choice, so the bytes before and after the choice are made once.
         self._before = b"data: " + orjson.dumps(self._piece_head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 

@@ -18,7 +18,7 @@ from quire.sampling import Chunk
 
 
 class DivergedError(Exception):
-    """The next worker generates another answer than the one that the caller has a part of."""
+    """The next worker's answer differs from the part that the caller already has."""
 
 
 class SentSample:

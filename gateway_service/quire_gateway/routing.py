@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 from quire._serving.routing_rule import SEQUENCE_TOKENS, Candidate, choose, cost_s
 
-# The worker that a cache key prefers may have this many more sequences than the best one, and a prompt more to compute.
+# A cache key's preferred worker is chosen although its cost is higher than the best worker's: by at most this many
+# sequences, plus the tokens that the best worker has to compute for the prompt.
 SLACK: Final = 2
 DIGEST_BYTES: Final = 32
 
@@ -35,13 +36,13 @@ class Underway:
         self._prompts: dict[Hashable, tuple[int, bytes]] = {}
 
     def add(self, prompt: Hashable, uncached_token_count: int, digests: bytes = b"") -> None:
-        """Adds a prompt. Its digests, one behind the other, promise its prefix to later prompts."""
+        """Adds a prompt, with its concatenated digests. Later prompts count its prefix as shared."""
         self.remove(prompt)
         self._prompts[prompt] = uncached_token_count, digests
         self.uncached_token_count += uncached_token_count
 
     def remove(self, prompt: Hashable) -> None:
-        """Removes a prompt, if it is here."""
+        """Removes a prompt, unless it was removed before."""
         count, _ = self._prompts.pop(prompt, (0, b""))
         self.uncached_token_count -= count
 
@@ -77,9 +78,9 @@ def preference_of(cache_key: str, namespace: str, address: str) -> int:
 def best(standings: Sequence[Standing]) -> int:
     """Returns the index of the best of at least one worker; the first one of equals.
 
-    It is the worker that `Route` would choose, unless the caller's cache key prefers another one that has as much of
-    the prompt and little more to do. The key's prompts probably share a prefix that no worker has yet. So that worker
-    may have as many tokens more to compute as the prompt lacks.
+    The best worker is the one that `Route` would choose, unless the caller's cache key prefers another worker that has
+    as much of the prompt cached, and little more to do. The key's prompts probably share a prefix that no worker has
+    cached yet. So the preferred worker may have more tokens to compute: as many as the prompt lacks at the best one.
     """
     found = choose([standing.candidate for standing in standings]).place
     chosen = standings[found].candidate

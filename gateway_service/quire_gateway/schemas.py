@@ -14,16 +14,16 @@ _JOINING: Final = (*_BRANCHES, "$ref", "$dynamicRef")
 _OF_OBJECTS: Final = ("properties", "required", "minProperties", "patternProperties", "unevaluatedProperties")
 _CLOSED: Final = "additionalProperties"
 _PATTERN: Final = "pattern"
-_BEYOND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # lookaround, or a back reference
+_BEYOND: Final = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # a pattern's lookaround or back reference
 
-# A number without either of these survives a float64. Here 0 stands for any digit or the point.
+# A number that a float64 rounds has one of these texts. Here 0 stands for any digit or the point; signs are left out.
 _LONG: Final = (b"0" * 16, b"0e000")
 _MARKS: Final = bytes(
     ord("0" if sign in "0123456789." else "e" if sign in "eE" else " ") for sign in map(chr, range(256))
 )
-_WINDOW_BYTES: Final = 1 << 18  # a search of this size holds the interpreter's lock for less than 2 ms
-_DIGITS_MAX: Final = 1_000  # a longer number counts as rounded
-PATTERN_CHARACTERS_MAX: Final = 1 << 16  # more than a worker takes of a structure
+_WINDOW_BYTES: Final = 1 << 18  # bytes searched at once; a search holds the interpreter's lock for less than 2 ms
+_DIGITS_MAX: Final = 1_000  # characters of a number; a longer number counts as rounded
+PATTERN_CHARACTERS_MAX: Final = 1 << 16  # characters of a pattern; no worker takes a structure with more
 
 
 class Rounded(NamedTuple):
@@ -77,7 +77,8 @@ def _may_have_a_long_number(text: bytes) -> bool:
     return False
 
 
-# Functions in Python, because the interpreter's lock changes hands only between their calls.
+# The JSON parser calls these two functions for each number. They are in Python, because other threads get the
+# interpreter's lock only between such calls.
 def _written(number: str) -> _Written:
     return _Written(number)
 
@@ -107,9 +108,9 @@ def closed(schema: Any) -> Any:
 
 
 def attempted(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema in which patterns with lookaround or back references allow everything, and very long ones.
+    """Returns a schema in which patterns that no worker can enforce allow everything.
 
-    No worker can enforce a pattern with lookaround or back references.
+    These are very long patterns, and patterns with lookaround or back references.
     """
     beyond = {id(part) for part in _parts(schema) if _is_beyond(str(part.get(_PATTERN, "")))}
     held: Mapping[str, Any] = _copied(schema, lambda part: {_PATTERN: ""} if id(part) in beyond else {})
@@ -163,7 +164,7 @@ def _copied(schema: Any, changes: Callable[[Mapping[str, Any]], Mapping[str, Any
     deep.
     """
     holder = [schema]
-    # containers of the copy, each with a key or index that still lacks its copied value
+    # (container of the copy, key or index of a value that is not copied yet)
     waiting: list[tuple[Any, Any]] = [(holder, 0)]
     while waiting:
         container, place = waiting.pop()

@@ -59,17 +59,17 @@ from quire_gateway.responses.store import Store
 log = structlog.get_logger()
 
 BACKLOG: Final = 2_048
-KEEP_ALIVE_S: Final = 75  # seconds that an idle connection stays open; longer than at clients and proxies
-WAITING_MAX: Final = 4_096  # idle connections
-FILES_BESIDE: Final = 128  # open files other than callers' connections
-# Browsers send names in lower case, and leave out the default port.
+KEEP_ALIVE_S: Final = 75  # seconds that an idle connection stays open; clients and proxies close it earlier
+WAITING_MAX: Final = 4_096  # the most idle connections
+FILES_BESIDE: Final = 128  # open files that are reserved for everything but callers' connections
+# An origin as browsers send it: the host name is in lower case, and a default port is left out.
 ORIGIN: Final = re.compile(
     r"(?!https?://.*[A-Z])(?!http://.*:80$)(?!https://.*:443$)[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+"
 )
 ANY_ORIGIN: Final = "*"
 KEYS_LOOK_S: Final = 1.0  # seconds between two checks of the key file
-LAST_S: Final = 2  # seconds for cancelled answers to end
-GONE_S: Final = 60  # after these seconds without an acknowledgement, a caller has vanished; not below STALLED_S
+LAST_S: Final = 2  # seconds that cancelled answers have to end
+GONE_S: Final = 60  # seconds without an acknowledgement after which a caller counts as gone; at least STALLED_S
 PROBE_S: Final = 20  # seconds of silence after which the kernel asks whether a caller is still there
 
 
@@ -112,7 +112,7 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, Serv
     check_ready_file(options.ready_file)
     token = read_token(options.token_file)
     keys = read_keys(options.api_keys, os.environ)
-    # Callers must show the token, too: otherwise any caller could use workers that require it.
+    # Without API keys, callers must show the workers' token. Otherwise anyone could use workers that require the token.
     if keys is None and token is not None:
         keys = ApiKeys(token, f"token file {options.token_file}")
     if (options.tls_cert is None) != (options.tls_key is None):
@@ -146,11 +146,11 @@ def bind(listen: str) -> socket.socket:
     except OSError as error:
         require_free("--listen", listen)
         raise UsageError(f"cannot listen on {listen}: {error.strerror}") from None
-    # Connections inherit these options. A caller that vanished, such as behind a NAT that forgot it, sends no FIN: its
-    # answer would be computed to the end.
+    # Connections inherit these options, which detect callers that vanish without a FIN, for example because a NAT
+    # forgot the connection. Without them, the answer of such a caller would be computed to the end.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("KEEPIDLE", PROBE_S), ("KEEPINTVL", PROBE_S), ("USER_TIMEOUT", GONE_S * 1_000)):
-        if hasattr(socket, f"TCP_{name}"):  # Other systems than Linux lack some.
+        if hasattr(socket, f"TCP_{name}"):  # Systems other than Linux lack some options.
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
     return listener
 

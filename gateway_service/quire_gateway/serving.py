@@ -80,7 +80,7 @@ class Served(Response):
         except CallerGoneError:
             self._telemetry.left_count += 1
             self._call.entry.error = "caller_left"
-            # The worker has computed some of the tokens.
+            # The prompts count in full, because the worker has computed some of their tokens.
             self._call.entry.prompt_tokens = sum(map(len, self._call.tokens))
             log.debug("caller left", request_id=self._call.request_id)
 
@@ -101,7 +101,7 @@ class Served(Response):
         try:
             await self._send_whole(send, choices)
         finally:
-            # An error refers to this frame, which would keep the choices alive until garbage is collected.
+            # An error refers to this frame, and the frame would keep the choices alive until garbage is collected.
             choices.clear()
 
     async def _send_whole(self, send: Send, choices: list[Choice]) -> None:
@@ -301,7 +301,7 @@ class Served(Response):
         if self._call.ask.top_logprob_count is None:
             return None
         told, choice.told = choice.told, Columns()
-        ask = self._call.ask  # Text that may begin a stop text arrives later than its tokens.
+        ask = self._call.ask  # A worker holds back text that may begin a stop text, but not the text's tokens.
         choice.places.add(text, is_held=ask.is_streamed and "stop" in ask.options and choice.finish_reason is None)
         parts = []
         async for part, spelled in choice.speller.slices(told):
@@ -357,7 +357,7 @@ async def until_gone(receive: Receive, answer: Awaitable[None]) -> None:
         for task in (answering, leaving):
             task.cancel()
         await asyncio.gather(answering, leaving, return_exceptions=True)
-        del answering, leaving, task  # Their errors refer to this frame: keeping them makes a reference cycle.
+        del answering, leaving, task  # Breaks a reference cycle: the tasks' errors refer to this frame.
 
 
 async def _left(receive: Receive) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 class Shares:
     """Shares of an amount. A caller may take at most as much as it leaves free.
 
-    So it may take half when alone, and a quarter beside two greedy callers.
+    So a caller alone may take half, and three greedy callers may take a quarter each.
 
     Args:
         total: the amount that is divided.

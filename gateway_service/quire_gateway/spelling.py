@@ -1,7 +1,8 @@
 """Bytes of tokens in a text, which some tokenizers write in another way than single tokens.
 
 Llama 2's tokenizer leaves out the space before a text's first word, and some decoders write the space after a word only
-when the next word arrives. Behind some text the bytes of most tokenizers' tokens are *settled*: a cache has them.
+when the next word arrives. After some text, the bytes of most tokenizers' tokens no longer depend on their place. Such
+tokens are *settled*, and their bytes come from a cache.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from quire_gateway.backend import Model
 from quire_gateway.fleet import Fleet
 from quire_gateway.probabilities import Columns, Told, in_slices
 
-CONTEXT_TOKENS: Final = 16  # preceding tokens sent along with a token, because a worker skips special ones among them
-_SLICE_TOKENS: Final = 16_384  # tokens of a text in one call; a worker takes 65,536
+CONTEXT_TOKENS: Final = 16  # tokens sent as a token's context; several, because workers skip special ones
+_SLICE_TOKENS: Final = 16_384  # tokens of a text in one call; a worker accepts up to 65,536
 
 
 class Speller:
@@ -47,7 +48,7 @@ class Speller:
         return found + [known[token] for token in rest]
 
     async def slices(self, told: Columns) -> AsyncIterator[tuple[Sequence[Told], Sequence[Mapping[int, bytes]]]]:
-        """Yields the next tokens in slices, each token with the bytes of itself and of the others at its place."""
+        """Yields the next tokens in slices, each token with its own bytes and the bytes of its alternatives."""
         known: Mapping[int, bytes] | None = None
         await self._begin()
         async for part in in_slices(told):
@@ -69,7 +70,7 @@ class Speller:
         self._is_settled = self._is_settled or self._fleet.settled[model]
 
     async def _ask(self, tokens: Sequence[int], others: Sequence[Iterable[int]]) -> list[Mapping[int, bytes]]:
-        """Returns the bytes of each of the next tokens, and of others in its place."""
+        """Returns the bytes of each of the next tokens, and of the alternatives in its place."""
         places = [dict.fromkeys((token, *beside)) for token, beside in zip(tokens, others, strict=True)]
         asked = [(token, place) for place, each in enumerate(places, start=len(self._before)) for token in each]
         text = [*self._before, *tokens]

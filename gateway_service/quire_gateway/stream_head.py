@@ -7,7 +7,7 @@ from typing import Final
 
 from starlette.types import Send
 
-HEAD_AFTER_S: Final = 0.2  # Workers refuse within this time. A stream that has begun cannot change its status.
+HEAD_AFTER_S: Final = 0.2  # seconds until the head is sent without a piece; workers that refuse do so within this time
 # Comments are sent at this interval, because proxies end connections that are silent for 60 s.
 KEEP_ALIVE_S: Final = 15.0
 _BEAT: Final = b": waiting\n\n"  # a comment: clients of server-sent events ignore it

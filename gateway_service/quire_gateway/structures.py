@@ -15,9 +15,9 @@ _FORMAT_KEYS: Final = {
     "json_object": frozenset({"type", "schema"}),
     "json_schema": frozenset({"type", "json_schema"}),
 }
-# `strict` changes nothing: answers always fit the schema
+# `strict` is accepted, but changes nothing: answers always fit the schema.
 _SCHEMA_KEYS: Final = frozenset({"name", "description", "schema", "strict"})
-# Options of the workers, by the callers' names for them.
+# caller's name of a kind of structure -> the workers' option for it
 _KINDS: Final = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 

@@ -33,7 +33,7 @@ async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Map
     if new:
         texts = await _asked(fleet, model, lambda client: client.detokenize(new), {})
         found = dict(zip(new, texts, strict=True))
-        # Invalid ids are not stored: callers can name billions.
+        # Invalid ids have no text. They are not stored, because callers can name billions of them.
         known.update((token, text) for token, text in found.items() if text)
         return ChainMap(known, found)
     return known
@@ -117,7 +117,7 @@ async def _asked(
         ApiError: the call is refused, or no worker answers.
     """
     asked: list[Backend] = []
-    refusal = None  # Making an error costs as much as reading a small body.
+    refusal = None  # An error is made only if needed: making one costs as much as reading a small body.
     while (backend := fleet.backend(model, without=asked)) is not None:
         asked.append(backend)
         try:

@@ -19,8 +19,8 @@ RATE: Final = "[$__rate_interval]"
 COLUMNS: Final = 24
 TILE_HEIGHT: Final = 4
 PLOT_HEIGHT: Final = 8
-VALUE_PIXELS: Final = 30  # At this size, words that replace a value fit into a tile of four columns.
-LEGEND_PIXELS: Final = 360  # The legend is on the right: eight rows fit there, and only three below the plot.
+VALUE_PIXELS: Final = 30  # size of a tile's text; words that replace a value fit into a tile of four columns
+LEGEND_PIXELS: Final = 360  # width of the legend right of a plot; it has eight rows, and only three below the plot
 IDLE: Final = -1.0  # value of a tile if the service reports but has nothing to measure
 RED, ORANGE, GREEN, GRAY, BLUE = "red", "orange", "green", "#8e8e8e", "blue"
 
@@ -140,8 +140,8 @@ def ratio(part: str, whole: str) -> str:
 
 
 def reported(query: str, reporting: str) -> str:
-    """Returns a query that has a value only while `reporting` has one. A rate alone outlives its process by its
-    range."""
+    """Returns a query that has a value only while `reporting` has one. A rate alone would have a value until its range
+    has passed since the end of the process."""
     return f"({query}) and on () {reporting}"
 
 

@@ -1,4 +1,4 @@
-// Grafana's server writes this into its page; Grafana's packages read it while they are imported.
+// Grafana's server writes this object into its page; Grafana's packages read the object while they are imported.
 window.grafanaBootData = {
   settings: {
     buildInfo: { version: '13.2.3', env: 'production', edition: 'OSS', commit: '' },

@@ -14,7 +14,7 @@ interface Text {
   number: number;
   tokens: number[];
   namespace: string;
-  sequence: bigint; // id at the allocator; NONE after the pool was lost, until it gets a new one
+  sequence: bigint; // id at the allocator; NONE after the pool was lost, until the text gets a new id
   written: number; // tokens in the pages
 }
 
@@ -52,7 +52,7 @@ export class Engine {
     await this.#surviving(() => this.#compute(texts));
   }
 
-  /** Forks a text. Both share every block until one of them writes. */
+  /** Forks a text. The text and its fork share every block until one of the two writes to it. */
   async fork(of: number): Promise<number> {
     const parent = this.#text(of);
     const child: Text = { ...parent, number: ++this.#lastText, tokens: [...parent.tokens] };
@@ -139,7 +139,7 @@ export class Engine {
     };
   }
 
-  /** Applies a step and runs its copies. Nothing is written to pages before that. */
+  /** Applies a step and runs its copies. Nothing is written to pages before the copies. */
   async #apply(operations: Operations): Promise<Outcome> {
     const outcome = await this.owner.step(operations);
     const copies = outcome.reply.copies;

@@ -24,13 +24,13 @@ export function int32(numbers: readonly number[]): Uint8Array {
   return bytes;
 }
 
-/** Returns the root digest: that of a prefix without tokens, for this model, layout, adapter and namespace. */
+/** Returns the root: the digest of a prefix without tokens, for this model, layout, adapter and namespace. */
 export function rootDigest({ fingerprint, layout, adapter = new Uint8Array(), namespace = "" }: Root): Uint8Array {
   const fields = [fingerprint, Buffer.from(layout), adapter, Buffer.from(namespace)];
   return sha256(Buffer.from("quire/2"), ...fields.flatMap(field));
 }
 
-/** Returns the digests of all full blocks of `tokens`. `extraKeys` has, per block, further bytes that it depends on. */
+/** Returns the digests of all full blocks of `tokens`. `extraKeys` has, per block, further bytes of its digest. */
 export function blockDigests(
   root: Uint8Array,
   tokens: readonly number[],

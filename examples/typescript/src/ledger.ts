@@ -1,7 +1,7 @@
 // The owner's ledger: the block tables of one pool, updated by each step and its reply.
 //
-// An owner of level 1 keeps no more than this. A report also needs the cached pages without a live sequence: only the
-// allocator knows them here (client/quire/session/pages.py is the other half).
+// An owner of level 1 keeps only this ledger. A report would also need the cached pages without a live sequence, and
+// only the allocator knows those here. In Python, client/quire/session/pages.py remembers them.
 
 import { DIGEST_BYTES, int32, sha256 } from "./hash.js";
 import type { GroupSpec, PoolSpec, Step, StepReply } from "./gen/quire/v1/allocator_pb.js";

@@ -100,7 +100,7 @@ export class Owner {
 
   async #lose(why: string): Promise<never> {
     const sessionId = this.#session.sessionId;
-    await this.calls.unary(AllocatorService.method.closeSession, { sessionId }).catch(() => undefined); // if an allocator answers
+    await this.calls.unary(AllocatorService.method.closeSession, { sessionId }).catch(() => undefined); // else the lease ends
     await this.#open();
     throw new PoolLostError(`the pool was lost (${why}), and is open and empty again`);
   }

@@ -96,7 +96,7 @@ class Branches:
     async def release(self, branch: Branch) -> None:
         """Ends a branch; its forks live on."""
         self._forget(branch)
-        with contextlib.suppress(QuireError):  # The branch then expires at its worker.
+        with contextlib.suppress(QuireError):  # If releasing fails, the branch expires at its worker.
             await branch.held.branch.release()
 
     def _begin_time(self, branch: Branch) -> None:

@@ -1,4 +1,4 @@
-"""The cache over HTTP: what of a prompt is cached, computing it ahead, and forgetting it.
+"""The cache over HTTP: calls that find the cached part of a prompt, compute a prompt ahead, or forget its blocks.
 
 1. bodies      the bodies of requests (`bodies`)
 2. pools       questions to the allocators of the workers' pools (`pools`)

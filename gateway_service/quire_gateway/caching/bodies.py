@@ -25,7 +25,7 @@ class WarmBody(MatchBody):
 
 
 class DropBody(MatchBody):
-    """Body of POST /v1/cache/drop; without a prompt, it means all of the caller's namespace."""
+    """Body of POST /v1/cache/drop. A body without a prompt drops all of the caller's namespace."""
 
     keep_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
     dry_run: Flag = False
@@ -35,7 +35,7 @@ BODIES: Final = (MatchBody, WarmBody, DropBody)
 
 
 def ask_of(body: MatchBody) -> Ask:
-    """Returns the request of a body's prompt, without an answer. Its tokens are those of later requests.
+    """Returns the request of a body's prompt, without an answer. Later requests with this prompt have the same tokens.
 
     Raises:
         ApiError: the body has neither a prompt nor messages, or both, or a part of them is not supported.

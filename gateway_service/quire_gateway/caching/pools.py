@@ -1,4 +1,4 @@
-"""Asks the allocators what the pools of workers have cached, and has them forget it.
+"""Asks the allocators what the pools of workers have cached, and has the allocators drop cached blocks.
 
 Each pool is asked for at each allocator, because the gateway does not know which one has it.
 """
@@ -19,7 +19,7 @@ from quire_gateway.failures import ApiError, invalid, of_quire, unavailable
 from quire_gateway.fleet import Fleet
 from quire_gateway.prepared_call import Call
 
-DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator takes until a worker's next step
+DROP_DIGESTS_MAX: Final = 1_024  # digests that an allocator accepts for drops between two steps of a worker
 
 
 class Prefix(NamedTuple):
@@ -37,7 +37,7 @@ async def matched(fleet: Fleet, call: Call) -> dict[Backend, int]:
     """
     backends = [backend for backend in fleet.backends if backend.serves(call.model)]
     found = dict.fromkeys(backends, 0)
-    alike: dict[tuple[bytes, int], list[Backend]] = {}  # workers by the root and size of their digests
+    alike: dict[tuple[bytes, int], list[Backend]] = {}  # (root of the digests, block size) -> workers
     for backend in backends:
         alike.setdefault((_root(backend, call), _status(backend).block_size), []).append(backend)
     for (root, block_size), same in alike.items():
@@ -77,7 +77,7 @@ async def dropped(
     named = call.model if call is not None else None if model is None else fleet.model(model)
     backends = [each for each in fleet.backends if each.status is not None and (named is None or each.serves(named))]
     drops = {_status(each).pool: Prefix() if call is None else _prefix(each, call, keep_tokens) for each in backends}
-    if call is not None:  # A prompt shorter than a block has no digests, and no digests would mean the whole namespace.
+    if call is not None:  # A prompt below one block has no digests. A drop without digests drops the whole namespace.
         drops = {pool: drop for pool, drop in drops.items() if drop.digests}
     blocks, held = 0, 0
     for allocator in fleet.allocators:
@@ -105,10 +105,10 @@ def _prefix(backend: Backend, call: Call, keep_tokens: int) -> Prefix:
 
 
 async def fitting(allocator: AsyncAllocator, pool: str, drop: Prefix) -> Prefix:
-    """Returns a drop with as many digests as fit. Full attention forgets all that is behind them, too.
+    """Returns a drop with as many digests as fit. With full attention, the blocks behind them are dropped, too.
 
     Raises:
-        ApiError: without full attention, or behind so many blocks, the digests cannot be cut.
+        ApiError: too many digests, which cannot be cut: no group has full attention, or too many blocks are kept.
         QuireError: the allocator does not know the pool, or does not answer.
     """
     if len(drop.digests) <= DROP_DIGESTS_MAX:

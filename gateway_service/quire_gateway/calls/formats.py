@@ -24,8 +24,8 @@ class Slot(enum.Enum):
     NAME = "name"  # the name of the function
     QUOTED_NAME = "quoted name"  # the name of the function as a JSON string
     INDEX = "index"  # the number of the call
-    QUOTED = "quoted"  # a JSON string without escapes; it has no effect
-    WORD = "word"  # letters and digits; they have no effect
+    QUOTED = "quoted"  # a JSON string without escapes, which is ignored
+    WORD = "word"  # letters and digits, which are ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ Elements: TypeAlias = "tuple[Element, ...]"
 class AnswerPart(enum.Enum):
     """A part of an answer in which a run or a mark can begin."""
 
-    START = "start"  # before any content
+    START = "start"  # the beginning of an answer, before any content
     CONTENT = "content"
     REASONING = "reasoning"
 
@@ -153,10 +153,10 @@ def _deepseek(head: Elements, tail: Elements = ()) -> TextRun:
 _JSON: Final = (Maybe(("<|constrain|>",)), Maybe(("json",)))
 _TO: Final = ("to=functions.", Slot.NAME, "<|channel|>", "commentary", *_JSON, "<|message|>")
 _FINAL: Final = Mark(("<|channel|>", "final", *_JSON, "<|message|>"), AnswerPart.CONTENT)
-_CALLED: Final = (Maybe(("<|call|>",)),)  # usually the end of the answer, which has no text
+_CALLED: Final = (Maybe(("<|call|>",)),)  # missing if this token ended the answer
 
 CALL_FORMATS: Final[Mapping[str, Format]] = {
-    # for Qwen 2.5 and 3, Hermes, Granite 4
+    # The format of Qwen 2.5 and 3, Hermes, and Granite 4.
     "hermes": Format((TextRun(_object(before=("<tool_call>",)), ("}", "</tool_call>")),)),
     "llama3_json": Format(
         (
@@ -164,7 +164,7 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
             TextRun(_object('"parameters"'), ("}",), ("<|python_tag|>",), (";",), (), IN_CONTENT),
         )
     ),
-    # Mistral's templates refuse ids of any other length.
+    # Mistral's templates accept only ids of nine characters.
     "mistral": Format((_list("[TOOL_CALLS]"),), call_id="{random}", id_characters=9),
     "mistral_v11": Format(
         (TextRun(("[TOOL_CALLS]", Slot.NAME, Maybe(("[CALL_ID]", Slot.WORD)), "[ARGS]")),),
@@ -184,7 +184,7 @@ CALL_FORMATS: Final[Mapping[str, Format]] = {
                 ("<|tool_calls_section_end|>",),
             ),
         ),
-        call_id="functions.{name}:{index}",  # its template repeats this id
+        call_id="functions.{name}:{index}",  # the model's template repeats this id
     ),
     "openai": Format(
         (

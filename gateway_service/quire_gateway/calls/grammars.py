@@ -27,7 +27,7 @@ _HEAD: Final = """TEXT: /(.|\\n)*/
 SPACE: /[ \\t\\r\\n]{1,16}/
 PADDING: /[ \\t\\r\\n]{0,16}/
 """
-# JSON as models write it, with spaces or without. Bounded, because an unsure model can repeat spaces without end.
+# JSON as models write it, with spaces or without. An unsure model can repeat spaces without end, so they are bounded.
 _JSON_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": "[ \\t\\r\\n]{0,16}"}
 _COMPACT: Final = {"whitespace_flexible": False}
 _SLOTS: Final = {Slot.INDEX: "/[0-9]{1,6}/", Slot.QUOTED: '/"[^"\\\\\\n]{0,64}"/', Slot.WORD: "/[A-Za-z0-9]{1,32}/"}
@@ -89,9 +89,10 @@ class _Writer:
         self._form, self._functions, self._tokens, self._held = form, functions, tokens, held
         self._rules: list[str] = []
         self._space = "" if held.is_compact else "SPACE?"
-        # names of rules, by the rule before a trigger and the trigger's text
+        # (rule before a trigger, text of the trigger) -> name of the trigger's rule
         self._triggers: dict[tuple[str, str], str] = {}
-        # Only whitespace may precede a required part. With channels, text of other channels may also precede it.
+        # Only whitespace may precede required content or calls, or in a format with channels the text of other
+        # channels.
         self._is_due = held.is_called or held.content is not None
         self._before = "PADDING" if self._is_due and form.answer is None else "TEXT"
 
@@ -114,7 +115,7 @@ class _Writer:
             bodies = [_sequence(_any(marks, "*"), _any([content, *runs]))]
         elif held.content is None:
             bodies = [_sequence(_any([*marks, *runs], "*"), content)]
-        else:  # content that has a schema excludes calls
+        else:  # Content with a schema excludes calls.
             bodies = [_sequence(_any(marks, "*"), content)]
             if runs:
                 bodies.append(_sequence(_any([*marks, *runs], "*"), _any(runs)))

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from quire_gateway.calls.formats import Elements, Maybe, Slot
 
-SPACE_MAX: Final = 64  # characters between two elements; longer whitespace is text
+SPACE_MAX: Final = 64  # the most whitespace characters between two elements; longer whitespace is text
 NAME_CHARACTERS_MAX: Final = 128
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _NAME: Final = re.compile(rf"[A-Za-z0-9_.-]{{0,{NAME_CHARACTERS_MAX}}}")

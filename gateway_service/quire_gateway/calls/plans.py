@@ -52,7 +52,6 @@ class CallPlan(NamedTuple):
     """The constraints on an answer, and the way to read it.
 
     Attributes:
-        Attributes:
         form: the notation of its calls and reasoning.
         functions: names of the functions that it can call.
         grammar: the grammar of the answer; None if the answer is free, or constrained by other means.

@@ -80,7 +80,7 @@ class AnswerReader:
         self._run: TextRun | None = None  # set while a run is being read
         self._has_tail = False  # whether the tail of the last call was read
         self._space = ""  # whitespace that is handed on only if text follows it
-        # whether leading whitespace is dropped: it would be first, or right behind a mark or a call
+        # whether whitespace is dropped that begins the reasoning, or the first content behind a mark or a call
         self._drops_space = is_reasoning
         self._has_content = False
         self._is_behind = is_reasoning  # whether no text came since the last mark or call
@@ -123,7 +123,8 @@ class AnswerReader:
         return self._taken()
 
     def _taken(self) -> Delta:
-        # One piece for each call: callers join pieces with one index across deltas, but not within one.
+        # A delta has at most one piece of each call: clients join a call's pieces across deltas, but not within a
+        # delta.
         delta = Delta("".join(self._content), "".join(self._reasoning), merged(self._calls))
         self._content, self._reasoning, self._calls = [], [], []
         return delta

@@ -23,7 +23,7 @@ from quire_gateway.calls.reader import AnswerReader
 
 AUTO: Final = "auto"
 NONE: Final = "none"
-_LATER: Final = {  # errors that may pass within seconds
+_LATER: Final = {  # errors after which a retry may succeed within seconds
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -43,12 +43,12 @@ _TOOL: Final = {
     },
 }
 _ASKED: Final = {"role": "user", "content": "quire question"}
-# Templates either refuse ids of other lengths, or write the id as a part of the call.
+# Ids for the probing call. Some templates refuse ids of other lengths; others write the id as a part of the call.
 _IDS: Final = ("quirecall", f"functions.{_FUNCTION}:0")
 
 
 class Named(NamedTuple):
-    """Formats that options name for a model: `auto` recognizes a format from the template, `none` means it has none.
+    """Formats that options name for a model: `auto` is recognized from the template, `none` means no format.
 
     Attributes:
         calls: name of the format of its calls.

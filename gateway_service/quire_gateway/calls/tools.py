@@ -25,7 +25,7 @@ _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperti
 class ToolChoice(enum.Enum):
     """The caller's choice whether the answer calls functions."""
 
-    AUTO = "auto"  # The model decides.
+    AUTO = "auto"  # The model decides whether it calls functions.
     REQUIRED = "required"  # The answer calls at least one function.
     NAMED = "named"  # The answer calls the only function in `Tools`, once.
 
@@ -56,7 +56,7 @@ def tools_of(body: ChatBody) -> Tools | None:
         if choice not in neutral:
             raise invalid("tool_choice", "tool_choice needs tools, but the request has none")
         return None
-    if choice == "none":  # The chat template still gets the tools, so none of them is checked here.
+    if choice == "none":  # The answer calls no tool, so none is checked. The chat template gets them in any case.
         return None
     functions: dict[str, Function] = {}
     for number, tool in enumerate(body.tools):

@@ -9,14 +9,14 @@ from typing import Final
 from quire_gateway.failures import RATE, ApiError
 from quire_gateway.shares import Shares
 
-COUNT_MAX: Final = 256  # background responses that run at a time
+COUNT_MAX: Final = 256  # the most background responses that run at a time
 
 
 class Background:
     """Runs background responses. Like the store of their results, background responses end with the process.
 
     Args:
-        are_several: whether there are several namespaces. Each may then use at most half of what the others leave.
+        are_several: whether there are several namespaces. Each may use at most half of what other namespaces leave.
     """
 
     def __init__(self, *, are_several: bool) -> None:

@@ -70,7 +70,7 @@ class ResponseBody(Body, InputTokensBody):
     include_reasoning: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: Annotated[list[Includable], Field(max_length=CHOICE_TEXTS_MAX, fail_fast=True)] | None = None
-    max_tool_calls: Count | None = None  # accepted, not used: it limits OpenAI's own tools
+    max_tool_calls: Count | None = None  # accepted, not used: the limit is for OpenAI's own tools
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None

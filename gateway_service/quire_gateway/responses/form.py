@@ -77,7 +77,7 @@ class ResponseForm(Form):
         self._reason: str | None = None
         self._prompt: Sequence[int] = ()
         self._tokens: list[int] = []
-        self._logprobs: list[Any] = []  # logprobs of tokens that no message has yet
+        self._logprobs: list[Any] = []  # logprobs that are not in a message yet
         self._is_whole = False  # whether the response is sent as a whole, without events
 
     def logprobs(self, tokens: Sequence[Told], spelled: Spelled, offsets: Sequence[int]) -> Mapping[str, Any]:

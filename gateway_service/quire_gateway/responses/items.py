@@ -51,7 +51,7 @@ def items_of(
             items.append(_item(item, where))
             continue
         identity = _reference(item, where)
-        if identity in referred:  # Otherwise a short body could become an endless conversation.
+        if identity in referred:  # By repeated references, a short body could become an endless conversation.
             raise invalid(f"{where}.id", f"{where}.id is {identity!r}, which an earlier item already refers to")
         referred.add(identity)
         found = find(identity)
@@ -119,7 +119,7 @@ def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _head(given: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Returns id and type of an item. A caller's id is kept, but items cannot be found by it.
+    """Returns id and type of an item. A caller's id is kept, but items cannot be found by this id.
 
     Raises:
         ApiError: the id is not a text, or the item has an unknown key.

@@ -16,7 +16,8 @@ from quire_gateway.reading import of_validation
 from quire_gateway.responses.bodies import LOGPROBS, ResponseBody
 from quire_gateway.responses.items import items_of, messages_of
 
-# Logprobs are kept for four events of a stream: the ends of a text, of its part, of its item, and of the response.
+# Number of events at a stream's end that repeat its logprobs: the ends of the text, its part, its item, and the
+# response.
 STREAM_TELLINGS: Final = 4
 # Parameters that responses do not have, each with its neutral values.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -34,7 +35,7 @@ _SAME_NAME: Final = (
     *("parallel_tool_calls", "include_reasoning", "chat_template_kwargs", "service_tier"),
     *("prompt_cache_options", "prompt_cache_retention", "prompt_cache_key"),
 )
-# The chat parameters that an error may name, each with the name that it has here.
+# Chat parameters that an error may name, each with the name of the same parameter of a response.
 _NAMES: Final = (
     (re.compile(r"^messages"), "input"),
     (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
@@ -88,7 +89,7 @@ def of_response(
     fields["logprobs"] = LOGPROBS in (body.include or ())
     fields["top_logprobs"] = body.top_logprobs
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
-        fields["truncate_prompt_tokens"] = -1  # Only as much of the conversation's end as fits is kept.
+        fields["truncate_prompt_tokens"] = -1  # Keeps as much of the conversation's end as fits.
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
     fields["verbosity"] = body.text and body.text.verbosity
     fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None

@@ -25,9 +25,9 @@ from quire_gateway.metrics import Telemetry
 from quire_gateway.shares import Shares
 
 COUNT_MAX: Final = 65_536
-BYTES_EACH: Final = 2_048  # bytes of a response besides its texts and tokens
-BYTES_OF_ITEM: Final = 64  # further bytes of an item
-BYTES_OF_OUTPUT: Final = 512  # further bytes of an output item, which can be found by its id
+BYTES_EACH: Final = 2_048  # bytes charged for a response, in addition to its texts and tokens
+BYTES_OF_ITEM: Final = 64  # bytes charged for an input item, in addition to its text
+BYTES_OF_OUTPUT: Final = 512  # bytes charged for an output item and its entry in `_items`, in addition to its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Store:
         telemetry: counts the responses and their bytes.
         bytes_max: limit for all responses together; 0 keeps none.
         lifetime_s: how long each response is kept.
-        are_several: whether there are several namespaces. Each may then use at most half of what the others leave.
+        are_several: whether there are several namespaces. Each may use at most half of what other namespaces leave.
         clock: returns the time in seconds.
     """
 
@@ -95,12 +95,12 @@ class Store:
         self._places = Shares(COUNT_MAX, is_for_several=are_several)
         self._oldest_first: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._of: defaultdict[str, OrderedDict[str, StoredResponse]] = defaultdict(OrderedDict)
-        # response id and place in its output, by namespace and item id
+        # (namespace, id of an output item) -> (id of its response, index in the response's output)
         self._items: dict[tuple[str, str], tuple[str, int]] = {}
 
     def find(self, namespace: str, identity: str) -> StoredResponse | None:
         """Returns a response of a namespace; None if the namespace does not have it."""
-        own = self._of.get(namespace)  # `self._of[namespace]` would add an entry
+        own = self._of.get(namespace)  # `self._of[namespace]` would add an entry for each unknown namespace.
         kept = None if own is None else own.get(identity)
         return None if kept is None or kept.expires_s <= self._clock() else kept
 

@@ -57,7 +57,7 @@ class Prompt(NamedTuple):
 class EmbeddedPool:
     """One pool in this process. Only the scheduler's thread calls it."""
 
-    asks_ahead = False  # Not needed: an answer takes microseconds.
+    asks_ahead = False  # Blocks need not be requested ahead of time: an answer takes microseconds.
     core = CORE
 
     def __init__(self, shape: PoolShape) -> None:
@@ -75,7 +75,7 @@ class EmbeddedPool:
         )
         self.pool = Pool(spec)
         self.on_removed: Callable[[Sequence[int], bytes], None] = lambda _groups, _digests: None
-        self.on_cleared: Callable[[], None] = lambda: None  # Never called: each removal is an event.
+        self.on_cleared: Callable[[], None] = lambda: None  # Never called, because `on_removed` gets each removal.
         self._last_id = 0
 
     def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:
@@ -120,7 +120,7 @@ class EmbeddedPool:
         """Does nothing, because no request is ever unanswered."""
 
     def is_short(self, _sequence_id: int, _token_count: int, _last: int) -> bool:
-        """Returns False, because this pool needs no room ahead."""
+        """Returns False, because this pool grants blocks only when they are needed."""
         return False
 
     def drop_upcoming(self) -> bool:

@@ -1,7 +1,8 @@
 """vLLM's KV cache events for Quire's cached blocks: BlockStored, BlockRemoved, AllBlocksCleared.
 
 Events go through the queue of vLLM's own block pool, so they get the fields that vLLM adds to its own events. A block
-gets one event when it becomes hittable, and no second one while it stays so. vLLM's manager has one for each copy.
+gets one event when it becomes hittable, and no second event while it stays hittable. vLLM's manager has one event for
+each copy of a block.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Lifecycle of a request here:
     1. asked      `get_computed_blocks` allocates the whole prompt, which also holds the blocks that it hits. A refused
                   request asks again in a later turn. While another request computes its prefix, it is passed over.
     2. admitted   The first `allocate_slots` means that the scheduler runs the request.
-    3. running    Each later `allocate_slots` makes room for new tokens. `new_step_starts` publishes computed blocks.
+    3. running    Each later `allocate_slots` gets blocks for new tokens. `new_step_starts` publishes computed blocks.
     4. freed      `free`: the request ended or was preempted.
 
 A block is published when the pass that wrote it is over (vLLM's own manager publishes when the pass is scheduled).
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quire_vllm.remote import RemotePool
 
 DIGEST_BYTES: Final = 32
-NULL_BLOCKS: Final = 1  # vLLM's block 0
+NULL_BLOCKS: Final = 1  # number of blocks that vLLM never grants: its block 0
 PROMPTS_PER_STEP: Final = 32
 
 
@@ -92,8 +92,8 @@ class QuireCacheManager(KVCacheManager):
         self._digest_tokens = pool.shape.digest_tokens
         budget: int = scheduler.max_num_scheduled_tokens
         self._pass_tokens = pool.shape.digest_tokens if pool.shape.caches_states else budget
-        # Without a prefix cache vLLM makes no hashes. A block must be committed to leave its window, and commits need
-        # digests, so this class makes them up.
+        # Without a prefix cache, vLLM makes no hashes. But a block leaves its window only after a commit, and commits
+        # need digests. So this class makes digests up.
         self._windows = [group for group in pool.shape.groups if group.window]
         self._makes_digests_up = not self.enable_caching and bool(self._windows)
         self._held: dict[str, Held] = {}
@@ -102,11 +102,11 @@ class QuireCacheManager(KVCacheManager):
             self._events = CacheEvents(self.block_pool, pool.shape)
             self.pool.on_removed = self._events.removed
             self.pool.on_cleared = self._events.cleared
-        # request -> tokens. These requests wait a turn because another request computes their prefix. With 0 tokens,
-        # a request waits because it would take the room of these requests.
+        # Request that is skipped in this turn -> tokens. Some requests wait until another request has computed their
+        # prefix; they have their own tokens here. The others would take blocks from these requests; they have 0 tokens.
         self._passed_over: dict[str, int] = {}
         self._zeroed = [manager.records_new_block_ids for manager in self.coordinator.single_type_managers]
-        self._new_block_ids: list[int] = []  # new blocks of `_zeroed` groups since vLLM's last request
+        self._new_block_ids: list[int] = []  # new blocks of `_zeroed` groups since vLLM last took them
 
     # -- a turn --------------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class QuireCacheManager(KVCacheManager):
         needs = self._needs(running) if self.pool.asks_ahead else ()
         waiting = self.pool.turn(needs, self._upcoming() if self.pool.asks_ahead else ())
         for held in running if waiting else ():
-            # vLLM then preempts no other request for this one, and runs it in the next turn.
+            # vLLM then skips the waiting request until the next turn, and preempts no other request for it.
             if held.sequence_id in waiting:
                 held.request.next_decode_eligible_step = self._scheduler.current_step + 1
 
@@ -145,7 +145,7 @@ class QuireCacheManager(KVCacheManager):
         return Prompt(request.request_id, chunk, count, digests, request.num_preemptions > 0)
 
     def _needs(self, running: Sequence[Held]) -> Sequence[Need]:
-        """Returns the next needs of running requests. In most turns all have room ahead, and the result is empty."""
+        """Returns the next needs of running requests. In most turns all have enough blocks, and the result is empty."""
         size = self._digest_tokens
         lookahead, most, counts, is_short = self._scheduler.num_lookahead_tokens, self.max_model_len, [], False
         for held in running:
@@ -153,7 +153,7 @@ class QuireCacheManager(KVCacheManager):
             count = min(request.num_tokens_with_spec + request.num_output_placeholders + lookahead, most)
             if self.pool.shape.caches_states:
                 count = min(count, (request.num_computed_tokens // size + 1) * size)
-            elif self._windows:  # A long prompt may never fit as a whole.
+            elif self._windows:  # Only the next pass is requested: a long prompt may never fit as a whole.
                 count = min(count, request.num_computed_tokens + self._pass_tokens + lookahead)
             counts.append(count)
             is_short = is_short or self.pool.is_short(held.sequence_id, count, held.last)
@@ -171,8 +171,8 @@ class QuireCacheManager(KVCacheManager):
         return self.empty_kv_cache_blocks, held.matched_token_count if held is not None else 0, 0
 
     def _would_take_room(self, request: Request) -> bool:
-        """Returns whether a request would overtake a passed-over request without room for both. vLLM's manager admits
-        requests in order."""
+        """Returns whether a request would overtake a passed-over request although both do not fit. vLLM's manager
+        admits requests in order."""
         if not self._passed_over or self.pool.is_let_in(request.request_id):
             return False
         return not self.pool.has_room_for([request.num_tokens, *self._passed_over.values()])
@@ -196,7 +196,7 @@ class QuireCacheManager(KVCacheManager):
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """Makes room for an admitted request's tokens, without publishing blocks."""
+        """Gets blocks for an admitted request's tokens, without publishing blocks."""
         elsewhere = (num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, reserved_blocks)
         assert not any(elsewhere), "connectors and encoders are refused at start"
         held = self._held.get(request.request_id)
@@ -210,7 +210,7 @@ class QuireCacheManager(KVCacheManager):
         return self._as_blocks(added)
 
     def _make_room(self, held: Held, until: int) -> Sequence[Sequence[int]] | None:
-        """Makes room for `until` tokens of a request. Returns the blocks added to each table, None if there are too
+        """Gets blocks for `until` tokens of a request. Returns the blocks added to each table; None if there are too
         few."""
         if until <= held.token_count:
             return ()
@@ -227,8 +227,8 @@ class QuireCacheManager(KVCacheManager):
         return blocks
 
     def _drop_newest_unrun(self, asking: Held) -> bool:
-        """Takes back the blocks of the newest admitted request that has not run; vLLM would not have given it any yet.
-        Returns whether there was one."""
+        """Takes back the blocks of the newest admitted request that has not run; vLLM would not have granted them yet.
+        Returns whether there was such a request."""
         for held in reversed(self._held.values()):
             if not held.has_run and held is not asking:
                 self._drop(held)

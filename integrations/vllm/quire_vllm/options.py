@@ -19,7 +19,7 @@ from typing import Any, Final
 from quire_vllm.releases import UnsupportedError
 
 NAMES: Final = ("allocator", "pool", "namespace", "open_timeout_s", "metrics")
-OPEN_TIMEOUT_S: Final = 30.0  # The lease of a former engine ends after 10 s.
+OPEN_TIMEOUT_S: Final = 30.0  # longer than the lease of a former engine, which ends after 10 s
 OPEN_TIMEOUT_MAX_S: Final = 3_600.0
 
 

@@ -10,13 +10,13 @@ KINDS: Final = {  # vLLM's specification -> kind of Quire's group, attribute tha
     "FullAttentionSpec": ("full_attention", ""),
     "SlidingWindowSpec": ("sliding_window", "sliding_window"),
     "ChunkedLocalAttentionSpec": ("chunked_local", "attention_chunk_size"),
-    "MambaSpec": ("full_attention", ""),  # one block per living request; for prefix caches see below
+    "MambaSpec": ("full_attention", ""),  # one block per live request; states in a prefix cache have `STATE_WINDOW`
 }
 
 
-# A state summarizes all previous tokens for its layers. The block of the last token holds it. So a prompt that
-# continues a prefix needs exactly one of its blocks. A window of 2 tokens needs the same, because it reads one token
-# back.
+# A state summarizes all previous tokens for its layers, and is in the block of the last token. So a prompt that
+# continues a prefix needs only the last block of the prefix. A window of 2 tokens needs the same block: it reads one
+# token back.
 STATE_WINDOW: Final = 2
 
 

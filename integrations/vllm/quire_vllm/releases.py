@@ -15,7 +15,7 @@ ANY_RELEASE: Final = (
     "QUIRE_VLLM_ANY_RELEASE"  # Set it to 1 to try another release. Even then, the names below are checked.
 )
 
-# Methods of the manager that the scheduler calls, with the parameters of this package's versions.
+# Methods of vLLM's manager that the scheduler calls, with the parameters that this package's overrides have.
 MANAGER_METHODS: Final = {
     "new_step_starts": (),
     "get_computed_blocks": ("request",),

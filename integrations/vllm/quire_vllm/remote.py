@@ -2,17 +2,17 @@
 
 The stream is a `quire.session.Session` in its own thread. The scheduler's thread submits steps and checks for answers:
 
-    1. turn    takes in answers; sends commits, frees and requests for room ahead in one step
-    2. wait    waits only for a new prompt, or if a running request has no room for its next token: `WAIT_S` at most,
+    1. turn    takes in answers; sends commits, frees and requests for blocks ahead of need in one step
+    2. wait    waits only for a new prompt, or if a running request has no slot for its next token: `WAIT_S` at most,
                and after a silent wait not at all until the allocator answers
-    3. alone   continues the turn without an answer: requests with room run, the others are passed over
+    3. alone   continues the turn without an answer: requests with free slots run, other requests are passed over
 
 So a dead allocator costs one wait of `WAIT_S`. Requests run for about `AHEAD_TOKENS` more tokens. They continue when
 the allocator answers again, or a new one has a report of the pages.
 
 Prompts are granted as if each was requested in its turn. A refusal counts for one turn. The prompt is requested again
-when the missing blocks are free. No prompt is admitted after a refused one. Room ahead takes only a part of the pool,
-because its blocks could be cached blocks that hit.
+when the missing blocks are free. No prompt is admitted after a refused one. Only a part of the pool is granted ahead of
+need, because these blocks could be cached blocks that hit.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from quire_vllm.pool import PoolShape
 from quire_vllm.releases import UnsupportedError
 
 WAIT_S: Final = 0.02
-UNANSWERED_MAX: Final = 2  # With this many steps unanswered, a turn sends nothing that can wait.
-AHEAD_SHARE: Final = 16  # At most one block in this many is room ahead.
+UNANSWERED_MAX: Final = 2  # While so many steps are unanswered, a turn sends only what cannot wait.
+AHEAD_SHARE: Final = 16  # At most one block in 16 is granted to running requests ahead of need.
 
 
 class PoolLostError(RuntimeError):
@@ -69,7 +69,7 @@ class RemotePool:
     """One pool at an allocator. Only the scheduler's thread calls it.
 
     Attributes:
-        core: how the allocator's core ran at the start, "compiled" or "python".
+        core: the form of the allocator's core at the start, "compiled" or "python".
         is_silent: whether the last wait for an answer was in vain. The metrics server's thread reads it.
     """
 
@@ -124,7 +124,7 @@ class RemotePool:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def turn(self, needs: Sequence[Need], upcoming: Sequence[Prompt]) -> set[int]:
-        """Sends everything pending in one step. Returns the running sequences that still wait for room."""
+        """Sends everything pending in one step. Returns the running sequences that still wait for blocks."""
         self._take()
         self._prompts = {key: each for key, each in self._prompts.items() if each is None or each.result is Result.OK}
         self._ahead_tokens = self._tokens_ahead(len(self._tables))
@@ -145,19 +145,19 @@ class RemotePool:
         return {need.sequence_id for need in lacking if self._waits(need)}
 
     def is_short(self, sequence_id: int, token_count: int, last: int) -> bool:
-        """Returns whether a sequence that holds `token_count` tokens next has less room ahead than it should."""
+        """Returns whether a sequence that holds `token_count` tokens next has too few tokens granted ahead."""
         table = self._tables[sequence_id]
         ahead = max(1, self._ahead_tokens)
         return max(table.room, table.asked) < min(token_count + ahead, last) or table.room < token_count
 
     def _tokens_ahead(self, sequence_count: int) -> int:
-        """Returns the tokens of room ahead for each of `sequence_count` sequences. Requests ask for a block more."""
+        """Returns how many tokens ahead each of `sequence_count` sequences gets. Requests ask for a block more."""
         blocks = self.shape.block_count // AHEAD_SHARE // max(1, sequence_count)
         return min(AHEAD_TOKENS, max(0, blocks // self._increment.block_count - 1) * self._increment.token_count)
 
     def _asks(self, decoding: Sequence[Decoding[int]], free: int) -> list[tuple[int, int]]:
-        """Returns the requests of running sequences. If the pool is too small for room ahead, it asks for the next
-        turn's needs, so that the next turn does not wait."""
+        """Returns the requests of running sequences. If the pool is too small to grant tokens ahead, they include the
+        next turn's needs, so that the next turn does not wait."""
         if free and not self._ahead_tokens:
             soon = [each._replace(length=min(each.length + 1, each.last)) for each in decoding]
             needed = sum(each.lacks_room for each in soon) * self._increment.block_count
@@ -167,7 +167,7 @@ class RemotePool:
 
     def _to_ask(self, upcoming: Sequence[Prompt], free: int) -> list[Prompt]:
         """Returns the prompts to request in a turn's step: the first one that may fit, and later ones that fit in any
-        case. A prompt admitted after a refused one could take its room. Other prompts are requested in their turn."""
+        case. A prompt admitted after a refused one could take its blocks. Other prompts are requested in their turn."""
         prompts, left = list[Prompt](), free - self.shape.watermark_block_count
         for prompt in upcoming:
             if prompt.key in self._prompts:
@@ -209,8 +209,8 @@ class RemotePool:
         return grown.sequence_id, Admitted(grown.matched_token_count, table.room, table.blocks)
 
     def _unblock(self) -> None:
-        """Takes back all blocks if only prompts admitted after a refused one have any. vLLM runs none of them before
-        the refused one, so no block would ever become free."""
+        """Takes back all blocks if only prompts admitted after a refused prompt have any. vLLM runs none of these
+        before the refused prompt, so no block would ever become free."""
         if len(self._tables) == sum(map(self.is_let_in, self._prompts)):
             while self.drop_upcoming():
                 pass
@@ -245,7 +245,7 @@ class RemotePool:
                 self.free(grown.sequence_id)
 
     def grow(self, sequence_id: int, token_count: int) -> Sequence[Sequence[int]] | None:
-        """Makes room for this many tokens of a sequence. Returns the blocks of each group that vLLM does not know yet,
+        """Gets blocks for this many tokens of a sequence. Returns the blocks of each group that vLLM does not know yet,
         or None if there are too few or the answer is late."""
         table = self._tables[sequence_id]
         if table.room < token_count:
@@ -287,7 +287,7 @@ class RemotePool:
         return True
 
     def usage(self) -> float:
-        """Returns the share of blocks in tables, room ahead included, according to the last answer."""
+        """Returns the share of blocks in tables, with those granted ahead of need, according to the last answer."""
         if not self._tables:
             return 0.0
         return 1.0 - self._free_block_count / self.shape.block_count
@@ -341,7 +341,7 @@ class RemotePool:
             try:
                 self._under_way[0].answer.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError as error:
-                if self._under_way[0].answer.done():  # The answer itself is a TimeoutError.
+                if self._under_way[0].answer.done():  # The TimeoutError is the answer, not the end of this wait.
                     raise self._lost() from error
                 self.is_silent = True
                 return
@@ -368,7 +368,7 @@ class RemotePool:
             for grown in outcome.grows:
                 if grown.sequence_id in sent.prompts:
                     self._take_prompt(sent.prompts[grown.sequence_id], grown)
-                elif grown.sequence_id in self._tables:  # Other sequences were freed in the meantime.
+                elif grown.sequence_id in self._tables:  # A sequence without a table was freed meanwhile.
                     self._take_room(self._tables[grown.sequence_id], grown)
 
     def _take_prompt(self, key: str, grown: GrowOutcome) -> None:

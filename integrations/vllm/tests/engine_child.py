@@ -33,7 +33,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         dtype="float32",
         enforce_eager=True,
         max_model_len=job.get("tokens_max", 512),
-        block_size=job.get("block_size", 32),  # the CPU backend's minimum
+        block_size=job.get("block_size", 32),  # the smallest block size of the CPU backend
         max_num_seqs=64,
         max_num_batched_tokens=job.get("batch_tokens_max", 2048),
         num_gpu_blocks_override=job["blocks"],
@@ -70,7 +70,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     manager = scheduler.kv_cache_manager
     if job["scheduler"]:
         deadline = time.monotonic() + 5
-        while manager.usage and time.monotonic() < deadline:  # The next step reports frees.
+        while manager.usage and time.monotonic() < deadline:  # Waits until a step has freed all blocks.
             manager.new_step_starts()
         if hasattr(manager.pool, "check_invariants"):
             manager.pool.check_invariants()
@@ -83,7 +83,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if hasattr(manager, "pool") and hasattr(manager.pool, "pool"):
             told["events"]["index"] = index_of(manager.pool.pool)
     told["is_reset"] = engine.reset_prefix_cache()
-    if job.get("again"):  # Blocks cached before the reset must not be hit.
+    if job.get("again"):  # The last pass is repeated: its blocks from before the reset must not be hit.
         answers = engine.generate([{"prompt_token_ids": p} for p in job["passes"][-1]], sampling, use_tqdm=False)
         told["texts_again"] = [list(answer.outputs[0].token_ids) for answer in answers]
         told["hits_again"] = sum(answer.num_cached_tokens or 0 for answer in answers)
@@ -98,7 +98,7 @@ class Events:
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}  # hash and group -> hash of the block's tokens
-        self.kinds: dict[int, str] = {}  # group -> kind
+        self.kinds: dict[int, str] = {}  # group -> kind of its layers
         self.stored_count = self.removed_count = self.cleared_count = self.unknown_parent_count = 0
 
     def take(self, events: list[Any]) -> list[Any]:

@@ -220,7 +220,7 @@ FURTHER_SCENES: Final[dict[Any, dict[str, Any]]] = {
 NARROW: Final = ("sliding", 4, 8)
 WIDE: Final = ("sliding", 4, 16)
 STATE: Final = ("state", 4, 0)
-# The scene `windows_are_hit_where_each_group_has_them` runs once with each of these.
+# The scene `windows_are_hit_where_each_group_has_them` runs once with the groups of each entry.
 LAYERS: Final[dict[str, tuple[tuple[str, int, int], ...]]] = {
     "full narrow": (FULL, NARROW),
     "narrow wide": (NARROW, WIDE),

@@ -30,7 +30,7 @@ from transformers import (
 
 VOCABULARY: Final = 2048
 IMAGE_TOKENS: Final = 16  # tokens of the image at the beginning of a prompt
-SIDE: Final = 32  # pixels
+SIDE: Final = 32  # width and height of an image, in pixels
 WIDTH: Final = 128
 
 

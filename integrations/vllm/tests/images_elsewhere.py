@@ -13,7 +13,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 class ImagesElsewhere(ECConnectorBase):
     """Decides when images arrive. No encoder computes them here, and no worker loads them."""
 
-    def __init__(self, *, are_there: Callable[[], bool]) -> None:  # The base class needs a configuration.
+    def __init__(self, *, are_there: Callable[[], bool]) -> None:  # without the base class's configuration
         self._are_there = are_there
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:

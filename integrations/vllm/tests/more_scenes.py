@@ -144,7 +144,7 @@ MORE_SCENES: dict[Any, dict[str, Any]] = {
     an_answer_ends_with_a_token_that_stops_it: {"blocks": 64},
     an_answer_ends_at_the_longest_length: {"blocks": 80},
 }
-# The same scenes on other groups. Names of scenes are unique, so each has its own function.
+# Scenes from above on other groups. Names of scenes are unique, so each of these scenes has its own function.
 
 
 def windows_alone_are_hit_to_their_last_block(stage: Stage) -> None:

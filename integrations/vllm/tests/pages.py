@@ -19,7 +19,7 @@ class Pages:
 
     def __init__(self, groups: tuple[tuple[str, int, int], ...]) -> None:
         self._groups = groups
-        # (block, slot) -> the group that wrote it, a hash of all tokens up to it
+        # (block, slot) -> (the group that wrote the slot, a hash of all tokens up to the slot's)
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._tokens: dict[str, list[int]] = {}

@@ -238,7 +238,7 @@ def main() -> None:
         ahead = scheduler.replace("QuireScheduler", "QuireAsyncScheduler")
         cast = Cast(resolve_obj_by_qualname(scheduler), resolve_obj_by_qualname(ahead), model)
     init_none_hash(sha256)
-    if os.environ.get("QUIRE_VLLM_ALLOCATOR"):  # A busy machine would change the order of turns, and with it the hits.
+    if os.environ.get("QUIRE_VLLM_ALLOCATOR"):  # Long waits: late answers would change the turns and hits.
         import quire_vllm.remote
 
         quire_vllm.remote.WAIT_S = 5.0  # type: ignore[misc]

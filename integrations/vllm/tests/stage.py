@@ -96,7 +96,7 @@ class Stage:
             prefix_cache_retention_interval=keeps,
             **arguments,
         ).create_engine_config()
-        config.scheduler_config.async_scheduling = is_async  # vLLM turns it off on CPUs.
+        config.scheduler_config.async_scheduling = is_async  # vLLM turns asynchronous scheduling off on CPUs.
         config.parallel_config.pipeline_parallel_size = 1 if is_async else ahead + 1
         config.scheduler_config.max_num_batched_tokens = budget
         config.scheduler_config.max_num_scheduled_tokens = budget
@@ -227,7 +227,7 @@ class Stage:
         held, manager = held_at_allocator(), self.scheduler.kv_cache_manager
         deadline = time.monotonic() + 5
         while getattr(getattr(manager, "pool", None), "_under_way", ()) and time.monotonic() < deadline:
-            manager.new_step_starts()  # The allocator's last answers carry events, too.
+            manager.new_step_starts()  # Takes the allocator's last answers, which carry events, too.
         manager.take_events()
         return {
             "turns": self.turns,

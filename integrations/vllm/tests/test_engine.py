@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=WHY_NOT),
 ]
 
-PLENTY, FEW = 1024, 40  # number of blocks: enough for all prompts at once, and for a third of them
+PLENTY, FEW = 1024, 40  # numbers of blocks: for all prompts at once, and for a third of the prompts
 APART = prompts(24, 128)
 SHARED = prompts(24, 128, common=96)
 SAME = prompts(1, 70) * 12  # All twelve prompts compute the same blocks in one pass, also in decode.

@@ -83,4 +83,4 @@ def test_images_have_caches_of_their_own(tmp_path: Path) -> None:
     )
     assert stock["texts"][0] != stock["texts"][1], "an image that changes nothing compares nothing"
     assert ours["texts"] == few["texts"] == stock["texts"]
-    assert ours["hits"] == stock["hits"] == [0, 0, 384, 384]  # 16 tokens of an image and 112 of text, three times
+    assert ours["hits"] == stock["hits"] == [0, 0, 384, 384]  # three prompts, each with 16 image and 112 text tokens

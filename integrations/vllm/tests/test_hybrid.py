@@ -35,10 +35,10 @@ SCENES: Final[dict[str, dict[str, Any]]] = {
     "few blocks": {"passes": [SHARED, APART, SHARED]},
     "prompts in chunks": {"passes": [APART, APART], "batch_tokens_max": 96},
 }
-FEW: Final = {"gemma3": 62, "llama4": 62, "mistral": 20}  # blocks: 62 for four groups, 20 for one, 40 otherwise
+FEW: Final = {"gemma3": 62, "llama4": 62, "mistral": 20}  # blocks of small pools: for four groups, and for one; else 40
 NO_CACHE: Final = {"enable_prefix_caching": False}
 CACHE: Final = {"enable_prefix_caching": True}
-KERNEL_CHUNK: Final = 256  # tokens: vLLM's Mamba 2 on CPUs fails in longer passes with a cache
+KERNEL_CHUNK: Final = 256  # the most tokens of a pass: with a cache, vLLM's Mamba 2 on CPUs fails in longer ones
 
 
 @pytest.fixture(scope="module")

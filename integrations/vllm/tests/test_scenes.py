@@ -109,12 +109,12 @@ LAYERS: Final = (
     "full states",
     "full, long states",
 )
-ALONE: Final = (  # Only turns differ: a pass ends at each block of a state, and equal prefixes wait a turn.
+ALONE: Final = (  # scenes whose turns alone differ: passes end at each block of a state, and equal prefixes wait a turn
     "ahead_the_same_prompt_is_computed_once",
     "ahead_states_are_hit_where_blocks_end",
     "events_have_the_keys_that_separate_caches",
 )
-STATES: Final = (  # Hits differ: vLLM's own passes do not end at each block, or it keeps fewer windows.
+STATES: Final = (  # scenes whose hits differ: vLLM's passes do not end at each block, or vLLM keeps fewer windows
     "states_are_hit_where_blocks_end",
     "states_alone_are_hit_where_blocks_end",
     "states_of_preempted_requests_are_hit_again",
@@ -144,8 +144,8 @@ RANDOM: Final = (
 HURRY: Final = "in a hurry"  # name of a run whose turns do not wait for the allocator's answers
 TURNS_OVER_STOCK_MAX: Final = 1.02
 PREEMPTIONS_OVER_STOCK_MAX: Final = 1.05
-PREEMPTIONS_ELSEWHERE_AHEAD_MAX: Final = 1.15  # limit for passes ahead with the allocator in another process
-RANDOM_REQUESTS: Final = 6_000  # requests of all seeds, in 39 blocks
+PREEMPTIONS_ELSEWHERE_AHEAD_MAX: Final = 1.15  # limit if passes run ahead and the allocator is in another process
+RANDOM_REQUESTS: Final = 6_000  # number of random requests of all seeds together, in a pool of 39 blocks
 OURS: Final = "quire_vllm.QuireScheduler"
 
 

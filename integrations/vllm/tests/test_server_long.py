@@ -107,7 +107,7 @@ async def ask_all(address: str, asked: list[dict[str, Any]], at: dict[int, Any] 
 async def watched(client: httpx.AsyncClient) -> AsyncIterator[None]:
     """Checks all the time that the server reports itself healthy."""
 
-    over = asyncio.Event()  # Never set. Waiting for it with a timeout makes the loop check twice a second.
+    over = asyncio.Event()  # This event is never set. Waiting for it with a timeout is a pause of half a second.
 
     async def watch() -> None:
         while True:

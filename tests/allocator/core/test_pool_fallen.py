@@ -65,7 +65,7 @@ def test_a_commit_makes_no_more_units_than_a_window_needs(
     pool, digests = window_pool(full(4), group, retention=retention), text(1, LONG)
     monkeypatch.setattr(Unit, "__init__", count)
     computed(pool, 1, digests)
-    assert len(made) <= 4 * (WINDOW + 2)  # the window, the blocks of the two last stops, and one edge more
+    assert len(made) <= 4 * (WINDOW + 2)  # units of the window, of the last two stops' blocks, and of one edge more
     assert len(window_scope(pool).stretches) <= 3
     pool.free(1)
     assert len(made) <= 4 * (WINDOW + 2)

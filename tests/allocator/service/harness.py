@@ -201,7 +201,7 @@ class StreamOwner:
 
     async def exchange(self, message: pb.SessionRequest) -> pb.SessionReply:
         """Sends one message, and returns the answer."""
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # reading shows the error
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # `receive` raises the stream's error
             await self.send(message)
         return await self.receive()
 

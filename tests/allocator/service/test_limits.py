@@ -218,7 +218,7 @@ async def test_every_limit_is_kept_to_the_number(edge: Edge, monkeypatch: pytest
         error = from_rpc_error(caught.value)
         assert error.reason == edge.reason, error
         assert edge.code in (None, error.code)
-        if error.reason == "MALFORMED":  # the message says what is allowed, and what was sent
+        if error.reason == "MALFORMED":  # the message has the limit and the number that was sent
             said = error.message.replace(",", "")
             assert f"{number}" in said, said
             assert f"{number + 1}" in said, said

@@ -83,7 +83,8 @@ def dropped(metrics: str) -> float:
 def test_an_allocator_whose_output_nobody_takes_serves_on_and_ends_when_told(name: str, tmp_path: Path) -> None:
     with OUTPUTS[name]() as output, serving(tmp_path, stdout=output, stderr=output) as (process, ready):
         with Allocator(ready["address"]) as client:
-            for number in range(300):  # two lines each, of some 150 bytes: more than a pipe holds
+            # Each session logs two lines of some 150 bytes. All sessions together log more than a pipe holds.
+            for number in range(300):
                 with calls(client, f"pool-{number}", SPEC, keep_alive=False) as session:
                     assert session.allocate(1, 10, timeout_s=WAIT_S).ok
         if name != "unread":

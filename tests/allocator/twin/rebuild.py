@@ -15,7 +15,7 @@ from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
-_NONE: list[Node] = []  # children of a node without any; never appended to
+_NONE: list[Node] = []  # the children of every node without children; never appended to
 
 
 class Node:

@@ -14,8 +14,8 @@ from tests.allocator.twin.kinds import NULL, kinds_of
 
 Key = tuple[
     int, str, int, tuple[bytes, ...]
-]  # kind, namespace, position, digests from the root to it (or only its own)
-Removed = tuple[int, str, int, bytes]  # kind, namespace, position, digest
+]  # (kind, namespace, position, digests from the root to the slot, or only the slot's digest)
+Removed = tuple[int, str, int, bytes]  # (kind, namespace, position, digest)
 
 
 @dataclass(eq=False, slots=True)
@@ -42,10 +42,10 @@ class TwinStop:
     """A place at which hits can end.
 
     Attributes:
-        path: for each kind of full attention, the key of the block before it.
+        path: for each kind of full attention, the key of the block before the stop.
         needed: the slots of windows and states that a hit there takes.
-        parent: the stop before it, when it was made.
-        is_parting: whether paths were seen to part there.
+        parent: the stop before this one, when this one was made.
+        is_parting: whether paths were seen to part at this stop.
         is_aside: whether it was continued while few prompts parted early, and still is.
         is_early: whether it was the early stop of the sequence that made it.
         answer: its distance from the end of the prompt whose answer made it.
@@ -79,7 +79,8 @@ class TwinSequence:
     prompt_end: int = 0  # stops behind this token count are in the answer
     announced: list[bytes] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    last: dict[int, Slot] = field(default_factory=dict)  # per kind, its last hit; for states also the last one made
+    # per kind, the slot hit last; of states, the one hit or made last
+    last: dict[int, Slot] = field(default_factory=dict)
     needed: list[Slot] = field(default_factory=list)  # fallen slots that a hit at its last edge needs
     stop: TwinStop | None = None  # the deepest stop that the sequence made or hit
 
@@ -118,11 +119,11 @@ class TwinState:
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
         self.clock = self.now_ms = 0
-        self.kept_max = 0  # blocks of one namespace that callers may ask to keep
+        self.kept_max = 0  # most blocks of a namespace that callers may ask to keep
         self.refused_keeps = self.spared_keeps = 0
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
         self.returned = self.returned_hit = 0
-        self.taken_over = 0  # twins that gave their blocks up
+        self.taken_over = 0  # number of twins that gave their blocks up
         self.leaving: deque[Removed] | None = None
         keeps_all = all(kind.keeps_prefixes for kind in self.kinds)
         self.is_dense = keeps_all or retention == "dense"

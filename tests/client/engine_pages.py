@@ -80,7 +80,8 @@ class PretendedEngine:
                     self.pages[slot] = tuple(sequence.tokens[: position + 1])
                 else:
                     number, place = divmod(slot, spec.block_size)
-                    if not isinstance(self.pages.get(number), dict):  # The page is new, or held a state.
+                    # A new page, or a page that held a state, has no dict yet.
+                    if not isinstance(self.pages.get(number), dict):
                         self.pages[number] = {}
                     self.pages[number][place] = token
         if sequence.due.stop < len(sequence.tokens):

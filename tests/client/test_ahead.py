@@ -43,7 +43,7 @@ def naive_needs(
 
     for each in decoding:
         if min(each.length, each.last) > room[each.sequence]:
-            # Another sequence may share the half-filled block, so it is copied.
+            # Another sequence may share the half-filled block, so the naive rule counts a copy.
             free -= sum(each.granted % size > 0 for size in sizes)
         while min(each.length, each.last) > room[each.sequence]:
             free -= add_unit(each.sequence)

@@ -121,7 +121,8 @@ async def test_an_owner_says_that_it_lives_three_times_a_lease(monkeypatch: pyte
         original(owner)
 
     monkeypatch.setattr(PoolOwner, "heartbeat", heartbeat)
-    async with setting(lease_s=0.3), asyncio.timeout(10):  # 16 heartbeats at one a second would exceed the limit.
+    # Heartbeats follow the lease: 16 of them, one a second, would exceed the timeout.
+    async with setting(lease_s=0.3), asyncio.timeout(10):
         while len(beats) < 16:
             await asyncio.sleep(0)
     assert min(later - earlier for earlier, later in pairwise(beats)) > 0.09

@@ -129,7 +129,8 @@ def test_closing_a_stream_that_waits_for_its_next_attempt_ends_iteration(server:
     streams: queue.SimpleQueue[ChunkStream] = queue.SimpleQueue()
 
     def answer(_request: Any, context: grpc.ServicerContext) -> None:
-        # gRPC runs this after it sends the refusal below. The request may arrive before the test has put its stream in.
+        # gRPC runs the callback after it has sent the refusal below. The request may arrive before the test has put its
+        # stream into the queue.
         context.add_callback(lambda: streams.get(timeout=10).close())
         context.abort(grpc.StatusCode.UNAVAILABLE, "as the script says")
 

@@ -9,7 +9,7 @@ from quire.session.ledger import Ledger
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
-Key = tuple[int, str, bytes]  # group number, namespace, digest
+Key = tuple[int, str, bytes]  # (group number, namespace, digest)
 
 
 class CacheView:

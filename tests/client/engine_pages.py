@@ -1,7 +1,7 @@
 """Simulates an engine's pages, and checks that each pass would read back its own sequence's tokens.
 
-In a group of tokens a page has one token in each place. In a group of states a page has all tokens that went into the
-state.
+In groups of attention, a page has one token in each slot. In groups of states, a page has all tokens that went into
+the state.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def summary(layers: tuple[LayerSpec, ...]) -> dict[tuple[GroupKind, int, int], i
     return dict(Counter((layer.kind, layer.window, layer.token_bytes or layer.state_bytes) for layer in own))
 
 
-# A token takes 2 (keys and values) x heads x head_dim x 2 bytes. A state takes convolution x 2 + recurrent x 4 bytes.
+# Bytes of a token: 2 (keys and values) x heads x head_dim x 2. Bytes of a state: convolution x 2 + recurrent x 4.
 TEN = {
     "llama-3-70b": {(FULL, 0, 2 * 8 * 128 * 2): 80},
     "gemma-3-27b": {(FULL, 0, 2 * 16 * 128 * 2): 10, (SLIDING, 1024, 2 * 16 * 128 * 2): 52},

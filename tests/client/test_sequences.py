@@ -95,7 +95,7 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
 
 
 async def settle(pretended: PretendedEngine) -> None:
-    """Runs turns until no step is in flight and every fork and free is sent. A sequence without room would ask
+    """Runs turns until no step is in flight and every fork and free is sent. A sequence without free slots would ask
     forever."""
     engine = pretended.engine
     while engine._under_way is not None or engine._agenda._forks or engine._agenda._freed:

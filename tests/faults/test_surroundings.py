@@ -85,7 +85,8 @@ def server(
             assert time.monotonic() < deadline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.02)
-        # With closed streams, a socket could get the number of a standard stream, and receive printed text.
+        # A closed standard stream must become /dev/null. Otherwise a socket would get the number of the stream, and
+        # receive printed text.
         if output is None:
             assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1, 2)} == {os.devnull}
         yield process, json.loads(ready.read_text())

@@ -76,7 +76,7 @@ class Streams:
         return all(task.done() for task in self._tasks)
 
     async def begun(self) -> None:
-        """Returns when each request has its first chunk. Later a request without a session could be refused."""
+        """Returns when each request has its first chunk. Later, a request without a session could be refused."""
         while self._waiting_count and not self.are_done:
             self._news.clear()
             await self._news.wait()
@@ -154,7 +154,7 @@ class Worker:
     async def agree(self) -> int:
         """Returns when worker and allocator have exactly the same sequences on the same blocks.
 
-        Asks one after the other, again and again, while the worker generates. Returns the number of sequences.
+        Asks allocator and worker in turn while the worker generates. Returns the number of sequences.
         """
         deadline = time.monotonic() + 2 * SOON_S
         while time.monotonic() < deadline:

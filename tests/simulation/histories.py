@@ -64,7 +64,7 @@ class Text:
     written: int  # tokens written to the pages
     committed: int
     granted: int
-    prompt: int  # tokens of the whole prompt, computed before the first sample
+    prompt: int  # number of tokens to compute before the first sample
     is_leaving: bool = False  # From here on, the fields say what holds once all steps are answered.
     committing: int = 0
     growing: int = 0

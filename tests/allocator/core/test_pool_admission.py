@@ -303,7 +303,7 @@ def test_a_namespace_that_may_leave_nothing_is_forgotten_with_its_last_sequence(
     computed(pool, 1, "ab", namespace="blue")
     pool.fork(1, 2)
     pool.free(1)
-    assert pool.match("blue", d("ab")) == 8  # still held
+    assert pool.match("blue", d("ab")) == 8  # the fork still holds both blocks
     pool.free(2)
     assert counts(pool) == (8, 0, 0)
     assert not pool.blocks.namespaces

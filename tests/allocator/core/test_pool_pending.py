@@ -1,4 +1,4 @@
-"""Prefixes that another sequence is computing: a request for one learns of it, and may wait. Blocks of 4 tokens."""
+"""A prompt learns how much of its prefix another sequence is computing, and may wait for it. Blocks of 4 tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only an owner with made-up digests has one digest at two positions of windows or states; both are kept apart."""
+"""Only an owner with made-up digests has a digest at two positions of windows or states. The pool keeps both apart."""
 
 from __future__ import annotations
 

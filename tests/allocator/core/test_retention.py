@@ -14,7 +14,7 @@ from tests.allocator.core.pools import commit, computed, d, full, grow, make_poo
 
 
 def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
-    """Returns the digests of a text for each `number`; a `tail` other than 0 changes its last block."""
+    """Returns the digests of text `number`; a `tail` other than 0 changes the text's last block."""
     digests = [b"%d.%d" % (number, i) for i in range(block_count)]
     if tail:
         digests[-1] += b".%d" % tail

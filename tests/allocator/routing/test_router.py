@@ -136,7 +136,8 @@ def test_prompts_go_to_their_prefix_until_computing_it_once_more_is_better() -> 
     sequence = scene.admit("a", "xyz")
     scene.compute("a", "xyz", sequence)
     pools = [scene.route(f"xyz{letter}").pool for letter in "abcdef"]  # each prompt has 12 shared tokens and 5 more
-    # at the fifth, a has 4 * 5 tokens waiting: 4 * 5 + 1.5 * 5 exceeds 1.5 * 17; then b has the prefix, too
+    # At the fifth prompt, pool a has 4 * 5 tokens to compute before it: 4 * 5 + 1.5 * 5 exceeds 1.5 * 17. Then pool b
+    # has the prefix, too.
     assert pools == ["a"] * 4 + ["b"] * 2
     assert scene.router.counts.routes == {Basis.PREFIX: 5, Basis.SPREAD: 1}
 
@@ -147,7 +148,7 @@ def test_a_worker_with_nothing_to_do_and_empty_blocks_soon_takes_a_copy() -> Non
     scene.compute("a", "xyz", sequence)
     scene.owner("b").pool.free(BUSY)
     pools = [scene.route(f"xyz{letter}").pool for letter in "abcdef"]
-    # at the fourth, a has 3 * 5 tokens waiting: 3 * 5 + 1.5 * 5 exceeds 1.1 * 17
+    # At the fourth prompt, pool a has 3 * 5 tokens to compute before it: 3 * 5 + 1.5 * 5 exceeds 1.1 * 17.
     assert pools == ["a"] * 3 + ["b", "a", "b"]
 
 

@@ -233,7 +233,7 @@ class StreamOwner:
         return (await self.exchange(pb.SessionRequest(step=step))).step_reply
 
     async def hang_up(self) -> None:
-        """Ends the owner's side and waits until the server has ended its own."""
+        """Ends the owner's side of the stream, and waits until the server has ended the stream."""
         await self.call.done_writing()
         assert await self.call.read() is aio.EOF
 

@@ -119,7 +119,7 @@ def test_an_allocator_without_standard_streams_serves_and_none_of_its_sockets_ge
 
 
 def test_strangers_cannot_make_an_allocator_write_lines_past_its_log(tmp_path: Path) -> None:
-    """gRPC writes its own complaints to the descriptor itself, from any thread that serves the socket."""
+    """gRPC writes its complaints directly to the file descriptor, from any thread that serves the socket."""
     authority = _certs.make_authority(tmp_path, days=1)
     _certs.make_server(tmp_path, authority, "server", [], days=1)
     tls = ["--tls-cert", str(tmp_path / "server.pem"), "--tls-key", str(tmp_path / "server.key")]

@@ -1,4 +1,4 @@
-"""A step is at most as long as its columns say. If they said less, a step beyond the limit would pass unmeasured."""
+"""A step has at most as many bytes as its columns say. If they said less, a step beyond the limit would be accepted."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class TwinState:
         return self.by_group(self.sequences[sequence_id].tables)
 
     def promised(self, sequence: TwinSequence) -> int:
-        """Returns the blocks that the rest of its prompt takes and its tables lack."""
+        """Returns how many blocks the sequence's tables lack for its whole prompt."""
         total = 0
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             now = sum(slot is not None for slot in table)
@@ -279,7 +279,7 @@ class TwinState:
         return sum(kind.width * kind.peak(token_count, chunk) for kind in self.kinds)
 
     def too_long(self, blocks: int, token_count: int, chunk: int) -> tuple[str, int]:
-        """Returns why `blocks` blocks are too many: no pass is short enough, or this one is not."""
+        """Returns why `blocks` blocks are too many: every pass is too long, or only this one."""
         if self.peak(token_count, chunk) > self.block_count:
             return "TOO_LONG", 0
         return "PASS_TOO_LONG", blocks - self.block_count

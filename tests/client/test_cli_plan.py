@@ -154,9 +154,9 @@ def test_what_a_group_is_worth_decides_between_groups_and_bytes(plan: Any) -> No
 
 def test_idle_chats_are_counted_by_what_the_pool_retains(plan: Any) -> None:
     asked = [GEMMA, "--memory", "80GiB", "--used", "50GiB", "--chat-tokens", "8k", "--chat-tokens", "30000"]
-    # The pool has 36,044 blocks. Each of 2 groups of full attention takes 512 or 1,875 blocks a chat.
-    # Each of 11 window groups takes as many with dense retention. With tail retention it takes 66: 64 for 1,023 tokens
-    # of the window, and 2 more.
+    # The pool has 36,044 blocks. Each of 2 groups of full attention takes 512 blocks for a chat of 8,192 tokens, and
+    # 1,875 for one of 30,000 tokens. Each of 11 window groups takes as many with dense retention. With tail retention
+    # it takes 66: 64 for 1,023 tokens of the window, and 2 more.
     found = json.loads(plan(*asked, "--json").out)
     assert found["memory"]["block_count"] == 36_044
     assert [tuple(row.values()) for row in found["chats"]] == [

@@ -220,7 +220,7 @@ async def test_a_new_session_of_the_pool_is_told_as_another_snapshot() -> None:
         step = StepBuilder()
         step.commit(1, 4, [ONE])
         await owner.step(step)
-        await owner.step(StepBuilder())  # This step acknowledges the previous one.
+        await owner.step(StepBuilder())  # This empty step acknowledges the commit.
         mirror = PrefixMirror(spec)
         async with scene.client.watch_events("a") as events:
             while not mirror.is_exact:

@@ -37,7 +37,7 @@ CONFIG = Path(__file__).parent / "configs" / "llama-3-70b.json"
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4, cache_layout="l", model_fingerprint=b"f" * 32)
 NO_INTEGERS: list[Any] = ["5", True, 1.5, math.nan, math.inf, [1], -(10**5000), 10**5000, 2**64, -(2**63) - 1]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, 1e300]
-# Columns of operations. A step does not send a column that holds only zeros.
+# Columns of operations that a step does not send if they hold only zeros.
 LEFT_OUT = ("keep_ms", "keep_token_count", "prompt_token_count", "priority", "defer_token_count")
 # Valid arguments of the calls below, by name. Each test case replaces one number.
 GIVEN: dict[str, Any] = {

@@ -54,7 +54,8 @@ def order(pages: Pages) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
     dice, pages, naive = random.Random(seed), Pages(), NaivePages()
-    chains: list[tuple[DigestSpace, int, int, bytes]] = []  # scope, next position, last block, digest of that block
+    # (scope, next position, last block, its digest) of each chain
+    chains: list[tuple[DigestSpace, int, int, bytes]] = []
     for step in range(1, 400):
         free = [block for block in range(BLOCKS) if dice.random() < 0.15]
         dice.shuffle(free)

@@ -24,7 +24,7 @@ async def test_a_step_of_more_than_the_allocator_takes_is_refused_before_anythin
         assert scene.service is not None
         limits = scene.session.limits
         large, many = StepBuilder(), StepBuilder()
-        large.allocate(2, 6, bytes(32 * 70_000))  # beyond the size limit of a message
+        large.allocate(2, 6, bytes(32 * 70_000))  # the digests exceed the size limit of a message
         for _ in range(limits.operations_per_step_max + 1):
             many.free(1)
         under_way = await scene.session.submit(allocate(1))

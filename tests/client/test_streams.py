@@ -114,7 +114,7 @@ def test_an_attempt_gets_only_the_time_that_is_left(flavour: str, server: Script
     with pytest.raises(UnavailableError):
         texts(flavour, server.address, timeout_s=10)
     assert len(remaining_s) == 4
-    assert remaining_s[0] - remaining_s[-1] > 0.4  # pauses of 50, 150 and 450 ms, each with 20 % jitter
+    assert remaining_s[0] - remaining_s[-1] > 0.4  # the pauses last 50, 150 and 450 ms, each with 20 % jitter
 
 
 def test_no_attempt_is_made_that_could_not_begin_before_the_deadline(flavour: str, server: ScriptedServer) -> None:

@@ -97,7 +97,7 @@ def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of
     asked(pool, 1, chat, 22)
     assert (ends(pool), states(pool)) == ([20], [20])
     answer(pool, 1, chat, 22, 24)
-    assert (ends(pool), states(pool)) == ([24], [20, 24])  # the prompt's state may still be hit, but is evicted first
+    assert (ends(pool), states(pool)) == ([24], [20, 24])  # hits can still end at 20, but this state is evicted first
     answer(pool, 1, chat, 24, 28)
     assert (ends(pool), states(pool)) == ([28], [20, 28])
     answer(pool, 1, chat, 28, 47)

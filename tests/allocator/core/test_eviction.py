@@ -67,7 +67,7 @@ def test_a_queue_gives_the_least_valuable_end_of_all_lanes_like_a_naive_one(name
     print("seed", seed)
     rng = random.Random(seed)
     policy = POLICIES[name](64)
-    policy.patience = 0  # every peek compares all lanes
+    policy.patience = 0  # without patience, every peek compares all lanes
     queue = EvictionQueue(policy)
     entries = [Stretch(number, rng.randint(1, 6), rng.randint(0, 9)) for number in range(40)]
     pushed: dict[Stretch, int] = {}

@@ -90,7 +90,7 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
     own = text(0, 20)
     stops = stops_of(pool)
     ends = [count for count, digest in stops if digest == own[8 * count - 32 : 8 * count]]
-    assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the prompt's end, and the end
+    assert sorted(ends) == [16, 48, 64, 72, 80]  # stops 64, 32, 16 and 8 tokens before the prompt's end, and at the end
     assert not any(stop.is_aside for stop in stops.values() if stop.token_count > 32)
 
 
@@ -163,6 +163,6 @@ def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     serve(pool, text(0, 64), 257)
     spare = pool.blocks.namespaces[""].scopes[1].spare
-    pool.blocks.take(pool.blocks.empty_count + spare)  # this evicts everything that no stop needs
+    pool.blocks.take(pool.blocks.empty_count + spare)  # the take evicts everything that no stop needs
     matched = [pool.match("", parted(5, 64, kept)) for kept in (63, 62, 60, 56, 50, 40, 20)]
     assert matched == [252, 248, 240, 224, 192, 128, 0]

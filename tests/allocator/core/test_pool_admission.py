@@ -198,7 +198,7 @@ def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed:
     )
     announced = rng.choice((0, 9))
     pool = make_pool(40, *groups, chunk_token_count_max=announced)
-    prompts: dict[int, tuple[int, int]] = {}  # sequence -> (its tokens, tokens of a pass)
+    prompts: dict[int, tuple[int, int]] = {}  # sequence id -> (tokens of the prompt, tokens of a pass)
     for sequence_id in range(1, 400):
         length, chunk = rng.randint(1, 40), rng.randint(1, 9)
         own = bytes([sequence_id % 256, sequence_id // 256]) * 16
@@ -327,7 +327,7 @@ def test_a_block_that_growing_leaves_behind_counts_too() -> None:
 
 
 def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> None:
-    # The copy is held in place of the checkpoint, not in addition to it.
+    # A sequence holds the copy in place of the checkpoint, not in addition to the checkpoint.
     pool = quota_pool(8, full(4), state(4), held_blocks_max=3)
     computed(pool, 1, "ab", namespace="blue")
     assert pool.blocks.namespaces["blue"].held_count == 3

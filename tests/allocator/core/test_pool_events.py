@@ -12,7 +12,8 @@ from quire_allocator.core.spec import GroupSpec
 
 from tests.allocator.core.pools import chunked, commit, computed, d, forget, full, grow, make_pool, sliding, state
 
-Told = list[tuple[str, str, int, str, int]]  # change, digests, first position, parent, manager
+# (change, letters of the digests, first position, letter of the parent, manager) of an event
+Told = list[tuple[str, str, int, str, int]]
 
 
 def letters_of(digests: bytes) -> str:
@@ -142,7 +143,7 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     pool.allocate(1, 6)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    grow(pool, 1, 13)  # the sequence continues in a copy
+    grow(pool, 1, 13)  # sequence 1 continues in a copy of the half-filled block
     grow(pool, 2, 13)  # sequence 2 alone still holds the half-filled block, so it needs no copy
     pool.fork(2, 3)
     commit(pool, 1, "abc", 13)

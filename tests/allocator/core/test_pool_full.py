@@ -229,7 +229,7 @@ def test_a_commit_may_adopt_blocks_of_several_earlier_sequences_and_stop_in_the_
     computed(pool, 1, "ab")  # has blocks 0 and 1
     computed(pool, 2, "abcd", tokens=1)  # the sequence shares blocks 0 and 1, and has 2, 3, and 4 for the last token
     computed(pool, 3, "abcdxy")  # the sequence shares 0 to 3, and has 5 and 6: the path now has three runs
-    pool.allocate(4, 24)  # without digests nothing is hit: the sequence has 7 to 12
+    pool.allocate(4, 24)  # without digests nothing is hit: the sequence has blocks 7 to 12
     answer = commit(pool, 4, "abcdxz", 24)
     assert answer.swaps == [Swap(0, 0, 0), Swap(0, 1, 1), Swap(0, 2, 2), Swap(0, 3, 3), Swap(0, 4, 5)]
     assert blocks_of(pool, 4) == [0, 1, 2, 3, 5, 12]
@@ -349,7 +349,7 @@ def test_a_block_that_only_the_larger_group_has_half_filled_is_copied_by_whoever
     grow(pool, 1, 6)
     pool.fork(1, 2)
     assert tables(pool, 2) == [[0], [1]]
-    assert pool.sequences[1].limit == 6  # otherwise the parent would write into the block that the fork shares
+    assert pool.sequences[1].limit == 6  # beyond 6, the parent would write into the block that the fork shares
     grown = grow(pool, 1, 7)
     assert grown.copies == [(1, 3)]
     invariants.check(pool)

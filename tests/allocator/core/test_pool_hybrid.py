@@ -97,7 +97,7 @@ def test_a_long_prompt_is_hit_at_its_end_but_no_longer_where_its_windows_were_ev
 
 
 def test_different_block_sizes_are_hit_at_edges_of_all_of_them() -> None:
-    # Digests cover 2 tokens; full attention in blocks of 4, windows of 5 in blocks of 2.
+    # Digests cover 2 tokens. Full attention has blocks of 4, and a window of 5 has blocks of 2.
     pool = make_pool(40, full(4), sliding(2, 5))
     computed(pool, 1, "abcdef")
     assert matches(pool, "abcdef") == [0, 0, 4, 4, 8, 8, 12]

@@ -64,17 +64,18 @@ def test_what_a_sequence_alone_borrows_does_not_count_as_held_by_others() -> Non
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
     commit(pool, 1, "ab", 8)
-    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)  # sequence 1 also holds "a"
-    assert pool.allocate(3, 28).victim == Victim(1, 0)  # sequence 2 also holds both blocks
+    # sequence 1 also holds "a", so sequence 2 loses only 2 tokens
+    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)
+    assert pool.allocate(3, 28).victim == Victim(1, 0)  # sequence 2 also holds both blocks of sequence 1
     pool.free(1)
     assert pool.allocate(3, 28).victim == Victim(2, 6)
 
 
 def test_where_windows_or_states_are_not_shared_as_well_everything_is_computed_again() -> None:
     pool = make_pool(8, full(4), sliding(4, 4))
-    computed(pool, 1, "ab")  # full attention has blocks 0 and 1; the window keeps 3
+    computed(pool, 1, "ab")  # full attention has blocks 0 and 1; the window keeps block 3
     pool.allocate(2, 9, d("ab"))
-    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # sequence 2 also holds all of its blocks
+    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # sequence 2 also holds all blocks of sequence 1
     # sequence 2 holds a block of the window that no other sequence holds
     assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 8)
 

@@ -33,8 +33,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def test_112_tokens_of_10_full_and_20_sliding_layers_take_11_blocks() -> None:
-    # Block size 16, window 32, groups of 10 layers. Full attention: 112 / 16 = 7 blocks. The token at 112 reads tokens
-    # 81 to 112: of the 7 blocks of each sliding group the last two, 80 to 95 and 96 to 111, are still needed.
+    # Blocks have 16 tokens, the window 32, and groups 10 layers. Full attention takes 112 / 16 = 7 blocks. The token at
+    # 112 reads tokens 81 to 112. So each sliding group still needs the last two of its 7 blocks, with tokens 80 to 95
+    # and 96 to 111.
     pool = make_pool(32, full(16), sliding(16, 32), sliding(16, 32))
     pool.allocate(1, 112, d("abcdefg"))
     assert counts(pool) == (11, 0, 21)  # one pass computes all tokens, and writes 7 blocks in each group
@@ -174,8 +175,8 @@ def test_a_chunk_is_hit_from_its_own_beginning_on() -> None:
     commit(pool, 1, "abcde", 21)
     pool.free(1)
     forget(pool, 0, [0, 1, 2])
-    # A hit of 20 tokens needs block 4. Hits of 16 and 8 end at a chunk's edge and need nothing. A hit of 12 needs block
-    # 2, which is gone.
+    # A hit of 20 tokens needs block 4. Hits of 16 and 8 tokens end at a chunk's edge and need no block. A hit of 12
+    # tokens needs block 2, which is gone.
     assert [pool.match("", d("abcde")[: 32 * count]) for count in range(6)] == [0, 0, 8, 8, 16, 20]
     grown = pool.allocate(2, 21, d("abcde"))
     # the new block is 2, emptied last
@@ -223,7 +224,7 @@ def test_a_block_that_another_sequence_published_first_is_swapped_in() -> None:
 @pytest.mark.parametrize("make", [sliding, chunked])
 def test_no_sequence_ever_holds_more_than_admission_counted(make: object, window: int, block_size: int) -> None:
     for chunk in (1, 2, 3, 5, 8):
-        for first in range(1, chunk + 1):  # this shifts the passes relative to the blocks
+        for first in range(1, chunk + 1):  # `first` shifts the passes relative to the blocks
             pool = make_pool(40, make(block_size, window))  # type: ignore[operator]
             peak = pool.managers[0].peak(30, chunk)
             pool.allocate(1, first, prompt_token_count=30)

@@ -16,7 +16,7 @@ from quire_allocator.routing.router import Prompt, PromptResult, RoutedTo, Route
 from tests.allocator.service.harness import d
 
 SPEC = PoolSpec(64, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
-BUSY = 1  # id of the sequence that each pool has
+BUSY = 1  # id of the sequence that each pool has from the start
 WORKER = Worker("here:1", "m", frozenset({"tuned"}), 100, is_draining=False)
 
 
@@ -25,7 +25,7 @@ class Scene:
 
     def __init__(self, names: str = "ab", worker: Worker = WORKER) -> None:
         self.directory = Directory(lease_s=10.0, pools_max=16)
-        self.router = Router(sequence_tokens=0)  # prompts are short here, and one live sequence would outweigh them
+        self.router = Router(sequence_tokens=0)  # these prompts are so short that a live sequence would outweigh them
         self.last = BUSY
         for name in names:
             self.open(name, worker)
@@ -104,7 +104,7 @@ def test_a_promise_that_is_not_kept_is_counted_as_missed() -> None:
     scene = Scene()
     name = scene.route("vxyz").pool
     scene.route("vxyw")
-    scene.admit(name, "vxyw")  # this prompt is admitted before the one that would have computed its prefix
+    scene.admit(name, "vxyw")  # this prompt is admitted before the prompt that would have computed its prefix
     assert scene.router.counts.missed_token_count == 12
 
 

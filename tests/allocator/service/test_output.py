@@ -123,7 +123,8 @@ def test_strangers_cannot_make_an_allocator_write_lines_past_its_log(tmp_path: P
     authority = _certs.make_authority(tmp_path, days=1)
     _certs.make_server(tmp_path, authority, "server", [], days=1)
     tls = ["--tls-cert", str(tmp_path / "server.pem"), "--tls-key", str(tmp_path / "server.key")]
-    frame = bytes([0, 0, 9, 1, 4, 0, 0, 0, 1]) + bytes([0x08, 7]) + b"bad 200"  # the value of :status is no number
+    # a header `:status` with the value "bad 200", which is no number
+    frame = bytes([0, 0, 9, 1, 4, 0, 0, 0, 1]) + bytes([0x08, 7]) + b"bad 200"
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
     for options, sent in ((tls, b"GET / HTTP/1.1\r\n\r\n"), ([], preface + frame)):
         folder = tmp_path / str(len(options))

@@ -167,7 +167,8 @@ def test_a_pool_without_full_attention_is_not_followed() -> None:
 def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
     print("seed", seed)
     rng, scene = random.Random(seed), Scene(8)
-    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # digest -> the last slice that had it
+    # `latest`: digest -> the last slice that had the digest
+    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()
     slice_now, in_slice = 0, set[bytes]()
     for _ in range(300):
         letters = "".join(rng.choice("abc") for _ in range(rng.randint(1, 5)))

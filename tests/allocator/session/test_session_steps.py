@@ -40,7 +40,7 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
     assert first.free_block_count == 0
     reply = await owner.step(
         commits=commits((1, 6, d("a"))),  # the commit publishes this block before the new sequence looks it up
-        frees=pb.FreePhase(sequences=[2]),  # the free makes room for the grows
+        frees=pb.FreePhase(sequences=[2]),  # the free empties the blocks that the grows take
         forks=pb.ForkPhase(parents=[1], children=[3]),  # the fork shares this block and the half-filled one
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )

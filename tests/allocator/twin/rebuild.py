@@ -74,7 +74,8 @@ class NodeBuilder:
         self._trees: dict[str, dict[bytes, Node]] = {}
         self._orders: dict[str, list[Node]] = {}  # per namespace, the nodes with a path to the root, parents first
         self._by_block: dict[int, tuple[str, Node]] | None = None
-        self._sharers: dict[int, tuple[str, Node | None]] = {}  # first block of a half-filled position -> its prefix
+        # first block of a half-filled position -> (namespace, last node before the position)
+        self._sharers: dict[int, tuple[str, Node | None]] = {}
         self._parts: dict[int, list[RunPart]] = {}
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:

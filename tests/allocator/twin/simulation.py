@@ -71,7 +71,7 @@ class Simulation(Comparison):
         share = self.keeps.choice((0.1, 0.3, 1.0))
         self.pool.blocks.kept_block_count_max = self.twin.kept_max = int(share * self.shape.block_count)
         retention = self.pool.coordinator.retention
-        if not seed % 2 and not retention.is_even:  # few histories have as many edits by chance
+        if not seed % 2 and not retention.is_even:  # by chance, few histories would have as many edits
             retention.partings.inside = self.twin.retention.partings.inside = EDITS_BEFORE
 
     def run(self, event_count: int) -> None:
@@ -209,7 +209,7 @@ class Simulation(Comparison):
         if parent_id is None or len(self.writers) >= LIVE_MAX:
             return
         rng = self.random
-        if self.has_state and rng.random() < 0.8:  # otherwise nearly every fork would be UNCOMMITTED
+        if self.has_state and rng.random() < 0.8:  # without this choice, nearly every fork would be UNCOMMITTED
             settled = [i for i, sequence in self.twin.sequences.items() if sequence.token_count == sequence.committed]
             parent_id = rng.choice(settled or [parent_id])
         child_id = self.next_id if rng.random() < 0.95 else rng.randint(0, self.next_id - 1)

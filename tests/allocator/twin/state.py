@@ -81,7 +81,7 @@ class TwinSequence:
     places: list[int] = field(default_factory=list)
     # per kind, the slot hit last; of states, the one hit or made last
     last: dict[int, Slot] = field(default_factory=dict)
-    needed: list[Slot] = field(default_factory=list)  # fallen slots that a hit at its last edge needs
+    needed: list[Slot] = field(default_factory=list)  # fallen slots that a hit at the sequence's last edge needs
     stop: TwinStop | None = None  # the deepest stop that the sequence made or hit
 
 
@@ -116,7 +116,7 @@ class TwinState:
         self.highest_id = 0
         self.replaced_count = 0  # early stops replaced by another stop
         self.answered_count = 0  # number of stops at ends of prompts and in answers that later stops replaced
-        self.empty = list(range(block_count))[::-1]  # the last one is granted next
+        self.empty = list(range(block_count))[::-1]  # the last block of the list is granted next
         self.published: list[Slot] = []
         self.clock = self.now_ms = 0
         self.kept_max = 0  # most blocks of a namespace that callers may ask to keep

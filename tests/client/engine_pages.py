@@ -1,7 +1,7 @@
 """Simulates an engine's pages, and checks that each pass would read back its own sequence's tokens.
 
-In a group of tokens a page has one token in each place. In a group of states a page has all tokens that went into the
-state.
+In groups of attention, a page has one token in each slot. In groups of states, a page has all tokens that went into
+the state.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class PretendedEngine:
                     self.pages[slot] = tuple(sequence.tokens[: position + 1])
                 else:
                     number, place = divmod(slot, spec.block_size)
-                    if not isinstance(self.pages.get(number), dict):  # The page is new, or held a state.
+                    # A new page, or a page that held a state, has no dict yet.
+                    if not isinstance(self.pages.get(number), dict):
                         self.pages[number] = {}
                     self.pages[number][place] = token
         if sequence.due.stop < len(sequence.tokens):

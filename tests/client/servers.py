@@ -196,7 +196,7 @@ def quire(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Co
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=110,  # a busy machine may need a minute to start it
+        timeout=110,  # seconds; a busy machine may need a minute to start the process
         check=False,
         env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", **environment},
     )
@@ -213,7 +213,8 @@ def link_local() -> str | None:
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, scope, flags, name = line.split()
-            # 20: link-local; 80: permanent, so ready for use. Container engines remove a veth at any time.
+            # Scope 20 is link-local. Flag 80 is permanent: the address is ready for use. Container engines may remove a
+            # veth at any time.
             if scope == "20" and flags == "80" and not name.startswith("veth"):
                 return f"{':'.join(digits[at : at + 4] for at in range(0, 32, 4))}%{name}"
     return None

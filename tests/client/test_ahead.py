@@ -1,4 +1,4 @@
-"""Tests the room that a session asks for ahead of decoding, against a naive twin and a real allocator."""
+"""Tests the slots that a session requests ahead of decoding, against a naive twin and a real allocator."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def naive_needs(
     free = free_block_count
 
     def add_unit(sequence: int) -> int:
-        """Extends the room to the next multiple of an increment; returns the number of blocks for it."""
+        """Extends a sequence's slots to the next multiple of an increment; returns how many blocks they take."""
         before = room[sequence]
         room[sequence] = (before // increment + 1) * increment
         return blocks_of(room[sequence], sizes) - blocks_of(before, sizes)
 
     for each in decoding:
         if min(each.length, each.last) > room[each.sequence]:
-            # Another sequence may share the half-filled block, so it is copied.
+            # Another sequence may share the half-filled block, so the naive rule counts a copy.
             free -= sum(each.granted % size > 0 for size in sizes)
         while min(each.length, each.last) > room[each.sequence]:
             free -= add_unit(each.sequence)
@@ -138,12 +138,12 @@ async def opened(client: AsyncAllocator, spec: PoolSpec, lengths: list[int], *, 
 
 
 def room_of(session: AsyncSession, sequence_id: int) -> int:
-    """Returns the number of tokens that a sequence has room for, by the session's ledger."""
+    """Returns the number of tokens that a sequence has slots for, by the session's ledger."""
     return session.ledger.sequences[sequence_id].token_count
 
 
 async def asked(session: AsyncSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
-    """Asks ahead for these sequences. Returns the answer, and the room of each sequence as the answer says it."""
+    """Asks ahead for these sequences. Returns the answer, and how many tokens each sequence then has slots for."""
     step = StepBuilder()
     session.ahead.ask(step, decoding)
     outcome = await session.step(step)

@@ -65,7 +65,7 @@ def test_an_owner_drops_its_cache_and_is_told_what_left_and_what_others_drop(all
         assert [each.digests for each in outcome.removed] == digests(0, 1)
         with pytest.raises(ValueError, match="digests need the namespace"):
             step.drop(None, digests(0, 1))
-        for empty in (b"", []):  # A prompt shorter than a block has such digests. Everything would be dropped.
+        for empty in (b"", []):  # A prompt shorter than a block has no digests, and must not drop everything.
             with pytest.raises(ValueError, match="digests must not be empty"):
                 client.drop_cache("mine", "", empty)
             with pytest.raises(ValueError, match="digests must not be empty"):
@@ -100,7 +100,7 @@ def test_digests_of_16_bytes_of_a_foreign_hash_are_taken_one_by_one(allocator: S
         step = StepBuilder()
         step.commit(1, 8, foreign)
         answered(session, step)
-        answered(session, allocate(2, 4))  # This step acknowledges the answer.
+        answered(session, allocate(2, 4))  # This step acknowledges the answer to the commit.
         assert client.match_prefix(foreign)[0].matched_token_count == 8
         assert client.match_prefix([digest + bytes(16) for digest in foreign])[0].matched_token_count == 8
         with pytest.raises(ValueError, match="32 bytes, or 16"):

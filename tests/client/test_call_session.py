@@ -91,7 +91,7 @@ async def test_a_step_whose_connection_was_killed_before_its_answer_is_applied_o
         scene.proxy.swallow_replies()
         asked = asyncio.create_task(session.step(StepBuilder().commit(1, 6, d("a")).fork(1, 2).grow(2, 9)))
         await scene.applied(2)
-        scene.proxy.cut()  # gRPC repeats the call by itself.
+        scene.proxy.cut()  # After the cut, gRPC repeats the call by itself.
         scene.proxy.let_through()
         outcome = await asked
         assert [*outcome.commits, *outcome.forks, outcome.grows[0].result] == [Result.OK] * 3
@@ -166,7 +166,7 @@ async def test_a_session_that_is_opened_by_the_same_request_again_goes_on_where_
         assert (await again.step(StepBuilder().grow(5, 8).allocate(6, 4))).grows[1].result
         with pytest.raises(ValueError, match="the id of a new sequence must be above 6"):
             await again.step(StepBuilder().allocate(4, 4))
-        with pytest.raises(QuireError) as raised:  # The first session does not know of that step.
+        with pytest.raises(QuireError) as raised:  # The first session does not know of the step of `again`.
             await session.step(StepBuilder().free(5))
         assert raised.value.reason is Reason.STEP_MISMATCH
 

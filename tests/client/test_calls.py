@@ -112,7 +112,7 @@ async def test_answers_that_nobody_takes_keep_their_places_and_bytes(monkeypatch
         return BytesValue(value=bytes(size))
 
     async def asked(size: int, count: int) -> int:
-        """Returns how many calls the server has refused; the other calls' answers cannot leave."""
+        """Returns how many calls the server has refused; it cannot send the answers to the other calls."""
         before = len(caller.ended)
         message = framed(BytesValue(value=str(size).encode()).SerializeToString())
         await caller.send({caller.begin(METHOD, ()): message for _ in range(count)}, are_last=True)

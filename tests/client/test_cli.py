@@ -249,7 +249,7 @@ def test_the_timeout_of_health_is_for_all_its_questions_together(worker: Scripte
 
     def check(_request: Any, context: grpc.ServicerContext) -> health_pb2.HealthCheckResponse:
         remaining_s.append(context.time_remaining())
-        worker.released.wait(0.2)  # Never set: the answer comes late.
+        worker.released.wait(0.2)  # `released` is never set, so this delays the answer.
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     worker.answers["Check"] = check

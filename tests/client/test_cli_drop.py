@@ -91,7 +91,8 @@ def test_a_prompt_is_forgotten_behind_the_tokens_to_keep(worker: ScriptedServer,
         assert cached() == [0, 12]
         for dry in ((), ("--dry-run",)):
             assert quire("cache", "drop", "unknown", text, *to, *dry).returncode == 6
-        session.allocate(3, 4)  # The owner learns of the drops, so the allocator takes as many digests again.
+        # This answer tells the owner of the drops, so the allocator accepts as many digests again.
+        session.allocate(3, 4)
         long = ("--token-ids", ",".join(["7"] * 4 * 1_030))
         assert quire("cache", "drop", "mine", *long, *to).stdout.startswith("0 blocks dropped")
 

@@ -22,7 +22,7 @@ KNOW_OLD_NAMES = {
     "tests/worker/test_option_names.py",
     "worker_service/quire_worker/process/options.py",
 }
-OF_A_SERVER = re.compile(r"--cuda-graph-batch-max\b")  # `Parser.add_renamed` knows it
+OF_A_SERVER = re.compile(r"--cuda-graph-batch-max\b")  # an old name that a server refuses by `Parser.add_renamed`
 TEXT = {".md", ".py", ".sh", ".yml", ".yaml", ".toml", ".proto", ".json", ".example", ""}
 
 
@@ -80,7 +80,8 @@ def leaves(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]
 
 
 COMMANDS_NOW = dict(leaves(typer.main.get_command(app)))
-WITHOUT_JSON = {"allocator", "worker", "gateway", "completion"}  # programs of their own, and a script for a shell
+# programs of their own, and `completion`, which prints a shell script
+WITHOUT_JSON = {"allocator", "worker", "gateway", "completion"}
 REMOVES = {"adapter unload", "branch release", "cache drop", "request cancel"}
 
 

@@ -73,8 +73,8 @@ def test_a_plan_is_tables_that_fit_a_terminal(plan: Any) -> None:
     rows = [line.split() for line in lines]
     assert ["2", "full", "attention", "10,", "5", "a", "page", "16", "tokens", "131,072", "0.0%"] in rows
     assert ["11", "sliding", "window", "1,024", "52,", "5", "a", "page", "16", "tokens", "131,072", "5.5%"] in rows
-    # 2 x 2,048 blocks of full attention and 11 x 65 of the window make 4,811. The pool's 34,041 blocks, as large as one
-    # sequence of 32,768 x 507,904 bytes, hold that 7 times.
+    # A sequence takes 2 x 2,048 blocks of full attention and 11 x 65 of the window: 4,811. The pool has 34,041 blocks,
+    # enough for 7. As full attention alone, one sequence takes 32,768 x 507,904 bytes, and only 1 fits.
     assert ["32,768", "4,811", "2.9", "GiB", "0.8%", "0.8%", "15.5", "GiB", "7", "1"] in rows
     assert "weights" not in out
 
@@ -154,8 +154,9 @@ def test_what_a_group_is_worth_decides_between_groups_and_bytes(plan: Any) -> No
 
 def test_idle_chats_are_counted_by_what_the_pool_retains(plan: Any) -> None:
     asked = [GEMMA, "--memory", "80GiB", "--used", "50GiB", "--chat-tokens", "8k", "--chat-tokens", "30000"]
-    # The pool has 36,044 blocks. Each of 2 groups of full attention takes 512 or 1,875 blocks a chat.
-    # Each of 11 window groups takes as many, or only 66: 64 for its 1,023 tokens and 2 more.
+    # The pool has 36,044 blocks. Each of 2 groups of full attention takes 512 blocks for a chat of 8,192 tokens, and
+    # 1,875 for one of 30,000 tokens. Each of 11 window groups takes as many with dense retention. With tail retention
+    # it takes 66: 64 for 1,023 tokens of the window, and 2 more.
     found = json.loads(plan(*asked, "--json").out)
     assert found["memory"]["block_count"] == 36_044
     assert [tuple(row.values()) for row in found["chats"]] == [
@@ -179,7 +180,8 @@ def test_heads_of_two_sizes_are_one_group_with_two_sizes_per_layer(plan: Any, tm
 
 def test_a_state_is_told_in_blocks_and_in_tokens(plan: Any) -> None:
     out = plan(str(CONFIGS / "jamba-v0.1.json"), "--checkpoint-tokens", "512", "--state-dtype", "bf16").out
-    # A state has 28 x (65,536 + 262,144) bytes. A page has 4 layers x 64 tokens x 4,096 bytes, 16,384 bytes a token.
+    # The states of 28 layers take 28 x (65,536 + 262,144) bytes. A page takes 4 layers x 64 tokens x 4,096 bytes, so a
+    # token takes 16,384 bytes.
     assert "state   9,175,040 bytes in 9 blocks, as much as 576 tokens" in out
     assert "kept at the end of a prompt and every 512 tokens" in out
     assert "prefix hits are multiples of 64 tokens" in out

@@ -37,7 +37,7 @@ def test_ports_are_free_or_of_quires_servers_or_of_another_program(
     with allocator_process(tmp_path) as allocator, socket.create_server(("127.0.0.1", 0)) as other:
         grpc, metrics = port_of(allocator.address), port_of(allocator.metrics_address)
         taken = str(other.getsockname()[1])
-        free = "0"  # always free
+        free = "0"  # a socket can always bind port 0
         ports = {grpc: "--listen-allocator", metrics: "--metrics-allocator", free: "--listen-gateway"}
         monkeypatch.setattr(scrapes, "PORTS", ports)
         states = found()

@@ -15,7 +15,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from tests.allocator.service.harness import StreamOwner, running_allocator
 
-CALLS = 150  # In a few hundred calls, grpc.aio alone forgets several.
+CALLS = 150  # enough calls: of a few hundred, grpc.aio alone loses the reason of several
 BAD_CHUNK = pb.SessionRequest(report_chunk=pb.ReportChunk(namespaces=["x" * 129]))
 
 

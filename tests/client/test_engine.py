@@ -12,7 +12,7 @@ import pytest
 from quire._transport import grpc_io
 
 MESSAGES = 200
-# Prints how often the threads of gRPC's EventEngine ran during these messages.
+# The script prints how often the threads of gRPC's EventEngine ran during `MESSAGES` messages.
 SCRIPT = f"""
 import asyncio, os, pathlib, sys
 {{imports}}

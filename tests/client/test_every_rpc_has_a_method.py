@@ -112,13 +112,14 @@ def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, m
         if method.name == "RenewBranches":
             branch = client.prefill("prompt")  # type: ignore[union-attr]
             target = branch._opened
-        # With `keep_alive` the session would still send calls during the next test.
+        # Without `keep_alive=False` the session would still send calls during the next test.
         options = {"transport": "calls", "keep_alive": False} if method.name == "OpenSession" else {}
         outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()), **options)
         if method.name == "Session":
             with pytest.raises(FailedPreconditionError, match="as the script says"), outcome:
                 pass
-            assert server.attempts[method.name] > before  # It may grow by more than 1: the asyncio test below says why.
+            # The count may grow by more than 1: the asyncio test below says why.
+            assert server.attempts[method.name] > before
             return
         if method.name == "OpenSession":
             outcome.open()
@@ -146,7 +147,7 @@ async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str,
             with pytest.raises(FailedPreconditionError, match="as the script says"):
                 await outcome.open()
             # The script refuses before it reads. If the client's write fails first, gRPC hides the reason, and the
-            # session attaches again.
+            # session attaches again: the count grows by more than 1.
             assert server.attempts[method.name] > before
             return
         if method.name == "OpenSession":

@@ -49,7 +49,7 @@ def test_the_installed_grpc_is_one_that_was_looked_at() -> None:
 async def test_steps_that_are_waited_for_are_exchanged_for_their_answers(exchanged: list[str]) -> None:
     async with setting() as scene:
         await scene.session.step(allocate(1))
-        exchanged.clear()  # The session may still have been reading during the first step.
+        exchanged.clear()  # The first step may not be exchanged, because a read may still be in flight.
         for token_count in range(7, 12):
             assert (await scene.session.step(grow(token_count))).grows[0].result is Result.OK
         assert exchanged.count("step") == 5

@@ -246,7 +246,7 @@ def test_a_worker_with_an_open_stream_and_no_allocator_ends_by_itself(how: str) 
     with stack:
         assert stack.allocator is not None
         assert stack.worker is not None
-        stack.allocator.process.send_signal(signal.SIGSTOP)  # The worker now waits for the allocator's answer.
+        stack.allocator.process.send_signal(signal.SIGSTOP)  # From now on the worker waits for the allocator's answer.
         with Client(stack.worker_address) as client, client.stream("The for statement"):
             while not (status := client.status()).waiting_count + status.running_count:
                 pass
@@ -258,7 +258,7 @@ def test_a_worker_with_an_open_stream_and_no_allocator_ends_by_itself(how: str) 
                 assert stack.worker.process.stdin is not None
                 stack.worker.process.stdin.close()
                 stack.worker.process.wait(60)
-    assert stack.worker.process.returncode == 0  # SIGKILL would give -9
+    assert stack.worker.process.returncode == 0  # the worker ended by itself; after SIGKILL it would be -9
 
 
 def test_up_runs_until_it_is_told_to_stop() -> None:

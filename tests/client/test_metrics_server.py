@@ -63,7 +63,7 @@ def test_more_half_requests_than_connections_cost_the_oldest_their_place() -> No
 def test_a_request_has_a_time_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "REQUEST_S", 0.5)
     with serving() as server, half_a_request(server) as slow, contextlib.suppress(OSError):
-        while True:  # Each byte arrives before the limit of a single read.
+        while True:  # Each byte arrives within the limit of a single read.
             slow.sendall(b"a")
             slow.settimeout(0.1)
             with contextlib.suppress(TimeoutError):
@@ -85,9 +85,11 @@ def test_a_head_is_no_longer_than_it_may_be() -> None:
 
 def test_a_server_is_closed_while_a_caller_holds_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((metrics, "REQUEST_S"), (metrics._QuietHandler, "timeout")):
-        monkeypatch.setattr(owner, name, 3_600.0)  # Waiting for the caller would take longer than a test may.
+        # A server that waited for the caller would take longer than a test may.
+        monkeypatch.setattr(owner, name, 3_600.0)
     with serving() as server, half_a_request(server):
-        assert ask(server) == 200  # Connections are accepted in order, so the other one has been, too.
+        # Connections are accepted in order, so the half request's connection has been accepted, too.
+        assert ask(server) == 200
         server.close()
         server.close = lambda: None  # type: ignore[method-assign]
 

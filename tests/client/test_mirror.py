@@ -113,7 +113,7 @@ class RandomOwner:
             tokens = [branch % 3] * 4 * self.size + [branch] * 8 * self.size
             digests = block_digests(bytes(32), tokens, self.size)
             self.prompts += [("", digests), ("tenant", digests)]
-        self.live: dict[int, tuple[str, list[bytes], int, int]] = {}  # namespace, digests, granted, committed
+        self.live: dict[int, tuple[str, list[bytes], int, int]] = {}  # id -> namespace, digests, granted, committed
         self.last_id = 0
 
     async def act(self, session: OneByOne) -> None:
@@ -220,14 +220,14 @@ async def test_a_new_session_of_the_pool_is_told_as_another_snapshot() -> None:
         step = StepBuilder()
         step.commit(1, 4, [ONE])
         await owner.step(step)
-        await owner.step(StepBuilder())  # This step acknowledges the previous one.
+        await owner.step(StepBuilder())  # This empty step acknowledges the commit.
         mirror = PrefixMirror(spec)
         async with scene.client.watch_events("a") as events:
             while not mirror.is_exact:
                 mirror.apply(await anext(events))
             assert (mirror.stored(0), mirror.matched_token_count([ONE])) == ({ONE}, 4)
             before = mirror.session_id
-            owner._owner.disown()  # After this the owner reports its pool, as if the allocator had lost it.
+            owner._owner.disown()  # The owner reports its pool next, as if the allocator had lost it.
             owner._drop()
             mirror.apply(await anext(events))
             assert (mirror.is_exact, mirror.stored(0)) == (False, frozenset())

@@ -48,7 +48,7 @@ def test_a_reader_that_stands_still_costs_lines_and_no_time(pipe: tuple[int, int
     assert stream.dropped_line_count > count / 2
     left = count - stream.dropped_line_count
     read = b""
-    while read.count(b"\n") < left:  # When the output is read again, the stream writes the remaining lines.
+    while read.count(b"\n") < left:  # While the output is read, the stream writes the remaining lines.
         read += os.read(reader, 65_536)
     assert stream.wait_empty(10)
     stream.write("back\n")

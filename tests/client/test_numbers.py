@@ -37,9 +37,9 @@ CONFIG = Path(__file__).parent / "configs" / "llama-3-70b.json"
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4, cache_layout="l", model_fingerprint=b"f" * 32)
 NO_INTEGERS: list[Any] = ["5", True, 1.5, math.nan, math.inf, [1], -(10**5000), 10**5000, 2**64, -(2**63) - 1]
 NO_NUMBERS: list[Any] = ["5", True, math.nan, math.inf, -math.inf, [1], 10**5000, 1e300]
-# Columns of operations. A step does not send a column that holds only zeros.
+# Columns of operations that a step does not send if they hold only zeros.
 LEFT_OUT = ("keep_ms", "keep_token_count", "prompt_token_count", "priority", "defer_token_count")
-# Arguments of the calls below, by name. Each test case then replaces one number.
+# Valid arguments of the calls below, by name. Each test case replaces one number.
 GIVEN: dict[str, Any] = {
     "prompt": "p", "many": ["p"], "conversation": [{"role": "user", "content": "u"}], "pool": "p", "spec": SPEC,
     "sequence_id": 2, "token_count": 1, "parent_id": 1, "child_id": 2, "namespace": "n", "digests": b"d" * 32,
@@ -97,7 +97,7 @@ def refuse(call: Callable[..., Any], name: str, values: list[Any]) -> None:
         assert name in said, (name, value, said)
         assert shown(value) in said, (name, value, said)
         assert "proto" not in said.lower(), said
-        assert "range" not in said, said  # protobuf's own wording
+        assert "range" not in said, said  # "range" is protobuf's wording
 
 
 OWNERS = {"client": Client, "branch": Branch, "allocator": Allocator}
@@ -269,7 +269,7 @@ NO_CALLERS = {
     "PageSlice",
     "ConfigError",
     "Retention",
-}  # Only the planner makes objects of these classes.
+}  # Callers make no objects of these classes; only the planner does.
 FUNCTIONS = {
     name: value
     for module in (planning, hashing)

@@ -54,7 +54,8 @@ def order(pages: Pages) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
     dice, pages, naive = random.Random(seed), Pages(), NaivePages()
-    chains: list[tuple[DigestSpace, int, int, bytes]] = []  # scope, next position, last block, digest of that block
+    # (scope, next position, last block, its digest) of each chain
+    chains: list[tuple[DigestSpace, int, int, bytes]] = []
     for step in range(1, 400):
         free = [block for block in range(BLOCKS) if dice.random() < 0.15]
         dice.shuffle(free)
@@ -77,7 +78,7 @@ def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
             count = dice.randint(1, len(stretch.blocks))
             table = list(range(1_000, 1_000 + stretch.first_position)) + list(stretch.blocks[:count])
             table += dice.sample(range(BLOCKS), dice.randrange(3))
-            # Sampling may repeat a block of the table, so duplicates are dropped.
+            # `dice.sample` may add a block that is already in the table, so duplicates are dropped.
             let_go = list(dict.fromkeys(reversed(table)))
             naive.release(step, operation, 0, let_go)
             let_go_of(pages, step, operation, let_go, begin=dice.randrange(2))

@@ -13,7 +13,8 @@ from tests.client.servers import allocator_process
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, PING, GOAWAY, ACK = 4, 6, 7, 1
-APART_S = 2.5  # seconds; our servers permit 2. With gRPC's default, 5 minutes, a server hangs up at the third ping.
+# Seconds between pings; Quire's servers permit 2. With gRPC's default, 5 minutes, a server hangs up at the third ping.
+APART_S = 2.5
 PING_COUNT = 5
 
 
@@ -44,7 +45,7 @@ def test_an_idle_caller_that_pings_every_few_seconds_keeps_its_connection(tmp_pa
             for number in range(PING_COUNT):
                 connection.sendall(Frame(PING, 0, number.to_bytes(8, "big")).sent())
                 assert is_answered(connection, received, number)
-                until = time.monotonic() + APART_S  # By then the server permits another ping.
+                until = time.monotonic() + APART_S  # At this time the server permits another ping.
                 while (left := until - time.monotonic()) > 0:
                     if select.select([connection], [], [], left)[0]:
                         take(connection, next(received))

@@ -38,7 +38,7 @@ def summary(layers: tuple[LayerSpec, ...]) -> dict[tuple[GroupKind, int, int], i
     return dict(Counter((layer.kind, layer.window, layer.token_bytes or layer.state_bytes) for layer in own))
 
 
-# A token takes 2 (keys and values) x heads x head_dim x 2 bytes. A state takes convolution x 2 + recurrent x 4 bytes.
+# Bytes of a token: 2 (keys and values) x heads x head_dim x 2. Bytes of a state: convolution x 2 + recurrent x 4.
 TEN = {
     "llama-3-70b": {(FULL, 0, 2 * 8 * 128 * 2): 80},
     "gemma-3-27b": {(FULL, 0, 2 * 16 * 128 * 2): 10, (SLIDING, 1024, 2 * 16 * 128 * 2): 52},
@@ -54,8 +54,8 @@ TEN = {
     },
     "minimax-text-01": {(FULL, 0, 2 * 8 * 128 * 2): 10, (STATE, 0, 64 * 128 * 128 * 2): 70},
 }
-# Sizes on one of 8 ranks. Heads are divided, and 2 KV heads are repeated. Every rank holds the latents and the only
-# group of B and C whole.
+# Sizes on one of 8 ranks. Heads are divided among the ranks, and 2 KV heads are repeated. Every rank holds whole
+# latents, and the single group of B and C whole.
 ON_EIGHT_RANKS = {
     "llama-3-70b": {(FULL, 0, 512): 80},
     "gemma-3-27b": {(FULL, 0, 1024): 10, (SLIDING, 1024, 1024): 52},
@@ -103,9 +103,9 @@ def test_layers_that_share_name_the_last_of_their_kind_that_does_not() -> None:
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
-        ({"model_type": "mistral"}, [4096] * 4),  # transformers' default
+        ({"model_type": "mistral"}, [4096] * 4),  # 4096 is transformers' default
         ({"model_type": "mistral", "sliding_window": None}, [0] * 4),
-        ({"model_type": "qwen2", "sliding_window": 8}, [0] * 4),  # off unless `use_sliding_window` is set
+        ({"model_type": "qwen2", "sliding_window": 8}, [0] * 4),  # windows are off unless `use_sliding_window` is set
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
          [0, 0, 0, 8]),
         ({"model_type": "gemma2", "sliding_window": 8}, [8, 0, 8, 0]),

@@ -52,26 +52,29 @@ class Scenario(NamedTuple):
     """Layers, and their layout as computed by hand."""
 
     kinds: tuple[Kind, ...]
-    groups: tuple[tuple[int, int, int], ...]  # per family: groups, layers per group, tokens per block
+    groups: tuple[tuple[int, int, int], ...]  # of each family: number of groups, layers per group, tokens per block
     page_bytes: int
     buffer_count: int
-    padding: float  # share at 256 tokens, where every group holds the same number of bytes
+    padding: float  # share of padding at 256 tokens, where every group holds the same number of bytes
 
 
 SCENARIOS = {
-    # 20 : 10 is 2 : 1, so each group has 10 layers, as in the reference: 1 of full attention, 2 of sliding windows.
+    # 20 window layers and 10 full layers are 2 : 1, so each group has 10 layers: 1 group of full attention, 2 of
+    # sliding windows. This is the example of the reference.
     "a regular ratio": Scenario((Kind(FULL, 10), Kind(SLIDING, 20, 32)), ((1, 10, 16), (2, 10, 16)), 10 * SLOT, 10, 0),
-    # 10 = 2 x 5 and 52 = 11 x 5 - 3: 3 of 13 x 5 = 65 slots stay empty. Groups of 10 would leave 8 of 70 slots empty.
-    # Groups of 11 would waste one of 11 growing slots in long sequences. Both cost 5 % more bytes, and save 6 or 7
-    # groups that are worth at most 3.5 %.
+    # Groups of 5: 10 full layers are 2 x 5, and 52 window layers are 11 x 5 - 3, so 3 of 13 x 5 = 65 slots stay empty.
+    # Groups of 10 would leave 8 of 70 slots empty. Groups of 11 would waste one of 11 growing slots in long sequences.
+    # Groups of 10 or 11 cost 5 % more bytes, and save 6 or 7 groups that are worth at most 3.5 %.
     "an irregular ratio": Scenario(
         (Kind(FULL, 10), Kind(SLIDING, 52, 1024)), ((2, 5, 16), (11, 5, 16)), 5 * SLOT, 5, 3 / 65
     ),
-    # Speculative decoding adds a layer of full attention: 11, and 52 = 5 x 11 - 3. So 3 of 66 slots stay empty.
+    # Speculative decoding adds a layer of full attention, which makes 11. 52 window layers are 5 x 11 - 3, so 3 of 66
+    # slots stay empty.
     "one layer more": Scenario(
         (Kind(FULL, 11), Kind(SLIDING, 52, 1024)), ((1, 11, 16), (5, 11, 16)), 11 * SLOT, 11, 3 / 66
     ),
-    # 20 and 30 are multiples of 10. Groups of 20, the smallest count, would leave 10 of 60 slots empty.
+    # 20 full layers and 30 window layers are multiples of 10. Groups of 20, the smaller count, would leave 10 of 60
+    # slots empty.
     "close counts": Scenario((Kind(FULL, 20), Kind(SLIDING, 30, 1024)), ((2, 10, 16), (3, 10, 16)), 10 * SLOT, 10, 0),
     "equal counts": Scenario((Kind(FULL, 12), Kind(SLIDING, 12, 128)), ((1, 12, 16), (1, 12, 16)), 12 * SLOT, 12, 0),
     "three kinds": Scenario(
@@ -81,27 +84,28 @@ SCENARIOS = {
         10,
         0,
     ),
-    # 5 layers of 512 bytes a token fill a page in 16 tokens, 5 layers of 256 bytes in 32. Blocks of 16 everywhere would
-    # halve the edges, worth 1.7 %. Blocks of 16 would need 18 groups instead of 6, or leave 5 of 30 window slots empty.
-    # Both options cost 5 % or more.
+    # 5 full layers of 512 bytes a token fill a page with 16 tokens, and 5 window layers of 256 bytes with 32. Blocks of
+    # 16 everywhere would halve the distance of edges, worth 1.7 %. But they would need 18 groups instead of 6, or leave
+    # 5 of 30 window slots empty. Both options cost 5 % or more.
     "layers of two sizes": Scenario(
         (Kind(FULL, 5, heads=2), Kind(SLIDING, 25, 512)), ((1, 5, 16), (5, 5, 32)), 10 * SLOT, 5, 0
     ),
-    # 6 x 768 = 9 x 512 bytes a token, so a page holds 6 or 9 layers. Each of 3 buffers holds 2 or 3 of them.
+    # 6 full layers of 768 bytes a token take as much as 9 window layers of 512, so a page holds 6 or 9 layers. Each of
+    # a page's 3 buffers holds 2 or 3 of them.
     "sizes in a ratio of three to two": Scenario(
         (Kind(FULL, 6, heads=3), Kind(SLIDING, 18, 512, heads=2)), ((1, 6, 16), (2, 9, 16)), 18 * SLOT, 3, 0
     ),
-    # A page has 4 layers x 64 tokens x 256 = 65,536 bytes. 28 states of 36,864 bytes are 15.75 pages, so they take 16:
-    # 4 pages hold 7 states. 256 tokens take 4 + 16 pages, and a quarter of one is empty: 0.5 % on average. Pages a
-    # quarter as large would leave nothing empty, but need 63 groups of states: 47 more, each worth 1/20 of 0.5 %. A
-    # checkpoint of 16 pages is as large as 16 x 64 = 1,024 tokens.
+    # A page has 4 layers x 64 tokens x 256 bytes = 65,536 bytes. 28 states of 36,864 bytes fill 15.75 pages, so they
+    # take 16: 4 pages hold 7 states. 256 tokens take 4 pages of attention and 16 of states, and a quarter of a page is
+    # empty: 0.5 % on average. Pages a quarter as large would leave nothing empty, but need 63 groups of states: 47
+    # more, each worth 1/20 of 0.5 %. A checkpoint of 16 pages is as large as 16 x 64 = 1,024 tokens.
     "states larger than a slot": Scenario(
         (Kind(FULL, 4), Kind(STATE, 28, 36_864)), ((1, 4, 64), (16, 7, 1024)), 65_536, 1, 0.25 / 20
     ),
     # A state is exactly as large as a page: there is one group per layer, and no state straddles pages.
     "states of one page": Scenario((Kind(FULL, 1), Kind(STATE, 3, 16_384)), ((1, 1, 64), (3, 1, 256)), 16_384, 1, 0),
-    # One page of 49,152 bytes has 12 slots of 4,096; 10 states leave two of them empty. At 256 tokens a sequence takes
-    # 16 + 1 pages. Larger pages would leave more of the states' page empty.
+    # One page of 49,152 bytes has 12 slots of 4,096 bytes; 10 states leave two slots empty. At 256 tokens a sequence
+    # takes 16 pages of attention and 1 of states. In larger pages, more of the states' page would be empty.
     "small states": Scenario(
         (Kind(FULL, 12), Kind(STATE, 10, 4_096)), ((1, 12, 16), (1, 10, 256)), 12 * SLOT, 12, 2 / (12 * 17)
     ),
@@ -131,7 +135,8 @@ def test_the_example_of_the_reference_holds_eleven_blocks() -> None:
 def test_a_pass_over_many_tokens_keeps_what_its_first_one_attends_to() -> None:
     layout = plan_layout(layers_of(Kind(FULL, 1), Kind(SLIDING, 1, 32)))
     _, sliding = layout.families
-    assert sliding.block_count(112, pass_token_count=64) == 6  # token 48 attends to tokens from 17 on, in blocks 1 to 6
+    # the pass begins at token 48, which attends to tokens from 17 on, in blocks 1 to 6
+    assert sliding.block_count(112, pass_token_count=64) == 6
     assert sliding.block_count(112, pass_token_count=112) == 7
 
 
@@ -151,7 +156,7 @@ def test_a_latent_is_one_vector_for_all_heads() -> None:
 
 
 def test_a_state_over_several_pages_is_cut_where_they_end() -> None:
-    # 2 states of 40,192 bytes take 5 pages of 16,384
+    # 2 states of 40,192 bytes (40,000, aligned) take 5 pages of 16,384 bytes.
     layout = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 2, 40_000)))
     first, second = (layer for layer in layout.slices() if layer.kind is STATE)
     assert layout.slices()[first] == ((1, 0, 16_384), (2, 0, 16_384), (3, 0, 7_232))
@@ -162,7 +167,8 @@ def test_a_state_over_several_pages_is_cut_where_they_end() -> None:
 
 
 def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
-    # 52 layers in pages of 10 take 6 groups in any case, so they are dealt evenly: not 10, 10, 10, 10, 10 and 2.
+    # 52 layers in pages of 10 take 6 groups in any case. So the layers are divided evenly, not as 10, 10, 10, 10, 10
+    # and 2.
     layers = layers_of(Kind(SLIDING, 52, 1024))
     family = Divisions.of(layers).family(16, 10 * SLOT)
     assert family is not None
@@ -174,7 +180,8 @@ def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
     states = Divisions.of(layers_of(Kind(STATE, 10, 4_096))).family(16, 4 * SLOT)
     assert states is not None
     assert [len(run) for run in states.runs] == [4, 3, 3]
-    # Bytes are divided evenly, not layers: 3 large and 5 small layers count as 11 halves; 3 groups get 4, 4 and 3.
+    # Bytes are divided evenly, not layers. 3 large layers of two halves and 5 small ones of one half are 11 halves; 3
+    # groups get 4, 4 and 3 of them.
     runs = divided(layers_of(Kind(FULL, 3, 0, 2), Kind(FULL, 5)), 3)
     assert [[layer.kv_head_count for layer in run] for run in runs] == [[2, 1, 1], [2, 1, 1], [2, 1]]
     # One layer of four heads and six layers of one head fill two pages of 5 slots. Five window layers fill one page.
@@ -189,7 +196,7 @@ def test_heads_of_different_sizes_share_groups_and_lie_apart_in_the_page() -> No
     layout = plan_layout(layers_of(Kind(FULL, 8, 0, 2), Kind(FULL, 8)))
     assert (layout.group_count, layout.edge_tokens, layout.page_bytes, layout.buffer_count) == (1, 16, 24 * SLOT, 12)
     assert layout.padding_share(256) == 0
-    # With 12 window layers that fill 12 slots, the others form two groups of 4 + 4 layers.
+    # With 12 window layers, which fill 12 slots, the 16 full layers form two groups of 4 large and 4 small layers.
     layers = layers_of(Kind(FULL, 8, 0, 2), Kind(FULL, 8), Kind(SLIDING, 12, 512))
     layout = plan_layout(layers)
     assert [group.layers for group in layout.groups[:2]] == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
@@ -200,9 +207,9 @@ def test_heads_of_different_sizes_share_groups_and_lie_apart_in_the_page() -> No
 
 
 def test_where_groups_are_limited_blocks_may_grow_as_far_as_needed() -> None:
-    # There are 29 states of 4 MiB. With pages of half a state they form 58 groups, and 512 tokens of attention fill a
-    # quarter of a page. That wastes 26 %, more than pages filled by 4,096 tokens (40 groups). It still costs less than
-    # hits only at multiples of 4,096 tokens: 53 % instead of 427 %.
+    # There are 29 states of 4 MiB. With pages of half a state, the states form 58 groups, and 512 tokens of attention
+    # fill a quarter of a page. This layout wastes 26 %, more than pages filled by 4,096 tokens (40 groups). It still
+    # costs less, because those pages allow hits only at multiples of 4,096 tokens: 53 % instead of 427 %.
     layers = layers_of(Kind(FULL, 3), Kind(STATE, 29, 4 << 20))
     layout = plan_layout(layers, group_count_max=64, block_size_max=8_192)
     assert (layout.group_count, layout.families[0].block_size) == (59, 512)
@@ -214,7 +221,7 @@ def test_checkpoints_lie_where_blocks_end() -> None:
     layout = plan_layout(layers, checkpoint_tokens=320)
     assert (layout.edge_tokens, layout.checkpoint_tokens, layout.checkpoint_block_count) == (64, 320, 16)
     assert plan_layout(layers[:4]).checkpoint_tokens == 0
-    huge = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 1, 1 << 24)))  # the state is as large as 65,536 tokens
+    huge = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 1, 1 << 24)))  # this state is as large as 65,536 tokens
     assert huge.group_count == 513  # Pages of 64 tokens would take 1,025 groups; a pool has at most 1,024.
     assert huge.checkpoint_tokens == 4_096
     with pytest.raises(ValueError, match="multiple of the block size of 64"):

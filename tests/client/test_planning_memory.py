@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from quire.planning import blocks_for, layers_from_config, longest_sequence, parse_bytes, parse_tokens, plan_layout
 
-# 80 layers, 64 KV heads of 64 elements, on 8 ranks, in float16, blocks of 16 tokens.
+# The sizing document's example: 80 layers, 64 KV heads of 64 elements, float16, blocks of 16 tokens. It runs on 8
+# ranks.
 WORKED_EXAMPLE = {
     "model_type": "qwen3",
     "torch_dtype": "float16",
@@ -21,12 +22,12 @@ def test_the_worked_example_of_the_sizing_document_comes_out_right() -> None:
     layout = plan_layout(layers_from_config(WORKED_EXAMPLE, tensor_parallel=8))
     assert layout.page_bytes == 2 * 80 * 16 * 8 * 64 * 2 == 2_621_440
     assert layout.slot_bytes == 2 * 16 * 8 * 64 * 2
-    assert 10_800 * layout.page_bytes == 28_311_552_000  # 28.3 GB; the document says 283 GB
-    # The document's 27,000 MB are MiB, because its 2.5 MB are 2,621,440 bytes.
+    assert 10_800 * layout.page_bytes == 28_311_552_000  # 28.3 GB; the sizing document wrongly says 283 GB
+    # The sizing document's 27,000 MB are MiB, because its 2.5 MB are 2,621,440 bytes.
     used_bytes = parse_bytes("45000MiB")
     assert blocks_for(layout, parse_bytes("80000MiB"), utilization=0.9, used_bytes=used_bytes) == 10_800
     assert longest_sequence(layout, 10_800) == 172_800
-    # The document's 80 GiB less 35 GB of weights and 10 GB of activations leave 32.3 GB, not 27.
+    # With 90 % of 80 GiB, less 35 GB of weights and 10 GB of activations, 32.3 GB are left. The document says 27.
     assert blocks_for(layout, 80 << 30, utilization=0.9, used_bytes=45 * 10**9) == 32_309_411_328 // 2_621_440 == 12_325
 
 
@@ -57,7 +58,7 @@ def test_memory_that_holds_no_block_is_refused(memory: int, utilization: float, 
 def test_the_longest_sequence_is_bounded_by_full_attention_alone() -> None:
     windows = {**WORKED_EXAMPLE, "model_type": "mistral", "sliding_window": 64}
     layout = plan_layout(layers_from_config(windows))
-    assert layout.blocks_peak(10**9) == 5  # 64 tokens that start at the last token of a block
+    assert layout.blocks_peak(10**9) == 5  # a window of 64 tokens may start at the last token of a block
     assert longest_sequence(layout, 5) is None
     assert longest_sequence(layout, 4) == 64
 

@@ -36,7 +36,7 @@ def test_short_chats_and_full_attention_keep_the_same_either_way() -> None:
 
 
 def test_of_states_the_end_stays_and_the_prompts_end_or_all_checkpoints() -> None:
-    # blocks of 64 tokens, a checkpoint every 256
+    # Blocks have 64 tokens, and checkpoints are 256 tokens apart.
     layout = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 3, 16_384)))
     assert (layout.group_count, layout.checkpoint_tokens) == (4, 256)
     for token_count, dense, tail in ((50, 1, 1), (256, 3, 2), (1_024, 6, 2), (100_000, 392, 2)):

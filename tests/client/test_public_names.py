@@ -17,14 +17,14 @@ from quire import engine, errors, events, hashing, mirror, sampling, session, st
 MODULES = (quire, engine, errors, events, hashing, quire.local, mirror, sampling, session, streams, tls, types, views)
 PUBLIC = {
     id(value) for module in MODULES for name, value in vars(module).items() if not name.startswith("_")
-}  # identities, because unions and mappings cannot be hashed
+}  # The set has identities, because unions and mappings cannot be hashed.
 CLASSES = [
     *(getattr(quire, name) for name in quire.__all__ if inspect.isclass(getattr(quire, name))),
     *(getattr(engine, name) for name in engine.__all__),
     *(getattr(session, name) for name in session.__all__ if inspect.isclass(getattr(session, name))),
     *(getattr(streams, name) for name in streams.__all__),
 ]
-# An engine also reads the owner's state and the protocol's messages through `AsyncSession`.
+# Not public. An engine also reads the owner's state and the protocol's messages through `AsyncSession`.
 BELOW = {"quire.session.ledger.Ledger"}
 
 

@@ -10,7 +10,7 @@ PROMPT = 1_000
 
 
 def candidate(hit: int = 0, promised: int = 0, others: int = 0, rate: float = 1_000.0) -> Candidate:
-    """Returns a worker that shares these tokens of the prompt, and has `others` to compute beside the promised ones."""
+    """Returns a worker with these tokens of the prompt, which must compute `others` beside the promised ones."""
     return Candidate(hit, promised, PROMPT - hit - promised, promised + others, rate)
 
 

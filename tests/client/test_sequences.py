@@ -75,7 +75,8 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
     spec = SPECS[kind]
     async with running_allocator() as allocator, AsyncAllocator(allocator.address) as reader:
         refused = hits = copies = 0
-        for seed in range(8):  # With states one in a hundred prompts hits. The number depends on thread timing.
+        # With states, only one in a hundred prompts hits. The exact number depends on thread timing.
+        for seed in range(8):
             async with opened(allocator, flavour, spec) as engine:
                 pretended = PretendedEngine(engine, spec, random.Random(seed))
                 for _ in range(4):
@@ -94,7 +95,7 @@ async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> No
 
 
 async def settle(pretended: PretendedEngine) -> None:
-    """Runs turns until no step is in flight and every fork and free is sent. A sequence without room would ask
+    """Runs turns until no step is in flight and every fork and free is sent. A sequence without free slots would ask
     forever."""
     engine = pretended.engine
     while engine._under_way is not None or engine._agenda._forks or engine._agenda._freed:
@@ -125,7 +126,7 @@ async def test_a_refused_prompt_says_what_is_missing_and_whom_to_free(engine: An
     with pytest.raises(NotAdmittedError, match="NO_SPACE: 7 more blocks must become free") as raised:
         await engine.admit(range(100, 160))
     refusal = raised.value.refusal
-    # The victim is the running sequence.
+    # The victim is `first`, the only running sequence.
     assert (refusal.result, refusal.shortfall, refusal.victim) == (Result.NO_SPACE, 7, first)
     refusal.victim.free()
     assert (await engine.admit(range(100, 160))).room >= 60
@@ -188,7 +189,7 @@ async def test_who_is_cancelled_while_asking_leaves_nothing_behind(engine: Any) 
         await asking
     while engine._under_way is not None:
         await engine.turn()
-    other = await engine.admit(range(90))  # The pool has room for 96 tokens, so not for both.
+    other = await engine.admit(range(90))  # The pool holds 96 tokens, so not both prompts.
     assert engine.live == (other,)
 
 
@@ -213,7 +214,7 @@ async def test_a_fork_shares_what_is_computed_and_copies_the_block_that_it_write
     parent = await engine.admit(range(6))
     parent.append(6)
     child, late = parent.fork(), parent.fork()
-    late.free()  # freed before the owner received the fork
+    late.free()  # `late` is freed before the owner receives its fork
     grandchild = child.fork()
     child.append(7)
     grandchild.append(8)

@@ -32,7 +32,7 @@ IS_A_NUMBER = {
     "--drain-timeout", "--lease", "--responses-lifetime", "--request-timeout", "--sse-keep-alive", "--log-requests",
     "--gpu-memory-utilization", "--stream-interval-ms", "--rank-timeout",
 }  # fmt: skip
-# A size may be 1.5GiB, a share, or written with an exponent.
+# Options of sizes, which accept 1.5GiB, a share of the memory, or an exponent.
 SIZES = {"--kv-memory", "--swap-memory", "--adapter-memory"}
 
 
@@ -54,7 +54,7 @@ CASES = [
     for server in SERVERS
     for name, action in options(server).items()
     for value in (NO_INTEGERS if takes_integers(action) else NO_NUMBERS if name in IS_A_NUMBER or name in SIZES else [])
-    if (name, value) != ("--cpu", "-1")  # The machine decides which CPU numbers exist.
+    if (name, value) != ("--cpu", "-1")  # Which CPU numbers exist depends on the machine.
 ]
 
 
@@ -78,7 +78,8 @@ def test_a_number_that_an_option_does_not_take_ends_with_2_and_its_name(
     assert any(each in said for each in names), said
 
 
-@pytest.mark.parametrize("name", sorted({*whole_numbers("worker")} - {"--max-model-len"}))  # The model limits this one.
+# The model limits `--max-model-len`.
+@pytest.mark.parametrize("name", sorted({*whole_numbers("worker")} - {"--max-model-len"}))
 def test_a_count_of_a_worker_beyond_32_bits_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, parse, needed = SERVERS["worker"]
     with pytest.raises(SystemExit) as ended:

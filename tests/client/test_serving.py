@@ -30,7 +30,7 @@ from tests.client.servers import quire, secret_file
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
-WORKER_CALLS = 1_024 + 64  # By default a worker queues 1,024 calls and computes 64.
+WORKER_CALLS = 1_024 + 64  # by default a worker queues 1,024 calls and computes 64
 
 
 class WaitingService(worker_pb_grpc.WorkerServiceServicer):
@@ -163,7 +163,7 @@ async def test_a_server_that_is_not_ready_is_alive_all_the_same_over_grpc_and_ht
         await server.set_serving(True)
         assert await states() == (True, True, 200, 200)
         await server.withdraw()
-        await server.set_serving(True)  # The session comes back while the server shuts down.
+        await server.set_serving(True)  # as if the session came back while the server shuts down
         assert await states() == (True, False, 200, 503)
 
 

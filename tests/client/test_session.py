@@ -128,7 +128,7 @@ async def test_an_outage_that_is_longer_than_the_silence_of_a_stream_ends_with_i
         await scene.stop_allocator()
         step = asyncio.create_task(scene.session.step(allocate(1)))
         async with asyncio.timeout(30):
-            while len(scene.waits) < 4:  # Each entry is a call that gave up waiting for a connection.
+            while len(scene.waits) < 4:  # Each entry of `waits` is a call that gave up waiting for a connection.
                 await asyncio.sleep(0)
         await scene.start_allocator()
         async with asyncio.timeout(30):
@@ -174,7 +174,7 @@ async def test_a_process_that_stood_still_keeps_its_stream(monkeypatch: pytest.M
         assert scene.service is not None
         await scene.session.step(allocate(1))
         for _ in range(3):
-            end = time.monotonic() + 0.4  # seconds; a stream may be silent for half of that
+            end = time.monotonic() + 0.4  # blocks the event loop for 0.4 s; a stream may be silent for 0.2 s
             while time.monotonic() < end:
                 pass
             assert (await scene.session.step(StepBuilder())).free_block_count == 14

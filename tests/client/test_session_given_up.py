@@ -222,7 +222,7 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         fork.fork(1, 5)
         grow.grow(5, 9)
         unanswered = await scene.session.submit(fork)
-        # If the fork were refused, the grow would create another sequence.
+        # The fork's answer is outstanding. If the fork were refused, the grow would create another sequence.
         with pytest.raises(ValueError, match="does not exist yet"):
             await scene.session.submit(grow)
         assert (await unanswered).forks == [Result.OK]

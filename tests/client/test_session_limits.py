@@ -24,7 +24,7 @@ async def test_a_step_of_more_than_the_allocator_takes_is_refused_before_anythin
         assert scene.service is not None
         limits = scene.session.limits
         large, many = StepBuilder(), StepBuilder()
-        large.allocate(2, 6, bytes(32 * 70_000))  # beyond the size limit of a message
+        large.allocate(2, 6, bytes(32 * 70_000))  # the digests exceed the size limit of a message
         for _ in range(limits.operations_per_step_max + 1):
             many.free(1)
         under_way = await scene.session.submit(allocate(1))
@@ -121,7 +121,8 @@ async def test_an_owner_says_that_it_lives_three_times_a_lease(monkeypatch: pyte
         original(owner)
 
     monkeypatch.setattr(PoolOwner, "heartbeat", heartbeat)
-    async with setting(lease_s=0.3), asyncio.timeout(10):  # 16 heartbeats at one a second would exceed the limit.
+    # Heartbeats follow the lease: 16 of them, one a second, would exceed the timeout.
+    async with setting(lease_s=0.3), asyncio.timeout(10):
         while len(beats) < 16:
             await asyncio.sleep(0)
     assert min(later - earlier for earlier, later in pairwise(beats)) > 0.09

@@ -114,7 +114,7 @@ def test_an_attempt_gets_only_the_time_that_is_left(flavour: str, server: Script
     with pytest.raises(UnavailableError):
         texts(flavour, server.address, timeout_s=10)
     assert len(remaining_s) == 4
-    assert remaining_s[0] - remaining_s[-1] > 0.4  # pauses of 50, 150 and 450 ms, each with 20 % jitter
+    assert remaining_s[0] - remaining_s[-1] > 0.4  # the pauses last 50, 150 and 450 ms, each with 20 % jitter
 
 
 def test_no_attempt_is_made_that_could_not_begin_before_the_deadline(flavour: str, server: ScriptedServer) -> None:
@@ -129,7 +129,8 @@ def test_closing_a_stream_that_waits_for_its_next_attempt_ends_iteration(server:
     streams: queue.SimpleQueue[ChunkStream] = queue.SimpleQueue()
 
     def answer(_request: Any, context: grpc.ServicerContext) -> None:
-        # gRPC runs this after it sends the refusal below. The request may arrive before the test has put its stream in.
+        # gRPC runs the callback after it has sent the refusal below. The request may arrive before the test has put its
+        # stream into the queue.
         context.add_callback(lambda: streams.get(timeout=10).close())
         context.abort(grpc.StatusCode.UNAVAILABLE, "as the script says")
 

@@ -12,7 +12,8 @@ import pytest
 from quire._descriptors import COMMAND_THREADS_MIN, SERVER_THREADS_MIN
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-NOBODY = "54321"  # The limit counts a user's threads, so this user has no others. It does not hold for root.
+# `ulimit -u` counts a user's threads, so this user must have no others. The limit does not hold for root.
+NOBODY = "54321"
 
 
 def limited(count: int, *command: str) -> list[str]:

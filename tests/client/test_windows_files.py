@@ -58,4 +58,4 @@ def test_a_chat_template_writes_no_mark_into_prompts(written: Path) -> None:
     conversation = read_conversation(
         json.dumps([{"role": "user", "content": "Hello"}]), "", "", with_generation_prompt=False
     )
-    assert template.text(conversation).strip() == "Hello"  # `strip` does not remove a byte order mark
+    assert template.text(conversation).strip() == "Hello"  # `strip` would not remove a byte order mark

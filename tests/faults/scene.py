@@ -37,9 +37,9 @@ class Proxy:
     def __init__(self) -> None:
         self.target = ""
         self.address = ""
-        # bytes still to forward to the target before the proxy cuts all connections
+        # The proxy cuts all connections after it has forwarded this many more bytes to the target. None: no cut.
         self._bytes_left: int | None = None
-        self._counted_from = b""  # The count begins after these bytes.
+        self._counted_from = b""  # The count of `_bytes_left` begins after these bytes.
         self._connections: set[_Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._swallowed = _Open(True, True)
@@ -157,7 +157,7 @@ class _Connection:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-        self.hold_back(_Open(True, True))  # Waiting callers then find the connection closed.
+        self.hold_back(_Open(True, True))  # Callers that wait at a gate then find the connection closed.
 
 
 class Place:

@@ -27,10 +27,10 @@ from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, metric, named, report
 
 RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "2"))
-KILLS = max(5, RUNS)  # per kind of pool; with the kills of `test_text.py` a full test run has at least 20
+KILLS = max(5, RUNS)  # kills of each kind of pool; together with `test_text.py`, a full test run has at least 20
 STEPS = "quire_allocator_steps_total"
 EXPIRATIONS = "quire_allocator_lease_expirations_total"
-SILENT_S = 5.0  # longer than a stream may be silent
+SILENT_S = 5.0  # seconds, more than a stream may be silent
 
 pytestmark = [pytest.mark.timeout(120 + 20 * RUNS), pytest.mark.asyncio(loop_scope="module")]
 
@@ -51,7 +51,8 @@ async def test_an_allocator_killed_in_mid_step_is_replaced_and_live_sequences_go
             await name.ready()
             step = owner.history.make()
             answer = await owner.session.submit(step)
-            for _ in range(run % 5):  # The kill comes before or after the step is applied and answered.
+            # So the kill comes at different times: before or after the step is applied and answered.
+            for _ in range(run % 5):
                 await asyncio.sleep(0)
             started = time.monotonic()
             name.replace()
@@ -167,7 +168,7 @@ async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_f
         name.place.send(signal.SIGCONT)
         for session in sessions:
             assert (await asyncio.wait_for(session.step(step), SILENT_S)).free_block_count == 59
-        if not is_stranded:  # Unary calls stay on the stranded connection.
+        if not is_stranded:  # Unary calls would stay on the stranded connection.
             assert {"one-client-0", "one-client-1"} <= {pool.pool for pool in await client.list_pools()}
             assert isinstance(await asyncio.wait_for(anext(events), SILENT_S), SnapshotEnd)
         for session in sessions:
@@ -258,7 +259,7 @@ async def test_an_owner_that_was_silent_for_longer_than_its_lease_displaces_nobo
         step = zombie.history.make()
         answer = await zombie.session.submit(step)
         direct = name.place.address
-        # This session opens once the zombie's lease has ended.
+        # The second session opens once the zombie's lease has ended.
         async with attached(name, kinds="full", seed=2, address=direct) as living:
             await living.step()
             name.proxy.cut()
@@ -278,7 +279,7 @@ async def test_a_wall_clock_that_jumps_by_an_hour_is_not_looked_at(name: Name, w
         expired = await metric(name.place, EXPIRATIONS)
         for seconds in (3_600, -3_600, 0):
             wall_clock.jump(seconds)
-            until = time.monotonic() + LEASE_S / 2  # The allocator checks leases during this time.
+            until = time.monotonic() + LEASE_S / 2  # The allocator checks leases in this half of a lease.
             while time.monotonic() < until:
                 await owner.step()
             await owner.check(name.place)

@@ -70,7 +70,7 @@ async def test_what_was_granted_but_never_computed_is_not_found(name: Name) -> N
         assert beyond.commits == [Result.TOO_LONG]
         assert await matched(name, TOKENS) == 0
         await owner.session.step(step_of(("commit", 1, 16, digests[:4])))
-        # This step acknowledges the previous one, and only then the event is sent.
+        # This empty step acknowledges the commit, and only then the event is sent.
         await owner.session.step(StepBuilder())
         assert await matched(name, TOKENS) == 16
         await owner.check(name.place)
@@ -101,7 +101,7 @@ async def test_frees_that_are_wrong_are_answered_and_change_nothing(name: Name) 
 async def test_messages_that_are_too_large_are_refused_and_nobody_else_notices(name: Name) -> None:
     async with attached(name, kinds="full") as owner, attached(name, pool="other", kinds="full") as other:
         await owner.session.step(step_of(("allocate", 1, 20)))
-        huge = step_of(("allocate", 2, 20, b"d" * 32 * 40_000))  # 1.28 MB; a message may have 1 MiB
+        huge = step_of(("allocate", 2, 20, b"d" * 32 * 40_000))  # the digests take 1.28 MB; a message may have 1 MiB
         assert await refusal(owner, huge) is Reason.TOO_LARGE
         async with AsyncAllocator(name.place.address) as client:
             with pytest.raises(grpc.aio.AioRpcError) as caught:

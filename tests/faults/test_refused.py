@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def token_file(folder: Path, token: str) -> tuple[str, str]:
-    """Returns the option that sets a server's token. The allocator asks callers for it; the worker shows it."""
+    """Returns the option that sets a server's token. The allocator asks for the token; the worker shows the token."""
     path = folder / token[0]
     path.touch(mode=0o600)
     path.write_text(token)

@@ -29,7 +29,7 @@ from tests.faults.scene import Place, Proxy
 from tests.gateway.scene import curl, gateway, script
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
-NOTICED_S = 30.0  # seconds: 10 for a client, 15 for a server, 5 for a busy machine
+NOTICED_S = 30.0  # seconds: a client notices within 10, a server within 15; a busy machine may need 5 more
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -95,7 +95,7 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
             await answered()
             while len(heard) == before[0] or len(threads) == before[1]:
                 await asyncio.wait(following, timeout=0.05)
-            while connections(place) > believed:  # Until the allocator closes them, the dead connections count too.
+            while connections(place) > believed:  # Dead connections count until the allocator closes them.
                 await asyncio.wait(following, timeout=0.05)
         assert len(waits) >= 2
         assert max(events.age_s, threads_events.age_s) < NOTICED_S
@@ -112,7 +112,7 @@ async def test_dead_connections_are_left_by_clients_of_either_kind_and_by_the_se
 
 
 async def test_places_of_watchers_that_vanished_are_free_again(tmp_path: Path) -> None:
-    """As many as there are places for, each a caller of its own, as on a node that lost its network."""
+    """The watchers take all places. Each is a separate caller, as on a node that lost its network."""
     place, proxy = Place(tmp_path), Proxy()
     await asyncio.gather(place.start(), proxy.start())
     proxy.target = place.address

@@ -30,7 +30,7 @@ from tests.faults.test_faults import RUNS
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=16)
 LINES_AT_ONCE = 256
-START_S = 90.0  # for each of three servers, on a busy machine
+START_S = 90.0  # seconds for the start of one server on a busy machine
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -85,7 +85,9 @@ def server(
             assert time.monotonic() < deadline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.02)
-        if output is None:  # Otherwise a socket would get the number of a standard stream, and receive printed text.
+        # A closed standard stream must become /dev/null. Otherwise a socket would get the number of the stream, and
+        # receive printed text.
+        if output is None:
             assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1, 2)} == {os.devnull}
         yield process, json.loads(ready.read_text())
         process.terminate()
@@ -102,7 +104,7 @@ def dropped_line_count(metrics: str) -> float:
 
 
 def log_until_lines_are_dropped(client: Allocator, metrics: str) -> None:
-    """Makes an allocator log more than its buffer holds for the reader: a line of about 300 bytes per call."""
+    """Makes an allocator log a line of about 300 bytes per call, until its buffer for the reader is full."""
     name = "p" * 128
     with calls(client, name, SPEC):
         for _ in range(3 * BYTES_MAX // (256 * LINES_AT_ONCE)):
@@ -124,7 +126,7 @@ def test_no_server_needs_somebody_to_take_its_output(output: Callable[[], Any], 
                 with Allocator(allocator["address"]) as client:
                     if output is not closed:
                         log_until_lines_are_dropped(client, allocator["metrics_address"])
-                    for run in range(50 * RUNS):  # Each run logs two lines.
+                    for run in range(50 * RUNS):  # Each session logs two lines.
                         session = calls(client, f"pool-{run}", SPEC, keep_alive=False)
                         session.open()
                         assert session.allocate(1, 10).ok
@@ -167,7 +169,7 @@ def test_up_replaces_an_allocator_and_stops_though_nobody_takes_what_it_says(out
 
 
 def is_allocator(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):  # It may have ended meanwhile.
+    with contextlib.suppress(psutil.Error):  # The process may have ended meanwhile.
         return "quire_allocator" in process.cmdline()
     return False
 

@@ -20,7 +20,7 @@ from tests.faults.scene import LEASE_S, Name, attached, flood, metric, named, po
 from tests.faults.text_scene import REQUESTS, Streams, Worker, is_ready, worker, worker_process
 
 STEPS = "quire_allocator_steps_total"
-AHEAD, BLOCK_SIZE = 64, 16  # a worker's defaults
+AHEAD, BLOCK_SIZE = 64, 16  # a worker's defaults: tokens granted ahead, and tokens of a block
 RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "2"))
 KILLS = max(10, RUNS)
 
@@ -68,7 +68,7 @@ async def test_text_goes_on_after_an_outage_that_is_longer_than_a_stream_may_be_
         name.place.kill()
         await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=2 * SILENCE_S + 1)
         were_done = streams.are_done
-        await name.place.start()  # before the assertion, because later tests need the allocator
+        await name.place.start()  # starts before the assertion, because later tests need the allocator
         assert not were_done, "there is room for 64 tokens of each, and most are longer"
         await text.agree()
 
@@ -152,7 +152,8 @@ async def test_decoding_goes_on_with_what_was_granted_ahead_while_the_allocator_
     async with text.client.stream(prompt, ignore_eos=True, timeout_s=300, **sampling) as chunks:
         output = [(await anext(chunks)).text for _ in range(20)]
         ahead = 0
-        while ahead < AHEAD - BLOCK_SIZE:  # On a busy machine the worker may decode before its next blocks are granted.
+        # On a busy machine, the worker may decode tokens before the next blocks are granted.
+        while ahead < AHEAD - BLOCK_SIZE:
             (granted,) = [each.token_count for each in (await pool_of(name.place, "default")).sequences]
             ahead = granted - prompt_token_count - ((await text.client.status()).output_token_count - before)
         name.place.send(signal.SIGSTOP)

@@ -152,8 +152,9 @@ async def test_a_token_that_the_tokenizer_panics_at_ends_its_text_alone(scene: S
 async def test_a_process_that_may_have_little_more_memory_computes_in_parts(tmp_path: Path) -> None:
     place = Place(tmp_path / "allocator")
     await place.start()
-    # With this threshold malloc takes large pieces from the system and returns them at once. A single arena reserves no
-    # address space. So loading the model leaves no memory that would escape the limit.
+    # With this threshold, malloc takes pieces of 64 KiB or more from the system, and returns them when they are freed.
+    # A single arena reserves no address space. So loading the model leaves no free memory that the limit would not
+    # count.
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     process = worker_process(tmp_path / "worker", place.address, "--max-batch-tokens", "4096", environment=environment)
     tokens = [1 + i * 7 % 2000 for i in range(3500)]

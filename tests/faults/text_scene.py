@@ -22,8 +22,8 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
 SOON_S = 30.0
 PATIENT = {f"grpc.{name}": 100_000 for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms")}
-# A greedy text that is long enough to still run when a busy client sees its first tokens. Samples that fork from a
-# half-filled block and append to it concurrently. A long prompt.
+# The first request is a greedy text, long enough to still run when a busy client sees its first tokens. The second has
+# samples that fork from a half-filled block and append to it concurrently. The third is a long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("The import statement", {"max_tokens": 1_200}),
     ("def join(self, iterable):", {"max_tokens": 80, "n": 3, "temperature": 0.8, "seed": 7}),
@@ -39,7 +39,7 @@ def worker_process(
     where = ["--allocator", allocator, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
     return ServerProcess(
         "quire_worker",
-        # Each token comes in its own message, so that counting messages counts tokens.
+        # With an interval of 0, each token comes in its own message, so counting messages counts tokens.
         ["--model", str(model), "--blocks", str(BLOCKS), "--stream-interval-ms", "0", *where, *arguments],
         folder=folder,
         log=folder / "log",
@@ -76,7 +76,7 @@ class Streams:
         return all(task.done() for task in self._tasks)
 
     async def begun(self) -> None:
-        """Returns when each request has its first chunk. Later a request without a session could be refused."""
+        """Returns when each request has its first chunk. Later, a request without a session could be refused."""
         while self._waiting_count and not self.are_done:
             self._news.clear()
             await self._news.wait()
@@ -154,7 +154,7 @@ class Worker:
     async def agree(self) -> int:
         """Returns when worker and allocator have exactly the same sequences on the same blocks.
 
-        Asks one after the other, again and again, while the worker generates. Returns the number of sequences.
+        Asks allocator and worker in turn while the worker generates. Returns the number of sequences.
         """
         deadline = time.monotonic() + 2 * SOON_S
         while time.monotonic() < deadline:
@@ -185,7 +185,7 @@ async def worker(name: Name, folder: Path, environment: Mapping[str, str]) -> As
     process = worker_process(folder / "worker", name.proxy.address, environment=environment)
     try:
         await is_ready(process)
-        # This test does not check how soon a client leaves a silent worker.
+        # Tests of text do not check how soon a client leaves a silent worker, so this client is patient.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(channel, "OPTIONS", [(key, PATIENT.get(key, value)) for key, value in channel.OPTIONS])
             client = await AsyncClient(process.address).__aenter__()

@@ -9,7 +9,7 @@ from quire.session.ledger import Ledger
 from quire.v1 import _packed_pb2 as packed
 from quire.v1 import allocator_pb2 as pb
 
-Key = tuple[int, str, bytes]  # group number, namespace, digest
+Key = tuple[int, str, bytes]  # (group number, namespace, digest)
 
 
 class CacheView:
@@ -40,7 +40,7 @@ class CacheView:
         self.dropped.clear()
 
     def take(self, step: packed.Step, outcome: StepOutcome, committed: dict[int, tuple[str, int]]) -> None:
-        """Applies an answer. `committed` has the namespace and the committed tokens of each sequence before it."""
+        """Applies an answer. `committed` has the namespace and committed tokens of each sequence before the step."""
         stored, first = set[Key](), 0
         for row, sequence_id in enumerate(unpack_uint64(step.commits.sequences)):
             namespace, before = committed[sequence_id]

@@ -19,7 +19,7 @@ from tests.allocator.core.pools import published
 from tests.simulation.histories import STATE, History
 from tests.simulation.world import LEASE_S, Allocator, ViolationError, Worker
 
-Carried = dict[int, tuple[int, str, int, bytes]]  # block -> group, namespace, position, digest
+Carried = dict[int, tuple[int, str, int, bytes]]  # block -> (group, namespace, position, digest)
 
 
 def require(condition: bool, message: str) -> None:
@@ -72,7 +72,8 @@ def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
             mine is not None and (mine.group, mine.namespace, mine.position, mine.digest) == what,
             f"block {block} is published there as what it does not carry here",
         )
-    is_told = is_told and pool.admission.limits_cache  # Only then does the owner know the empty blocks.
+    # The owner knows the empty blocks only if a quota limits the cache.
+    is_told = is_told and pool.admission.limits_cache
     for block in here:
         is_known = block in carried or (block in empty and not is_told)
         require(is_known, f"block {block} carries a digest here, and is something else there")

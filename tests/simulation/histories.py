@@ -64,11 +64,11 @@ class Text:
     written: int  # tokens written to the pages
     committed: int
     granted: int
-    prompt: int  # tokens to compute before the first sample
-    is_leaving: bool = False  # This field and the ones below take effect once all steps are answered.
+    prompt: int  # number of tokens to compute before the first sample
+    is_leaving: bool = False  # From here on, the fields say what holds once all steps are answered.
     committing: int = 0
     growing: int = 0
-    cuts: tuple[int, ...] = ()  # positions where a pass must end: the junction or early end, and ends of its answer
+    cuts: tuple[int, ...] = ()  # positions where a pass must end: the junction or early end, and the ends of the answer
 
     def __post_init__(self) -> None:
         self.answered()
@@ -106,7 +106,7 @@ class History:
         self.digest_tokens = min(g.block_size for g in spec.groups)
         self.has_states = any(g.kind == STATE for g in spec.groups)
         self.known: dict[bytes, tuple[int, ...]] = {}  # digest -> all tokens up to its end
-        self.asked: dict[int, tuple[list[int], str]] = {}  # sequence -> prompt and namespace
+        self.asked: dict[int, tuple[list[int], str]] = {}  # sequence id -> (prompt, namespace)
         self._prompts = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
 
     # -- asking --------------------------------------------------------------------------------------------------------

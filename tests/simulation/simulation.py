@@ -26,13 +26,13 @@ from tests.simulation import checks
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import LEASE_S, Allocator, Clock, Link, ViolationError, Worker
 
-FAULT_RATES = (0.05, 0.2, 0.6)  # shares of all events
+FAULT_RATES = (0.05, 0.2, 0.6)  # shares of faults among all events; each simulation has one of them
 SMALL_CHUNKS = {
     "REPORT_CHUNK_ENTRIES_MAX": 5,
-    "REPORT_CHUNK_BYTES_MAX": 248,  # enough for the fixed bytes of a sequence and all ends of its answer
+    "REPORT_CHUNK_BYTES_MAX": 248,  # holds the fixed bytes of a sequence, and all ends of its answer
     "HEADS_MAX": 4,
-}  # limits so small that every report is split
-STUCK_STEPS = 2000  # steps without an answer while the owner keeps trying
+}  # these limits are so small that every report is split
+STUCK_STEPS = 2000  # With this many steps without an answer, although the owner tries, the run fails.
 FAULTS = {
     "stream lost": 6,
     "stream lost, server notices late": 6,

@@ -9,7 +9,7 @@ from tests.simulation.bugs import BUGS
 from tests.simulation.histories import APPEND_ONLY, GROUPS
 from tests.simulation.simulation import FAULTS, Simulation
 
-STEPS_MAX = 100_000  # Every planted bug must be caught within this many steps.
+STEPS_MAX = 100_000  # The simulation must catch every planted bug within this many steps.
 STEPS_EACH = 2_500
 
 
@@ -24,7 +24,7 @@ def test_nothing_is_violated(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_nothing_is_violated_where_half_of_what_happens_are_faults(seed: int) -> None:
-    outcome = simulate(seed, 5_000, fault_rate=0.54)  # Twenty seeds make 100,000 steps with 50,000 faults.
+    outcome = simulate(seed, 5_000, fault_rate=0.54)  # The twenty seeds together make 100,000 steps with 50,000 faults.
     assert not outcome.violation, f"seed {seed}: {outcome.violation}"
     assert outcome.steps == 5_000
     assert outcome.faults > 2_500

@@ -101,7 +101,7 @@ class Link:
     allocator: Allocator
     clock: Clock
     to_server: deque[bytes] = field(default_factory=deque)
-    # None stands for an error of gRPC itself
+    # Messages and errors to the client; None stands for an error of gRPC itself.
     to_client: deque[bytes | QuireError | None] = field(default_factory=deque)
     client_gone: bool = False
     server_gone: bool = False

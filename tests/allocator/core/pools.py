@@ -35,8 +35,8 @@ def state(block_size: int) -> GroupSpec:
     return GroupSpec(GroupKind.STATE, block_size)
 
 
-# Groups and retention of pools that have neither early stops nor stops of answers: no states, only states, or no
-# attention to compare with.
+# Groups and retention of pools that have neither early stops nor stops of answers, because they have no states, only
+# states, or keep all states ("dense").
 WITHOUT_TOLD_ENDS = [
     ((full(4),), ""),
     ((full(4), sliding(4, 8)), ""),

@@ -13,7 +13,8 @@ from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, Result
 from tests.allocator.core.pools import WITHOUT_TOLD_ENDS, full, grow, make_pool, state, stops_of
 from tests.allocator.core.test_retention import text
 
-STATES = (full(4), state(1024), state(1024))  # few enough states that the answer to a prompt of four blocks has stops
+# a state takes two blocks, so the answer to a prompt of four blocks has stops
+STATES = (full(4), state(1024), state(1024))
 
 STATES_OF_16 = (full(16), state(1024), state(1024))
 
@@ -63,16 +64,16 @@ def test_they_are_at_distances_from_the_last_edge_of_the_prompt_that_grow_with_i
 
 
 def test_none_is_at_the_end_of_the_prompt_itself_or_beyond_what_a_token_count_can_say() -> None:
-    assert answer_stops(STATES_OF_16, 16, 96)[:2] == (112, 128)  # the last stop of the prompt is 80
+    assert answer_stops(STATES_OF_16, 16, 96)[:2] == (112, 128)  # the prompt's last edge is 80, and 96 is its end
     assert answer_stops(STATES_OF_16, 16, 2**32 - 40) == (2**32 - 32, 2**32 - 16)
 
 
 def test_prompts_whose_attention_takes_fewer_blocks_than_a_state_have_none() -> None:
-    assert answer_stops(STATES_OF_16, 16, 32) == ()  # The answer takes one block of attention, and two of states.
+    assert answer_stops(STATES_OF_16, 16, 32) == ()  # one block of attention, and a state takes two
     assert answer_stops(STATES_OF_16, 16, 33)
     groups = (full(16), full(32), *[state(1024)] * 4)
-    assert answer_stops(groups, 32, 65)  # 4 + 2 blocks of attention, and 4 of states
-    assert not answer_stops(groups, 32, 64)  # 2 + 1 blocks of attention
+    assert answer_stops(groups, 32, 65)  # the prompt takes 4 + 2 blocks of attention, and a state 4
+    assert not answer_stops(groups, 32, 64)  # the prompt takes 2 + 1 blocks of attention, and a state 4
 
 
 @pytest.mark.parametrize(("groups", "retention"), WITHOUT_TOLD_ENDS)
@@ -96,7 +97,7 @@ def test_each_takes_the_place_of_the_one_before_and_the_first_that_of_the_end_of
     asked(pool, 1, chat, 22)
     assert (ends(pool), states(pool)) == ([20], [20])
     answer(pool, 1, chat, 22, 24)
-    assert (ends(pool), states(pool)) == ([24], [20, 24])  # the prompt's state may still be hit, but is evicted first
+    assert (ends(pool), states(pool)) == ([24], [20, 24])  # hits can still end at 20, but this state is evicted first
     answer(pool, 1, chat, 24, 28)
     assert (ends(pool), states(pool)) == ([28], [20, 28])
     answer(pool, 1, chat, 28, 47)
@@ -110,8 +111,8 @@ def test_the_state_of_the_prompt_leaves_before_all_that_is_kept() -> None:
     asked(pool, 1, chat, 22)
     answer(pool, 1, chat, 22, 37)
     pool.free(1)
-    assert states(pool) == [20, 36]  # nine blocks of attention are cached too, and nine blocks are empty
-    asked(pool, 2, text(2, 20), 22)  # the new sequence takes six blocks and two states
+    assert states(pool) == [20, 36]  # of 22 blocks 2 x 2 hold these states, nine hold attention, and nine are empty
+    asked(pool, 2, text(2, 20), 22)  # takes 6 blocks of attention and 2 x 2 of states, one more than are empty
     assert (ends(pool), states(pool)) == ([20, 36], [20, 36])
     assert pool.match("", chat[: 9 * DIGEST_BYTES]) == 36
     assert pool.match("", chat[: 8 * DIGEST_BYTES]) == 0
@@ -125,7 +126,7 @@ def test_where_paths_part_the_end_of_the_prompt_stays() -> None:
     asked(pool, 2, other, 42)
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, other, 42, 43)
-    assert ends(pool) == [20, 36, 40]  # the other answer is too short for a stop
+    assert ends(pool) == [20, 36, 40]  # the second answer ends at 43, before its first stop
 
 
 def test_a_state_of_an_answer_that_somebody_goes_on_from_is_not_dropped() -> None:
@@ -173,7 +174,7 @@ def test_an_answer_makes_its_turn_worth_neither_more_nor_less() -> None:
         retention = pool.coordinator.retention
         stop = max(stops_of(pool).values(), key=lambda each: each.token_count)
         burdens.append((stop.token_count, retention.worth.burden(stop.runs[0])))
-    assert burdens == [(24, 1), (40, 1)]  # the run has one own block and leads two blocks of states
+    assert burdens == [(24, 1), (40, 1)]  # log2((1 own block + 2 blocks of states) / 1), rounded down
 
 
 def test_what_takes_the_place_of_another_passes_no_time_of_its_own() -> None:
@@ -192,7 +193,7 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
     asked(pool, 1, chat, 22)
     assert pool.fork(1, 2) is Result.OK
     stops = [pool.sequences[number].turn.token_counts for number in (1, 2)]
-    assert stops == [(16, 20)] * 2  # the early stop is one of them
+    assert stops == [(16, 20)] * 2  # the early stop and the end of the prompt, no stops of the answer
     answer(pool, 1, chat, 22, 36)
     answer(pool, 2, chat[: 5 * DIGEST_BYTES] + text(3, 15), 22, 36)
     assert ends(pool) == [20]
@@ -201,7 +202,7 @@ def test_neither_a_fork_nor_its_parent_leaves_one() -> None:
 def test_while_more_prompts_part_before_the_end_than_go_on_there_are_none() -> None:
     pool = make_pool(900, full(4), state(1024))
     retention = pool.coordinator.retention
-    retention.partings.inside = 5.0  # four prompts are assumed to have continued
+    retention.partings.inside = 5.0  # more than the four late prompts that a new pool assumes
     assert pool.allocate(1, 22).stops == (16, 20)
     retention.partings.late_seen = 1.0
     assert pool.allocate(2, 22).stops[-1] > 20

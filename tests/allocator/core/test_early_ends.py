@@ -19,13 +19,13 @@ STATES = (full(16), *(state(1024),) * 24)
 @pytest.mark.parametrize(
     ("prompt", "known", "expected"),
     [
-        (4096, 0, 3568),  # the end is 4,080; 510 tokens before it is 3,570
+        (4096, 0, 3568),  # the last edge is 4,080; an eighth (510) before it is 3,570, in the block from 3,568 on
         (4097, 0, 3584),
-        (4096, 2048, 3824),  # 2,032 tokens are new; 254 before the end is 3,826
-        (4096, 4000, 0),  # five blocks of attention are new: too few
-        (4096, 3984, 4064),  # six blocks of attention are new: a quarter of a state's blocks
+        (4096, 2048, 3824),  # 4,080 - 2,048 = 2,032 tokens are new; an eighth (254) before 4,080 is 3,826
+        (4096, 4000, 0),  # five new blocks of attention: less than a quarter of a state's 24 blocks
+        (4096, 3984, 4064),  # six new blocks of attention: a quarter of a state's 24 blocks
         (96, 0, 0),
-        (97, 0, 80),  # the end is 96; twelve tokens before it is 84
+        (97, 0, 80),  # the last edge is 96; an eighth (12) before it is 84, in the block from 80 on
         (1, 0, 0),
     ],
 )
@@ -37,12 +37,14 @@ def test_it_is_an_eighth_of_what_is_new_before_the_end_if_that_is_worth_a_quarte
 
 def test_it_is_at_an_edge_of_all_groups_but_those_of_states() -> None:
     groups = (full(16), sliding(64, 128), state(1024))
-    assert early_stop(groups, 64, 1000, 0) == 832  # the end is 960; 120 tokens before it is 840
+    # the last edge is 960; 120 before it is 840, and edges are multiples of 64
+    assert early_stop(groups, 64, 1000, 0) == 832
 
 
 def test_there_is_none_so_near_to_the_end_that_no_edge_is_between() -> None:
-    assert early_stop((full(16), state(1024)), 16, 49, 0) == 32  # the end is 48; six tokens before it is 42
-    assert early_stop((full(2), state(1024)), 2, 7, 0) == 0  # the end is 6; the edge before it is too far away
+    assert early_stop((full(16), state(1024)), 16, 49, 0) == 32  # the last edge is 48; an eighth (6) before it is 42
+    # the last edge is 6; an eighth of 6 tokens is not even one token
+    assert early_stop((full(2), state(1024)), 2, 7, 0) == 0
 
 
 @pytest.mark.parametrize(("groups", "retention"), WITHOUT_TOLD_ENDS)
@@ -72,7 +74,7 @@ def test_of_a_prompt_that_goes_on_from_another_only_what_is_new_counts() -> None
     serve(pool, text(1, 40), 129)
     answer = pool.allocate(2, 161, text(1, 40))
     assert (answer.matched_token_count, answer.attended_token_count) == (128, 0)
-    assert pool.sequences[2].turn.early == 156  # eight blocks are new
+    assert pool.sequences[2].turn.early == 156  # tokens 128 to 159 are new; an eighth (4) before 160 is 156
     assert answer.stops[:3] == (156, 160, 164)
 
 
@@ -88,7 +90,7 @@ def test_of_a_path_the_last_three_stay_however_many_turns_come_behind_it() -> No
 
 # -- a junction replaces it ----- --------------------------------------------------------------------------------------
 
-HEAVY = (full(4), *(state(1024),) * 20)  # an early stop needs a new part of at least five blocks
+HEAVY = (full(4), *(state(1024),) * 20)  # a state takes 20 blocks, so an early stop needs five new blocks of attention
 
 
 def test_the_junction_takes_the_place_of_the_early_end_before_it() -> None:

@@ -67,7 +67,7 @@ def test_a_queue_gives_the_least_valuable_end_of_all_lanes_like_a_naive_one(name
     print("seed", seed)
     rng = random.Random(seed)
     policy = POLICIES[name](64)
-    policy.patience = 0  # every peek compares all lanes
+    policy.patience = 0  # without patience, every peek compares all lanes
     queue = EvictionQueue(policy)
     entries = [Stretch(number, rng.randint(1, 6), rng.randint(0, 9)) for number in range(40)]
     pushed: dict[Stretch, int] = {}
@@ -104,7 +104,7 @@ def test_what_is_worth_least_is_noticed_at_once() -> None:
     policy.patience = 1_000_000
     queue = EvictionQueue(policy)
     entries = [Stretch(number, blocks=2) for number in range(5)]
-    for hits, entry in enumerate(entries, 1):  # four lanes, all with more value than left-behind ends
+    for hits, entry in enumerate(entries, 1):  # the entries get into four lanes, each worth more than left-behind ends
         policy.stored(entry, ROOT)
         entry.live = 1
         for _ in range(hits):
@@ -181,7 +181,7 @@ def test_descendants_leave_before_their_ancestors(policy: str) -> None:
         trunk = rng.choice(trunks)
         request = trunk[: rng.randint(1, len(trunk))] + [10_000 + 20 * number + i for i in range(rng.randint(0, 10))]
         serve(pool, request)
-        invariants.check(pool)  # the parent of each run must be in the tree
+        invariants.check(pool)  # fails unless the parent of each run is in the tree
     assert pool.blocks.evicted_count > 500
 
 
@@ -203,7 +203,7 @@ def test_what_is_used_often_outlives_a_scan() -> None:
     requests = [request for number, new in enumerate(scan) for request in (new, popular[number * 7 % 8])]
     lru, default = (hit_ratio(pool_of(120, policy), requests) for policy in ("lru", DEFAULT_POLICY))
     assert lru == 0
-    assert default > 0.45  # 0.5 is the most that is possible
+    assert default > 0.45  # half of the requests are new, so 0.5 is the maximum
 
 
 def test_where_recency_is_best_the_default_keeps_up_with_lru() -> None:
@@ -226,7 +226,7 @@ def test_where_recency_is_best_the_default_keeps_up_with_lru() -> None:
 def test_the_questions_about_a_document_leave_before_other_documents() -> None:
     pool = pool_of(200, DEFAULT_POLICY)
     question = 100_000
-    for number in range(150):  # each document is asked about twice, then new ones come
+    for number in range(150):  # each document gets two questions, then the next one follows
         for _ in range(2):
             question += 10
             serve(pool, [*range(100 * number, 100 * number + 10), *range(question, question + 4)])
@@ -262,7 +262,7 @@ def test_what_was_evicted_and_comes_back_counts_as_shared() -> None:
     policy.stored(again, ROOT)
     policy.released(again)
     assert again.hits == 1
-    assert len(policy._ghosts) == 0  # storing the stretch again took the ghosts of both evictions
+    assert len(policy._ghosts) == 0  # storing the stretch again removed its ghosts, the records of both evictions
 
 
 def test_blocks_trimmed_one_by_one_are_remembered_as_one_stretch() -> None:

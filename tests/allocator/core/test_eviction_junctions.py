@@ -13,7 +13,7 @@ from tests.allocator.core.pools import d, full, grow, make_pool, state
 
 TEXT, OTHER = d("abcdefghijklmn"), d("abcdefghijwxyz")  # two texts with ten common blocks
 PROMPT_TOKENS = 14 * 4 + 1
-LEFT = ReuseValue(1).lane_count // 5 - 1  # the kind of left-behind ends
+LEFT = ReuseValue(1).lane_count // 5 - 1  # number of the kind of ends that prompts leave behind
 
 
 def new_pool() -> Pool:

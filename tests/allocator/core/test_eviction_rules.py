@@ -110,7 +110,7 @@ def test_what_a_chat_says_behind_a_shared_prompt_was_not_shared() -> None:
     pool.commit(1, 16, digests[64:])
     pool.free(1)
     serve(pool, range(10, 14))
-    serve(pool, range(10, 15))  # the first four are shared once
+    serve(pool, range(10, 15))  # this prompt shares the four blocks of the one before it
     assert [run.hits for run in runs_of(pool, chat)] == [2, 0]
     evict(pool, 3)  # the chat was released first, and loses its end first
     assert (cached_count(pool, chat), cached_count(pool, range(10, 15))) == (1, 5)
@@ -122,7 +122,7 @@ def test_no_more_than_its_spare_end_leaves_an_entry_while_others_have_one() -> N
         pool = make_pool(43 * width, block_size=BLOCK_TOKENS, group_count=width, eviction_policy="reuse")
         policy = pool.blocks.policy
         assert isinstance(policy, ReuseValue)
-        policy._left_behind = [4 * width] * 4  # sets what the policy would learn
+        policy._left_behind = [4 * width] * 4  # as if the policy had learned that prompts leave four positions behind
         for text in texts:
             serve(pool, text)
         evict(pool, 6)
@@ -202,7 +202,7 @@ def test_shared_entries_are_told_apart_by_how_often_and_how_long_they_waited() -
     often = [kind(hits, 8) for hits in (1, 2, 3, 7, 8)]
     assert often[2] == often[3]
     assert len(set(often)) == 4
-    long = [kind(1, gap) for gap in (1, 15, 16, 64, 255, 256)]  # borders: a quarter of the pool, the pool, four pools
+    long = [kind(1, gap) for gap in (1, 15, 16, 64, 255, 256)]  # borders: 16 (a quarter of the pool), 64 and 256
     assert long[0] == long[1]
     assert long[3] == long[4]
     assert len(set(long)) == 4

@@ -22,7 +22,8 @@ from hybrid_sides.shapes import Shape, all_shapes, states_alone
 from hybrid_sides.workloads import DIGEST_TOKENS, QUICK_SCALE, WORKLOADS, Request, Stretch, ask, trace
 
 SEEDS = range(12)
-Item = tuple[str, int]  # (kind, block); the kind is a block of full attention, or the tail at its end
+# (kind, block); kind is "block" for full attention, or "tail" for the windows or state at its end
+Item = tuple[str, int]
 
 
 def attention(layer: int, window: int = 0) -> LayerSpec:
@@ -31,7 +32,7 @@ def attention(layer: int, window: int = 0) -> LayerSpec:
     return LayerSpec(layer, kind, kv_head_count=1, head_dim=1, window=window)
 
 
-# Beside a block of 64 bytes in full attention, a tail is 128 bytes: two windows of a block each, or a state.
+# A block of full attention has 64 bytes. A tail has 128: two windows of one block each, or one state.
 SHAPES = {
     "windows": Shape("windows", (attention(0), *(attention(layer, DIGEST_TOKENS + 1) for layer in (1, 2)))),
     "states": Shape("states", (attention(0), LayerSpec(1, GroupKind.STATE, state_bytes=128))),
@@ -82,7 +83,7 @@ def hits_at_most(requests: list[Request], room: int) -> int:
             held = {item for item in kept if item[1] in path}
             for choice in choices(others | new | held, room):
                 after[choice] = max(after.get(choice, 0), hits + served * DIGEST_TOKENS)
-        for choice in list(best):  # before a request, items may be dropped to make room
+        for choice in list(best):  # `after` replaces all caches from before this request
             del best[choice]
         for kept, hits in after.items():
             best[kept] = max(best.get(kept, 0), hits)
@@ -122,7 +123,7 @@ def test_no_time_for_which_blocks_are_kept_hits_more_than_the_bound_of_ages(seed
     prompt_tokens = sum(request.prompt_token_count for request in requests)
     held = sum(4 * request.computed_token_count + 128 for request in requests) / len(requests)
     for kept_for in range(len(requests)):
-        last: dict[int, tuple[int, float]] = {}  # block -> (time, cost)
+        last: dict[int, tuple[int, float]] = {}  # block -> (time of its last use, bytes with its share of a tail)
         hits, kept = 0, 0.0
         for now, request in enumerate(requests):
             path, is_hit = request.prompt.block_ids(), True

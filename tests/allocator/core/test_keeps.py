@@ -86,7 +86,7 @@ def test_a_namespace_keeps_its_share_and_no_block_more() -> None:
     assert pool.blocks.kept_block_count_max == KEPT_SHARE * 16 == 4
     leave(pool, "abcd", MINUTE_MS, "greedy")
     pool.blocks.policy.now_ms += 2_000
-    leave(pool, "e", MINUTE_MS, "greedy")  # the fifth block
+    leave(pool, "e", MINUTE_MS, "greedy")  # a fifth kept block exceeds the share of four
     leave(pool, "fghi", MINUTE_MS, "another")
     for letters in ("jkl", "mno", "pqr"):
         leave(pool, letters)
@@ -100,7 +100,7 @@ def test_what_is_kept_again_after_its_time_counts_once() -> None:
     pool.blocks.policy.now_ms = 2 * MINUTE_MS
     leave(pool, "ab", MINUTE_MS)
     pool.blocks.policy.now_ms += 2_000
-    leave(pool, "cde", MINUTE_MS)  # two blocks and three blocks are kept
+    leave(pool, "cde", MINUTE_MS)  # 2 + 3 kept blocks are exactly the share of 5
     for letters in ("ghijk", "lmnop", "qrstu"):
         leave(pool, letters)
     assert (pool.match("", d("ab")), pool.match("", d("cde"))) == (8, 12)

@@ -37,14 +37,15 @@ def test_a_chat_that_goes_on_parts_late_and_an_edited_one_early() -> None:
     assert seen(pool) == (1, 0)
     serve(pool, parted(1, 10, 5), 41)  # the prompt diverges inside the ten cached blocks
     assert seen(pool) == (1, 1)
-    serve(pool, parted(2, 10, 5), 41)  # the prompt diverges where others did before, which does not count
+    serve(pool, parted(2, 10, 5), 41)  # a prompt that diverges where an earlier one already did is not counted
     assert seen(pool) == (1, 1)
 
 
 def test_a_prompt_parts_late_if_less_than_an_edge_follows() -> None:
     pool = make_pool(200, full(4), sliding(16, 16))
     serve(pool, text(0, 11), 44)
-    serve(pool, text(0, 11) + text(1, 4), 60)  # hits end at multiples of 16: three blocks follow the 32 tokens
+    # Hits end at multiples of 16. After 32 tokens, three cached blocks follow: less than an edge.
+    serve(pool, text(0, 11) + text(1, 4), 60)
     assert seen(pool) == (1, 0)
     serve(pool, parted(2, 15, 4), 60)
     assert seen(pool) == (1, 1)
@@ -54,7 +55,7 @@ def test_prompts_that_are_asked_again_make_no_steps() -> None:
     pool = make_pool(200, full(4), sliding(4, 4))
     for chat in range(4):
         for _ in range(2):
-            serve(pool, text(chat, 10), 40)  # the hit ends at 36, and one cached block follows
+            serve(pool, text(chat, 10), 40)  # the second hit ends at 36, and one more cached block follows
     partings = partings_of(pool)
     assert (partings.again, partings.inside) == (4, 0)
     assert partings.are_early
@@ -79,7 +80,8 @@ def test_steps_double_their_distance_and_stand_at_edges() -> None:
 
 def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts() -> None:
     pool = make_pool(2_000, full(4), sliding(4, 8))
-    for number in range(1, 4):  # 3 edited prompts, and 4 that are assumed to diverge late: 3 of 7 is more than 0.4
+    # 3 prompts are edited, and a new pool assumes 4 late ones: 3 of 7 exceeds the share of 0.4
+    for number in range(1, 4):
         serve(pool, text(10 * number, 8), 32)
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     assert partings_of(pool).are_inside
@@ -88,7 +90,7 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
     own = text(0, 20)
     stops = stops_of(pool)
     ends = [count for count, digest in stops if digest == own[8 * count - 32 : 8 * count]]
-    assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the prompt's end, and the end
+    assert sorted(ends) == [16, 48, 64, 72, 80]  # stops 64, 32, 16 and 8 tokens before the prompt's end, and at the end
     assert not any(stop.is_aside for stop in stops.values() if stop.token_count > 32)
 
 
@@ -105,8 +107,8 @@ def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
 
 
 def test_a_pool_that_has_learned_it_hits_what_edited_prompts_have_in_common() -> None:
-    # A chat has 40 blocks and, with its steps, at most 40 of the window. The first edit of each chat makes a junction,
-    # and later edits hit it.
+    # A chat takes 40 blocks of full attention and, with its steps, at most 40 of the window. The first edit of each
+    # chat makes a junction, and later edits hit it.
     pool = Pool(PoolSpec(12 * 60, (full(4), sliding(4, 32))))
     assert edited_chats(pool, chat_count=8, round_count=6) > 0.8
 
@@ -126,7 +128,7 @@ def test_steps_of_states_stand_where_checkpoints_are_and_wait_for_more_prompts_t
         3_072,
         2_560,
         1_536,
-    ]  # 3,968, 3,936 and so on, rounded down to checkpoints
+    ]  # 3,968, 3,936 and so on, each rounded down to a multiple of 512
     assert partings.steps_before(500) == []
     partings.inside, partings.late = 2.0, 1.0
     assert not partings.are_inside
@@ -147,7 +149,8 @@ def test_checkpoints_before_the_end_of_a_prompt_stay_while_prompts_part_early(gr
     pool.free(1)
     invariants.check(pool)
     stops = stops_of(pool)
-    # Two, four, ... edges before 196, or before the last edge of 16 where there is no other.
+    # Steps are two, four, ... edges before the last edge, rounded down to 16. With full attention edges are 4 tokens
+    # apart and the last edge is 196; with states alone, 16 and 192.
     steps = {64, 128, 160, 176} if len(groups) > 1 else {64, 128, 160}
     assert {count for count, _ in stops} >= steps
     assert not any(stop.is_aside for stop in stops.values())
@@ -160,6 +163,6 @@ def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
     serve(pool, text(0, 64), 257)
     spare = pool.blocks.namespaces[""].scopes[1].spare
-    pool.blocks.take(pool.blocks.empty_count + spare)  # this evicts everything that no stop needs
+    pool.blocks.take(pool.blocks.empty_count + spare)  # the take evicts everything that no stop needs
     matched = [pool.match("", parted(5, 64, kept)) for kept in (63, 62, 60, 56, 50, 40, 20)]
     assert matched == [252, 248, 240, 224, 192, 128, 0]

@@ -108,13 +108,14 @@ def test_a_promise_ends_with_its_sequence() -> None:
 
 
 def test_what_windows_give_back_is_promised_again_and_nothing_once_the_prompt_is_granted() -> None:
-    # Passes of 4 tokens and a window of 5 touch 8 tokens: at most 3 blocks. 40 tokens take 10 + 3 of 14 blocks.
+    # A pass of 4 tokens reads 4 tokens before it in a window of 5: 8 tokens are in at most 3 blocks. So a prompt of 40
+    # tokens takes 10 blocks of full attention and 3 of the window; the pool has 14.
     pool = make_pool(14, full(4), sliding(4, 5))
     pool.allocate(1, 4, d(LETTERS[:10]), prompt_token_count=40)
     assert pool.admission.promised_block_count == 9 + 2
     for block in range(1, 11):
         assert grow(pool, 1, 4 * block).result is Result.OK
-        # From 8 tokens on, the token at `4 * block` reads 4 tokens before it: one block.
+        # From the second block on, the window also holds the block with the 4 tokens that the pass reads before it.
         window = 2 if block > 1 else 1
         assert pool.admission.promised_block_count == (10 - block) + min(10 - block, 3 - window)
         if block < 10:
@@ -126,17 +127,19 @@ def test_what_windows_give_back_is_promised_again_and_nothing_once_the_prompt_is
 
 
 def test_a_hit_is_no_part_of_a_pass() -> None:
-    # 36 of 40 tokens are cached. A pass of 4 with its window still touches at most 3 blocks; one of them is hit.
+    # 36 of 40 tokens are cached. A pass of 4 tokens with its window still touches at most 3 blocks, and the hit has
+    # one.
     pool = make_pool(40, full(4), sliding(4, 5))
     computed(pool, 1, LETTERS[:9])
     answer = pool.allocate(2, 4, d(LETTERS[:9]), prompt_token_count=40)
     assert answer.matched_token_count == 36
-    assert pool.sequences[2].promised == 1 + 1  # one block of each group is not full yet
+    assert pool.sequences[2].promised == 1 + 1  # one block of each group is still to be granted
 
 
 @pytest.mark.parametrize("block_count", [38, 42, 44, 45])
 def test_a_prompt_is_let_in_only_if_passes_as_large_as_its_owner_announces_fit(block_count: int) -> None:
-    # 512 tokens are 32 blocks of full attention. A pass of 128 reads 63 before it: 191 tokens touch at most 13 of 16.
+    # 512 tokens take 32 blocks of full attention. A pass of 128 tokens reads 63 tokens before it; these 191 tokens
+    # touch at most 13 blocks of 16 tokens.
     groups, letters = (full(16), sliding(16, 64)), "".join(chr(33 + number) for number in range(32))
     pool = make_pool(block_count, *groups, chunk_token_count_max=128)
     assert pool.allocate(1, 16, prompt_token_count=512).result is (Result.OK if block_count == 45 else Result.TOO_LONG)
@@ -150,7 +153,8 @@ def test_a_prompt_is_let_in_only_if_passes_as_large_as_its_owner_announces_fit(b
 
 
 def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None:
-    # A window of 8 tokens in blocks of 4 takes 3 blocks at most in passes of one token; 7 of 10 are left for 28 tokens.
+    # In passes of one token, a window of 8 tokens takes at most 3 blocks of 4. The other 7 of 10 blocks hold 28 tokens
+    # of full attention.
     pool = make_pool(10, full(4), sliding(4, 8))
     assert refusal(pool.allocate(1, 28)) == (Result.PASS_TOO_LONG, 4)
     assert refusal(pool.allocate(1, 29)) == (Result.TOO_LONG, 0)
@@ -167,8 +171,8 @@ def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None
 
 
 def test_a_chunk_begins_at_the_edge_of_a_block_where_a_window_may_begin_inside() -> None:
-    # In passes of one token, 8 tokens of a chunk take 2 blocks of 4, and a window takes 3. In passes of 4, 11 tokens
-    # take 3 blocks.
+    # A chunk of 8 tokens begins at the edge of a block, so in passes of one token it takes 2 blocks of 4; a window of 8
+    # would take 3. A pass of 4 tokens and 7 tokens before it take 3 blocks.
     assert refusal(make_pool(8, full(4), chunked(4, 8)).allocate(1, 28)) == (Result.TOO_LONG, 0)
     pool = make_pool(9, full(4), chunked(4, 8))
     assert refusal(pool.allocate(1, 28)) == (Result.PASS_TOO_LONG, 5)
@@ -194,7 +198,7 @@ def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed:
     )
     announced = rng.choice((0, 9))
     pool = make_pool(40, *groups, chunk_token_count_max=announced)
-    prompts: dict[int, tuple[int, int]] = {}  # sequence -> (its tokens, tokens of a pass)
+    prompts: dict[int, tuple[int, int]] = {}  # sequence id -> (tokens of the prompt, tokens of a pass)
     for sequence_id in range(1, 400):
         length, chunk = rng.randint(1, 40), rng.randint(1, 9)
         own = bytes([sequence_id % 256, sequence_id // 256]) * 16
@@ -237,12 +241,12 @@ def test_a_namespace_holds_no_more_than_its_quota_and_others_do() -> None:
 def test_shared_blocks_count_once_and_cached_ones_when_they_are_taken_again() -> None:
     pool = quota_pool(held_blocks_max=4)
     computed(pool, 1, "abc", namespace="blue")
-    # the fork has three shared blocks and one of its own
+    # sequence 2 has three shared blocks and one of its own
     assert pool.allocate(2, 13, d("abc"), "blue").result is Result.OK
     assert pool.allocate(3, 13, d("abc"), "blue").result is Result.QUOTA
     pool.free(1)
     pool.free(2)
-    # the sequence has three cached blocks that it hit, and two new ones
+    # sequence 3 would hold the three cached blocks that it hits, and two new ones
     assert pool.allocate(3, 17, d("abc"), "blue").result is Result.QUOTA
     assert pool.allocate(3, 13, d("abc"), "blue").matched_token_count == 12
 
@@ -299,7 +303,7 @@ def test_a_namespace_that_may_leave_nothing_is_forgotten_with_its_last_sequence(
     computed(pool, 1, "ab", namespace="blue")
     pool.fork(1, 2)
     pool.free(1)
-    assert pool.match("blue", d("ab")) == 8  # still held
+    assert pool.match("blue", d("ab")) == 8  # the fork still holds both blocks
     pool.free(2)
     assert counts(pool) == (8, 0, 0)
     assert not pool.blocks.namespaces
@@ -307,7 +311,8 @@ def test_a_namespace_that_may_leave_nothing_is_forgotten_with_its_last_sequence(
 
 def test_what_falls_out_of_a_window_counts_as_left_behind() -> None:
     pool = quota_pool(8, sliding(4, 4), cached_blocks_max=1)
-    computed(pool, 1, "abcd", namespace="blue")  # three of four blocks fell out; the same prompt would hit the third
+    # three of four blocks fell out of the window; the quota lets one stay cached
+    computed(pool, 1, "abcd", namespace="blue")
     assert counts(pool) == (6, 1, 1)
     assert [pool.match("blue", d("abc")[: 32 * count]) for count in (1, 2, 3)] == [0, 0, 12]
 
@@ -322,7 +327,7 @@ def test_a_block_that_growing_leaves_behind_counts_too() -> None:
 
 
 def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> None:
-    # The copy is held in place of the checkpoint, not in addition to it.
+    # A sequence holds the copy in place of the checkpoint, not in addition to the checkpoint.
     pool = quota_pool(8, full(4), state(4), held_blocks_max=3)
     computed(pool, 1, "ab", namespace="blue")
     assert pool.blocks.namespaces["blue"].held_count == 3
@@ -341,7 +346,7 @@ def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> No
     computed(pool, 1, "a", namespace="blue")
     assert grow(pool, 1, 5).copies == [(0, 1)]
     pool.free(1)
-    # a hit that needs no block is no growth, either
+    # the new sequence holds only its copy of the state, which is within the quota of one block
     assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4
     invariants.check(pool)
 
@@ -350,7 +355,7 @@ def test_who_asks_for_nothing_more_is_not_refused_although_a_swap_took_the_names
     pool = quota_pool(8, held_blocks_max=1)
     computed(pool, 1, "a", namespace="blue")
     pool.free(1)
-    pool.allocate(2, 4, namespace="blue")  # without digests the sequence needs its own block
+    pool.allocate(2, 4, namespace="blue")  # without digests nothing is hit, so the sequence gets a new block
     commit(pool, 2, "a", 2)
     pool.fork(2, 3)
     commit(pool, 2, "a", 4)  # the commit swaps to the cached block; the fork keeps the half-filled one

@@ -12,7 +12,8 @@ from quire_allocator.core.spec import GroupSpec
 
 from tests.allocator.core.pools import chunked, commit, computed, d, forget, full, grow, make_pool, sliding, state
 
-Told = list[tuple[str, str, int, str, int]]  # change, digests, first position, parent, manager
+# (change, letters of the digests, first position, letter of the parent, manager) of an event
+Told = list[tuple[str, str, int, str, int]]
 
 
 def letters_of(digests: bytes) -> str:
@@ -94,7 +95,7 @@ def test_a_copy_that_meets_the_first_block_is_no_event_and_its_end_neither() -> 
     assert all_told(pool) == [("STORED", "ab", 0, "", 0)]
     assert pool.match("", d("ab")) == 8
     pool.free(2)
-    pool.allocate(4, 8)  # this evicts them
+    pool.allocate(4, 8)  # the new sequence evicts the cached blocks of a and b
     assert all_told(pool)[1:] == [("REMOVED", "ab", 0, "", 0)]
     assert pool.match("", d("ab")) == 0
 
@@ -123,7 +124,8 @@ def test_falling_out_of_a_window_is_no_event_and_eviction_is() -> None:
     pool = make_pool(4, sliding(4, 4))
     computed(pool, 1, "abc")
     assert [event[:3] for event in all_told(pool)] == [("STORED", "abc", 0)]
-    # the grow takes the empty block, and one of the two that fell out; the deeper one is the prompt's end
+    # The new sequence takes the empty block, and one of the two that fell out: a. Hits of the same prompt end after b,
+    # so b stays longer.
     pool.allocate(2, 8)
     assert [event[:3] for event in all_told(pool)[1:]] == [("REMOVED", "a", 0)]
 
@@ -141,8 +143,8 @@ def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
     pool.allocate(1, 6)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    grow(pool, 1, 13)  # the sequence continues in a copy
-    grow(pool, 2, 13)  # only sequence 2 still holds the block
+    grow(pool, 1, 13)  # sequence 1 continues in a copy of the half-filled block
+    grow(pool, 2, 13)  # sequence 2 alone still holds the half-filled block, so it needs no copy
     pool.fork(2, 3)
     commit(pool, 1, "abc", 13)
     assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
@@ -186,7 +188,8 @@ def test_what_was_stored_by_others_parts_what_a_commit_of_a_window_tells() -> No
     pool.allocate(2, 24)
     pool.free(1)
     forget(pool, 0, [0, 1, 4])
-    # the sequence has its own copies of the evicted blocks; the others are still published
+    # Sequence 2 has computed all six blocks. Its copies of a, b and e, which were evicted, are published; c, d and f
+    # still are.
     commit(pool, 2, "abcdef", 24)
     assert [event for event in all_told(pool) if event[0] == "STORED"] == [
         ("STORED", "abcdef", 0, "", 0),

@@ -15,7 +15,7 @@ from quire_allocator.core.spec import GroupSpec, PoolSpec, Result
 from tests.allocator.core.compiled import IS_COMPILED
 from tests.allocator.core.pools import chunked, full, grow, positions_asked_for, published, sliding
 
-LONG = 20_000  # blocks of a long prompt, of 4 tokens each
+LONG = 20_000  # a long prompt has this many blocks of 4 tokens
 WINDOW = 16  # blocks
 
 needs_sources = pytest.mark.skipif(IS_COMPILED, reason="calls inside of a compiled class are not seen")
@@ -65,7 +65,7 @@ def test_a_commit_makes_no_more_units_than_a_window_needs(
     pool, digests = window_pool(full(4), group, retention=retention), text(1, LONG)
     monkeypatch.setattr(Unit, "__init__", count)
     computed(pool, 1, digests)
-    assert len(made) <= 4 * (WINDOW + 2)  # the window, the blocks of the two last stops, and one edge more
+    assert len(made) <= 4 * (WINDOW + 2)  # units of the window, of the last two stops' blocks, and of one edge more
     assert len(window_scope(pool).stretches) <= 3
     pool.free(1)
     assert len(made) <= 4 * (WINDOW + 2)
@@ -87,7 +87,8 @@ def test_a_lookup_looks_only_where_something_begins(kind: Any, monkeypatch: pyte
             return super().get(key)
 
     scope.stretches = Counted(scope.stretches)
-    assert pool.match("", text(9, LONG)) == (0 if kind is sliding else 4 * LONG)  # between chunks, a hit needs no block
+    # at the edge of a chunk, a hit needs no block
+    assert pool.match("", text(9, LONG)) == (0 if kind is sliding else 4 * LONG)
     assert len(looks) <= 8
     looks.clear()
     assert pool.match("", text(0, LONG)) == 4 * LONG

@@ -88,7 +88,7 @@ def test_a_hit_counts_as_committed_and_is_shared_by_a_fork_at_once() -> None:
 
 def test_a_hit_may_end_in_the_middle_of_what_another_sequence_computed_in_one_go() -> None:
     pool = make_pool()
-    computed(pool, 1, "abcd")  # one run of four blocks, held
+    computed(pool, 1, "abcd")  # published as one run of four blocks
     assert pool.allocate(2, 12, d("abxy")).blocks[0].tolist() == [0, 1, 4]
     assert states(pool)[:5] == [3, 3, 2, 2, 2]
     pool.free(1)
@@ -107,10 +107,10 @@ def test_a_freed_sequence_is_evicted_tail_first() -> None:
 
 def test_eviction_takes_all_groups_of_a_position_before_an_earlier_position() -> None:
     pool = make_pool(6, group_count=2)
-    computed(pool, 1, "abc")  # positions: 0 and 1, 2 and 3, 4 and 5
+    computed(pool, 1, "abc")  # the three positions have blocks 0 and 1, 2 and 3, 4 and 5
     assert tables(pool, 1) == [[0, 2, 4], [1, 3, 5]]
     pool.free(1)
-    pool.allocate(2, 1)  # the grow takes a block for each group
+    pool.allocate(2, 1)  # the new sequence evicts the last position and takes its two blocks
     assert tables(pool, 2) == [[4], [5]]
     assert pool.match("", d("abc")) == 8
     pool.allocate(3, 1)
@@ -197,8 +197,8 @@ def test_of_a_cached_run_only_what_is_hit_is_kept_from_being_granted() -> None:
     pool = make_pool(5)
     computed(pool, 1, "abcd")
     pool.free(1)
-    pool.allocate(2, 1)  # block 4
-    answer = pool.allocate(3, 20, d("abxyz"))  # a and b are kept; c and d can be evicted; one more block is missing
+    pool.allocate(2, 1)  # takes block 4, the last empty one
+    answer = pool.allocate(3, 20, d("abxyz"))  # the prompt hits a and b, may evict c and d, and lacks one more block
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 1)
     assert pool.allocate(3, 16, d("abx")).blocks[0].tolist() == [0, 1, 2, 3]
     invariants.check(pool)
@@ -212,7 +212,7 @@ def test_a_digest_that_another_block_carries_swaps_the_committers_entry() -> Non
     assert pool.commit(2, 8, d("ab")) == CommitResult(Result.OK, [Swap(0, 0, 0), Swap(0, 1, 1)])
     assert blocks_of(pool, 2) == [0, 1]
     assert states(pool) == [3, 3, 0, 0, 0, 0, 0, 0]
-    assert granted_next(pool)[:2] == [2, 3]  # the block was given back, so it is granted first again
+    assert granted_next(pool)[:2] == [2, 3]  # sequence 2 gave blocks 2 and 3 back, so they are granted first
 
 
 def test_a_swap_brings_a_cached_block_back_into_use() -> None:
@@ -226,10 +226,10 @@ def test_a_swap_brings_a_cached_block_back_into_use() -> None:
 
 def test_a_commit_may_adopt_blocks_of_several_earlier_sequences_and_stop_in_the_middle_of_the_last() -> None:
     pool = make_pool(16)
-    computed(pool, 1, "ab")  # blocks 0 1
+    computed(pool, 1, "ab")  # has blocks 0 and 1
     computed(pool, 2, "abcd", tokens=1)  # the sequence shares blocks 0 and 1, and has 2, 3, and 4 for the last token
-    computed(pool, 3, "abcdxy")  # the sequence shares 0 to 3, and has 5 and 6: three runs by now
-    pool.allocate(4, 24)  # without digests nothing is hit: the sequence has 7 to 12
+    computed(pool, 3, "abcdxy")  # the sequence shares 0 to 3, and has 5 and 6: the path now has three runs
+    pool.allocate(4, 24)  # without digests nothing is hit: the sequence has blocks 7 to 12
     answer = commit(pool, 4, "abcdxz", 24)
     assert answer.swaps == [Swap(0, 0, 0), Swap(0, 1, 1), Swap(0, 2, 2), Swap(0, 3, 3), Swap(0, 4, 5)]
     assert blocks_of(pool, 4) == [0, 1, 2, 3, 5, 12]
@@ -242,7 +242,7 @@ def test_nothing_is_published_under_a_block_that_was_not() -> None:
     pool = make_pool()
     computed(pool, 1, "a")
     pool.allocate(2, 8)
-    commit(pool, 2, "ab", 8)  # its own copy of "a" is dropped: "b" hangs below the first sequence's block
+    commit(pool, 2, "ab", 8)  # sequence 2's own "a" is dropped, and its "b" is published below the first sequence's "a"
     assert blocks_of(pool, 2) == [0, 2]
     pool.free(2)
     assert pool.allocate(3, 9, d("ab")).matched_token_count == 8
@@ -315,7 +315,7 @@ def test_growing_to_no_more_than_there_is_changes_nothing() -> None:
     before = everything(pool)
     assert grow(pool, 1, 3) == grow(pool, 1, 6) == GrowResult(Result.OK)
     assert everything(pool) == before
-    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # the second block has room
+    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # 8 tokens still fit into the second block
     assert pool.sequences[1].token_count == 8
 
 
@@ -331,7 +331,7 @@ def test_many_grow_at_once_and_only_those_that_need_something_are_answered() -> 
 
 
 def test_a_group_of_larger_blocks_is_hit_only_where_both_end() -> None:
-    # Digests cover 4 tokens. 20 tokens are 5 blocks of 4, or 3 of 8, two of them full.
+    # Digests cover 4 tokens. 20 tokens take 5 blocks of 4 in one group, and 3 of 8 in the other, two of them full.
     pool = make_pool(16, full(4), full(8))
     computed(pool, 1, "abcde")
     assert [len(table) for table in tables(pool, 1)] == [5, 3]
@@ -345,11 +345,11 @@ def test_a_group_of_larger_blocks_is_hit_only_where_both_end() -> None:
 
 def test_a_block_that_only_the_larger_group_has_half_filled_is_copied_by_whoever_goes_on() -> None:
     pool = make_pool(16, full(4), full(8))
-    computed(pool, 1, "a")  # 4 tokens are a whole small block, or half of a large one
+    computed(pool, 1, "a")  # 4 tokens fill a whole small block and half of a large one
     grow(pool, 1, 6)
     pool.fork(1, 2)
     assert tables(pool, 2) == [[0], [1]]
-    assert pool.sequences[1].limit == 6  # otherwise the parent would write into the block that the fork shares
+    assert pool.sequences[1].limit == 6  # beyond 6, the parent would write into the block that the fork shares
     grown = grow(pool, 1, 7)
     assert grown.copies == [(1, 3)]
     invariants.check(pool)
@@ -371,7 +371,7 @@ def test_a_namespace_is_forgotten_with_its_last_block_and_begins_anew() -> None:
     pool = make_pool(2)
     computed(pool, 1, "a", namespace="blue")
     pool.free(1)
-    assert set(pool.blocks.namespaces) == {"blue"}  # one cached block is left
+    assert set(pool.blocks.namespaces) == {"blue"}  # one block of blue is still cached
     pool.allocate(2, 8)
     assert set(pool.blocks.namespaces) == {""}
     pool.free(2)

@@ -51,7 +51,8 @@ def test_growing_past_one_kinds_edge_only_grants_to_that_kind() -> None:
 
 
 def test_full_and_sliding_agree_on_the_longest_prefix_that_both_have() -> None:
-    # Blocks of one token. Full attention has 7; the window of 4 needs the last 3, and has 2, 3, 4 and 5.
+    # Blocks have one token. Full attention has blocks 0 to 6. The window of 4 needs the last 3 blocks before a hit's
+    # end, and has blocks 2 to 5.
     pool = make_pool(40, full(1), sliding(1, 4))
     computed(pool, 1, LETTERS[:7])
     pool.free(1)
@@ -64,10 +65,9 @@ def test_full_and_sliding_agree_on_the_longest_prefix_that_both_have() -> None:
 
 
 def test_three_kinds_are_asked_again_until_none_of_them_gives_way() -> None:
-    # Blocks of one token. Full attention has all 12 blocks. A window of 3 needs the last two and has 2, 3, 8, 9:
-    # prefixes of 4 and 10. Chunks of 4 need the tokens since the last multiple of 4, and 8 is missing, so the prefix of
-    # 10 shrinks to
-    # 8. The window cannot serve 8, so 4 is left.
+    # Blocks have one token. Full attention has all 12 blocks. A window of 3 needs the last two blocks before a hit's
+    # end. It has blocks 2, 3, 8 and 9, so it can serve 4 or 10 tokens. Chunks of 4 need all tokens since the last
+    # multiple of 4. Block 8 is missing, so they cannot serve 10, only 8. The window cannot serve 8, so 4 is left.
     pool = make_pool(60, full(1), sliding(1, 3), chunked(1, 4))
     computed(pool, 1, LETTERS[:12])
     pool.free(1)
@@ -89,7 +89,7 @@ def test_a_pool_without_full_attention_is_hit_by_the_same_rule() -> None:
 
 def test_a_long_prompt_is_hit_at_its_end_but_no_longer_where_its_windows_were_evicted() -> None:
     pool = make_pool(12, full(4), sliding(4, 5))
-    computed(pool, 1, "abcd")  # full attention has 0 to 3; of the window's 4 to 7, the token at 16 needs only 7
+    computed(pool, 1, "abcd")  # full attention has blocks 0 to 3, the window 4 to 7; token 16 reads only block 7
     assert tables(pool, 1) == [[0, 1, 2, 3], [NULL, NULL, NULL, 7]]
     assert matches(pool, "abcd") == [0, 4, 8, 12, 16]
     forget(pool, 1, [0, 1, 2])
@@ -97,14 +97,14 @@ def test_a_long_prompt_is_hit_at_its_end_but_no_longer_where_its_windows_were_ev
 
 
 def test_different_block_sizes_are_hit_at_edges_of_all_of_them() -> None:
-    # Digests cover 2 tokens; full attention in blocks of 4, windows of 5 in blocks of 2.
+    # Digests cover 2 tokens. Full attention has blocks of 4, and a window of 5 has blocks of 2.
     pool = make_pool(40, full(4), sliding(2, 5))
     computed(pool, 1, "abcdef")
     assert matches(pool, "abcdef") == [0, 0, 4, 4, 8, 8, 12]
     grown = pool.allocate(2, 11, d("abcde"))
     assert grown.matched_token_count == 8
     assert [len(table) for table in grown.blocks] == [3, 6]
-    assert list(grown.blocks[1][:2]) == [NULL, NULL]  # the token at 8 reads 4 to 8
+    assert list(grown.blocks[1][:2]) == [NULL, NULL]  # token 8 reads tokens 4 to 8, none in these two blocks
     invariants.check(pool)
 
 
@@ -120,7 +120,7 @@ def test_no_group_grows_if_one_of_them_cannot() -> None:
     pool = make_pool(5, full(4), sliding(4, 8))
     pool.allocate(1, 8)
     answer = grow(pool, 1, 9)
-    # the prompt needs 3 + 3 blocks, and the pool has 5
+    # 9 tokens need 3 blocks in each group, and the pool has 5
     assert (answer.result, answer.shortfall) == (Result.TOO_LONG, 0)
     pool = make_pool(7, full(4), sliding(4, 8))
     pool.allocate(1, 8)
@@ -131,9 +131,9 @@ def test_no_group_grows_if_one_of_them_cannot() -> None:
 
 
 def test_eight_identical_prompts_with_every_kind_of_group_share_all_that_can_be_shared() -> None:
-    # 17 tokens: 4 full blocks and one token. Each group of full attention holds 4 + 1 blocks. Window of 8: token 16
-    # reads tokens 9 to 16, so each group holds 2 + 1 blocks. Chunks of 8: token 16 begins a chunk, so each group holds
-    # 1 block. State: 1 each.
+    # 17 tokens are 4 full blocks and one token. The eight sequences share full blocks, and each has a block of its own
+    # for token 16. Full attention shares 4 blocks. The window of 8 shares 2, because token 16 reads tokens 9 to 16.
+    # Chunks of 8 share none, because token 16 begins a chunk. Each sequence has one state.
     pool = make_pool(80, full(4), sliding(4, 8), chunked(4, 8), state(4))
     pool.allocate(1, 16, d("abcd"), prompt_token_count=17)
     commit(pool, 1, "abcd", 16)
@@ -152,6 +152,6 @@ def test_blocks_of_one_token_work_with_every_kind(group_count: int) -> None:
     pool = make_pool(30 * group_count, *groups)
     computed(pool, 1, "abcde")
     assert matches(pool, "abcde") == [0, 1, 2, 3, 4, 5]
-    # With 5 tokens, full attention holds 5 blocks. The token at 5 reads 3 to 5 of a window of 3, and 4 and 5 of chunks
-    # of 2.
+    # After 5 tokens, full attention holds 5 blocks. The next token reads tokens 3 and 4 in a window of 3, and token 4
+    # in chunks of 2.
     assert counts(pool)[2] == (5 + 2 + 1) * group_count

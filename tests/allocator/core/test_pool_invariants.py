@@ -107,7 +107,7 @@ def busy_pool() -> Pool:
 
 
 def state_pool() -> Pool:
-    """Returns a pool: sequence 1 is at a checkpoint that 2 shares, and has passed another one."""
+    """Returns a pool where sequence 1 is at a checkpoint that sequence 2 shares, and has passed another checkpoint."""
     pool = make_pool(8, state(4))
     pool.allocate(1, 4)
     commit(pool, 1, "ab", 4)

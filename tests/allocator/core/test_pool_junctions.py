@@ -60,7 +60,7 @@ def test_the_second_of_three_prompts_is_told_of_what_they_share_and_the_third_hi
     groups: tuple[GroupSpec, ...],
 ) -> None:
     if groups == (state(1024),):
-        groups = (state(16), state(1024))  # a digest covers the smallest block
+        groups = (state(16), state(1024))  # digests cover the smallest block, so these cover 16 tokens
     pool = make_pool(64, *groups)
     assert [served(pool, i + 1, SYSTEM + user) for i, user in enumerate(("wx", "yz", "uv"))] == [
         (0, 0),
@@ -70,7 +70,8 @@ def test_the_second_of_three_prompts_is_told_of_what_they_share_and_the_third_hi
 
 
 def test_a_junction_lies_at_an_edge_of_all_groups_but_those_of_states() -> None:
-    # Digests cover 4 tokens, and one group of full attention has blocks of 16: of 40 common tokens, it has 32.
+    # Digests cover 4 tokens. The prompts share 40 tokens, and the group with blocks of 16 has 32 of them in whole
+    # blocks.
     pool = make_pool(64, full(4), full(16), state(4))
     computed(pool, 1, "abcdefghijklm")
     assert told(pool.allocate(2, 52, d("abcdefghijxyz"))) == (Result.OK, 0, 32)
@@ -81,7 +82,7 @@ def test_a_junction_leaves_a_token_to_compute() -> None:
     pool.allocate(1, 12)
     commit(pool, 1, "abc", 12)
     assert told(pool.allocate(2, 12, d("abc"))) == (Result.OK, 0, 8)
-    assert pool.sequences[2].turn.token_counts[:2] == (8, 16)  # 8 is also the end of the prompt
+    assert pool.sequences[2].turn.token_counts[:2] == (8, 16)  # the junction at 8 is also the end of the prompt
     assert pool.sequences[2].turn.prompt_end == 8
 
 
@@ -125,7 +126,7 @@ def test_a_window_that_was_lost_is_told_as_well() -> None:
 
 
 def test_a_checkpoint_before_the_junction_is_a_replay() -> None:
-    # 16 tokens hit; full attention has 28, so only the states of the 12 between them are new.
+    # The hit has 16 tokens, and full attention has 28. Of the 12 tokens between, only the states are new.
     pool = make_pool(32, full(4), state(16))
     pool.allocate(1, 16, prompt_token_count=29)
     commit(pool, 1, "abcd", 16)

@@ -53,7 +53,7 @@ def test_after_giving_back_a_half_filled_block_that_a_fork_shares_is_copied() ->
     pool.allocate(1, 8)
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
-    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # the parent was granted this room before the fork
+    assert grow(pool, 1, 8) == GrowResult(Result.OK)  # the parent was granted these tokens before the fork
     commit(pool, 1, "a", 6, keep=6)
     assert pool.sequences[1].limit == 6
     assert grow(pool, 1, 7).copies == [Copy(1, 2)]
@@ -65,7 +65,8 @@ def test_lookahead_is_given_back_by_every_group() -> None:
     assert [len(table) for table in tables(pool, 1)] == [8, 4, 4]
     commit(pool, 1, "abc", 7, keep=7)
     assert [len(table) for table in tables(pool, 1)] == [4, 2, 2]
-    assert counts(pool) == (20 - 4 - 1 - 2 - 1, 1, 7)  # the window reads 4 to 7: its first block is cached
+    # the next token, at 7, reads tokens 4 to 7, so the window's first block is only cached
+    assert counts(pool) == (20 - 4 - 1 - 2 - 1, 1, 7)
 
 
 def test_a_grant_for_several_tokens_ahead_is_used_up_without_another() -> None:

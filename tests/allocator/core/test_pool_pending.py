@@ -1,4 +1,4 @@
-"""Prefixes that another sequence is computing: a request for one learns of it, and may wait. Blocks of 4 tokens."""
+"""A prompt learns how much of its prefix another sequence is computing, and may wait for it. Blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def eight_at_once(pool: Pool, letters: str, prompt: int, chunk: int) -> list[int
             if token_count > pool.sequences[sequence_id].committed_token_count:
                 commit(pool, sequence_id, letters, token_count)
             edge = pool.spec.edge_tokens
-            last = (prompt - 1) // edge * edge  # an owner that keeps states ends a pass there
+            last = (prompt - 1) // edge * edge  # the last edge, where an owner that keeps states ends a pass
             ends = [end for end in (token_count + chunk, last, prompt) if end > token_count]
             if token_count == prompt:
                 running.remove(sequence_id)

@@ -77,7 +77,8 @@ def test_a_fork_shares_what_is_committed_and_not_what_is_merely_granted() -> Non
     pool.fork(1, 2)
     assert blocks_of(pool, 2) == [0, 1]
     assert pool.sequences[2].token_count == 6
-    # The parent was granted the rest of block 1 before the fork: it continues there, and the child copies.
+    # The parent was granted the rest of block 1 before the fork, so it continues in block 1, and the child copies block
+    # 1.
     assert grown(pool, 1, 16) == ([], [])
     assert grown(pool, 2, 7) == ([4], [Copy(1, 4)])
 
@@ -169,14 +170,14 @@ def test_the_borrowers_own_text_is_published_beside_the_one_it_left() -> None:
 
 def test_a_shared_half_filled_block_whose_text_is_published_already_stays_with_the_fork() -> None:
     pool = make_pool()
-    computed(pool, 1, "ab")  # blocks 0 1
-    pool.allocate(2, 8)  # blocks 2 3
+    computed(pool, 1, "ab")  # has blocks 0 and 1
+    pool.allocate(2, 8)  # has blocks 2 and 3
     commit(pool, 2, "a", 6)
     assert blocks_of(pool, 2) == [0, 3]
     pool.fork(2, 3)
     assert commit(pool, 2, "ab", 8).swaps == [Swap(0, 1, 1)]
     assert (blocks_of(pool, 2), blocks_of(pool, 3)) == ([0, 1], [0, 3])
-    assert grown(pool, 3, 7) == ([], [])  # the sequence alone holds the block now
+    assert grown(pool, 3, 7) == ([], [])  # sequence 3 alone holds block 3 now, so it needs no copy
 
 
 def test_of_two_forks_that_grow_alike_the_second_takes_over_what_the_first_published() -> None:

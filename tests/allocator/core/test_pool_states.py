@@ -70,7 +70,7 @@ def test_a_commit_that_passes_a_multiple_makes_none() -> None:
 
 
 def test_no_checkpoint_is_made_while_tokens_beyond_it_are_granted() -> None:
-    # The tokens may be computed without another request, and would overwrite the published state.
+    # The owner may compute the granted tokens without another request, and would overwrite the published state.
     pool = make_pool(4, state(4))
     pool.allocate(1, 8)
     commit(pool, 1, "a", 4)
@@ -88,7 +88,8 @@ def test_lookahead_that_is_given_back_with_the_commit_does_not_prevent_a_checkpo
 
 
 def test_the_end_of_a_prompt_is_a_checkpoint_too() -> None:
-    # Digests cover 2 tokens. A prompt of 13 leaves a token to compute after 12, which is no multiple of 8.
+    # Digests cover 2 tokens. The end of a prompt of 13 tokens is 12, so that one token is left to compute. 12 is no
+    # multiple of 8.
     pool = make_pool(16, full(2), state(8))
     pool.allocate(1, 6, prompt_token_count=13)
     for end in (6, 8, 12, 13):
@@ -100,7 +101,7 @@ def test_the_end_of_a_prompt_is_a_checkpoint_too() -> None:
 
 
 def test_the_checkpoint_of_a_prompt_is_at_an_edge_of_all_other_groups() -> None:
-    # Digests cover 2 tokens, full attention has blocks of 4: of a prompt of 11 tokens 8 can be served, not 10.
+    # Digests cover 2 tokens, and full attention has blocks of 4. So a prompt of 11 tokens can hit 8 tokens, not 10.
     pool = make_pool(20, full(4), sliding(2, 4), state(64))
     in_passes_of_prompt = [8, 10, 11]
     pool.allocate(1, 8, prompt_token_count=11)
@@ -126,14 +127,15 @@ def test_a_hit_is_the_deepest_checkpoint_copied_into_a_block_of_its_own() -> Non
 
 
 def test_full_attention_and_state_agree_on_a_checkpoint() -> None:
-    # Blocks of 2 tokens, checkpoints every 8: of 14 tokens 7 blocks are published, and the states after 8 and after 12.
+    # Blocks have 2 tokens, and checkpoints are made every 8. A prompt of 14 tokens publishes 7 blocks, and the states
+    # after 8 and after 12 tokens.
     pool = make_pool(20, full(2), state(8))
     pool.allocate(1, 8, prompt_token_count=14)
     for end in (8, 12, 14):
         grow(pool, 1, end)
         commit(pool, 1, "abcdefg", end)
     assert [pool.match("", d("abcdefg")[: 32 * count]) for count in range(8)] == [0, 0, 0, 0, 8, 8, 12, 12]
-    hit = pool.allocate(2, 12, d("abcdef"))  # at least one token is computed, so 12 is too far
+    hit = pool.allocate(2, 12, d("abcdef"))  # at least one of the 12 tokens is computed, so the hit is shorter
     assert hit.matched_token_count == 8
     assert len(hit.blocks[0]) == 6
     invariants.check(pool)
@@ -203,7 +205,7 @@ def test_a_checkpoint_that_only_its_maker_holds_is_given_up_before_its_maker_is_
     pool = make_pool(3, full(4), state(4))
     computed(pool, 1, "a")
     assert tables(pool, 1) == [[0], [1]]
-    # Three blocks: two of full attention and the state. To copy the state as well would take a fourth.
+    # The grow needs all three blocks: two of full attention, and the state. A copy of the state would take a fourth.
     assert grown(pool, 1, 8) == ([[2], []], [])
     assert tables(pool, 1) == [[0, 2], [1]]
     assert checkpoints(pool, "a") == []
@@ -237,7 +239,8 @@ def test_an_idle_pool_lets_a_prompt_in_without_its_hit_where_there_is_no_room_to
     computed(pool, 1, "a")
     pool.free(1)
     assert pool.match("", d("a")) == 4
-    # 8 tokens take two blocks and a state. The checkpoint to copy from would be a fourth block.
+    # The pool has three blocks, and 8 tokens take two of them and a state. The checkpoint to copy from would be a
+    # fourth block.
     answer = pool.allocate(2, 8, d("a"))
     assert (answer.result, answer.matched_token_count) == (Result.OK, 0)
     invariants.check(pool)

@@ -38,7 +38,7 @@ def test_blocks_without_digests_are_private_and_given_back(
     full_only = Pool(PoolSpec(200, (full(4),)))
     for each in (pool, full_only):
         assert each.allocate(1, 64, digests[: 32 * 16]).result is Result.OK
-        first = each.sequences[1].committed_token_count // 4  # a group of chunks may hit without any block
+        first = each.sequences[1].committed_token_count // 4  # chunked groups may hit although no block is cached
         assert each.commit(1, 64, digests[32 * first : 32 * given]).result is Result.OK
         assert grow(each, 1, 160).result is Result.OK
         invariants.check(each)

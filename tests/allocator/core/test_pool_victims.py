@@ -25,7 +25,7 @@ def test_no_space_names_the_sequence_that_has_least_to_compute_again() -> None:
 def test_tokens_that_others_hold_too_need_not_be_computed_again() -> None:
     pool = make_pool(8)
     computed(pool, 1, "abc")
-    computed(pool, 2, "abx", tokens=1)  # 8 of its 13 tokens are in blocks of sequence 1
+    computed(pool, 2, "abx", tokens=1)  # 8 of sequence 2's 13 tokens are in blocks of sequence 1
     pool.allocate(3, 8)
     assert pool.allocate(4, 8).victim == Victim(3, 0)
     pool.free(3)
@@ -46,7 +46,7 @@ def test_a_sequence_of_a_higher_priority_is_never_named() -> None:
     pool.allocate(2, 4, priority=1)
     assert pool.allocate(3, 4, priority=0).victim is None
     assert pool.allocate(3, 4, priority=1).victim == Victim(2, 0)
-    assert pool.allocate(3, 4, priority=2).victim == Victim(2, 0)  # the lowest priority first
+    assert pool.allocate(3, 4, priority=2).victim == Victim(2, 0)  # of both sequences, the one with the lower priority
     assert grow(pool, 2, 5).victim is None
     assert grow(pool, 1, 5).victim == Victim(2, 0)
 
@@ -64,18 +64,19 @@ def test_what_a_sequence_alone_borrows_does_not_count_as_held_by_others() -> Non
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
     commit(pool, 1, "ab", 8)
-    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)  # sequence 1 also holds "a"
-    assert pool.allocate(3, 28).victim == Victim(1, 0)  # sequence 2 also holds both blocks
+    # sequence 1 also holds "a", so sequence 2 loses only 2 tokens
+    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)
+    assert pool.allocate(3, 28).victim == Victim(1, 0)  # sequence 2 also holds both blocks of sequence 1
     pool.free(1)
     assert pool.allocate(3, 28).victim == Victim(2, 6)
 
 
 def test_where_windows_or_states_are_not_shared_as_well_everything_is_computed_again() -> None:
     pool = make_pool(8, full(4), sliding(4, 4))
-    computed(pool, 1, "ab")  # full attention has blocks 0 and 1; the window keeps 3
+    computed(pool, 1, "ab")  # full attention has blocks 0 and 1; the window keeps block 3
     pool.allocate(2, 9, d("ab"))
-    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # sequence 2 also holds all of its blocks
-    # only this sequence holds one block of its window
+    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # sequence 2 also holds all blocks of sequence 1
+    # sequence 2 holds a block of the window that no other sequence holds
     assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 8)
 
 
@@ -85,7 +86,7 @@ def test_a_state_that_a_fork_shares_need_not_be_computed_again() -> None:
     assert pool.admission.cheapest_victim(0) == Victim(1, 8)
     pool.fork(1, 2)
     assert pool.admission.cheapest_victim(0) == Victim(2, 0)
-    grow(pool, 2, 9)  # the sequence has a copy of the state now
+    grow(pool, 2, 9)  # sequence 2 now has its own copy of the state
     assert pool.admission.cheapest_victim(0) == Victim(2, 8)
 
 

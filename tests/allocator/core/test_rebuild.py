@@ -331,8 +331,8 @@ def test_blocks_without_their_ancestors_are_not_taken_over_where_nobody_holds_th
 def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     kinds = [GroupSpec(GroupKind.FULL_ATTENTION, 4)] * has_full + [GroupSpec(GroupKind.SLIDING_WINDOW, 4, 8)]
     text = [bytes([i]) * 32 for i in range(1, 9)]
-    # The window has blocks 10 to 17. The stop at its end, 32 tokens, needs 16 and 17. Blocks 10, 11 and 15 are still
-    # there by chance.
+    # The window had blocks 10 to 17. The stop after 32 tokens needs blocks 16 and 17. Blocks 10, 11 and 15 are still
+    # cached, although no stop needs them.
     prefixes = [prefix(0, b"", b"".join(text[:2]), [10, 11], group=int(has_full))]
     prefixes.append(prefix(5, text[4], b"".join(text[5:]), [15, 16, 17], group=int(has_full)))
     if has_full:

@@ -1,4 +1,4 @@
-"""Only an owner with made-up digests has one digest at two positions of windows or states; both are kept apart."""
+"""Only an owner with made-up digests has a digest at two positions of windows or states. The pool keeps both apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire_allocator.core.spec import GroupSpec, Result
 from tests.allocator.core.pools import blocks_of, forget, make_pool, sliding, state
 
 SAME = b"same".ljust(32, b".")
-SHORT = b"x".ljust(32, b".") + SAME  # its last digest is also that of `LONG`, one position deeper
+SHORT = b"x".ljust(32, b".") + SAME  # `SHORT` and `LONG` end with the same digest, at positions 1 and 2
 LONG = b"y".ljust(32, b".") + b"z".ljust(32, b".") + SAME
 
 kinds = pytest.mark.parametrize("group", [sliding(4, 4), state(4)], ids=["windows", "states"])

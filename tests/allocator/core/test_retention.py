@@ -14,7 +14,7 @@ from tests.allocator.core.pools import commit, computed, d, full, grow, make_poo
 
 
 def text(number: int, block_count: int, *, tail: int = 0) -> bytes:
-    """Returns the digests of a text for each `number`; a `tail` other than 0 changes its last block."""
+    """Returns the digests of text `number`; a `tail` other than 0 changes the text's last block."""
     digests = [b"%d.%d" % (number, i) for i in range(block_count)]
     if tail:
         digests[-1] += b".%d" % tail
@@ -51,14 +51,16 @@ FIVE_WINDOWS = (full(16), *(sliding(16, 1024),) * 5)
 
 @pytest.mark.parametrize("chat_count", [16, 24, 26])
 def test_a_pool_of_24576_blocks_holds_26_chats_of_8192_tokens_with_5_windows_of_1024(chat_count: int) -> None:
-    # A chat keeps 512 + 5 x 64 blocks. The chat being computed takes at most 3,072 blocks, and 25 others stay: 23,872.
-    # If all fallen blocks of windows were kept, 8 chats would fill the pool.
+    # A chat keeps 512 blocks of full attention and 64 of each of 5 windows. 25 such chats, and at most 3,072 blocks of
+    # the chat being computed, take 23,872 blocks. If all fallen blocks of windows were kept, 8 chats would fill the
+    # pool.
     assert in_turn(pool_of(24_576, FIVE_WINDOWS), chat_count, 8_192, 3) > 0.99
 
 
 @pytest.mark.parametrize(("chat_count", "ratio"), [(3, 0.99), (4, 0.99), (5, 0.6), (6, 0.45), (8, 0.25)])
 def test_beyond_what_a_cache_holds_the_hit_ratio_falls_without_a_cliff(chat_count: int, ratio: float) -> None:
-    # A chat keeps 20 + 5 x 2 blocks, and 5 aside. Computing a chat takes 126 of 240 blocks.
+    # A chat keeps 20 blocks of full attention, 2 of each of 5 windows, and 5 aside, for hits that end one edge earlier.
+    # Computing a chat takes 126 of 240 blocks.
     groups = (full(16), *(sliding(16, 32),) * 5)
     assert in_turn(pool_of(240, groups), chat_count, 321, 60) > ratio
 
@@ -66,7 +68,8 @@ def test_beyond_what_a_cache_holds_the_hit_ratio_falls_without_a_cliff(chat_coun
 def test_different_block_sizes_keep_what_a_prefix_of_both_needs() -> None:
     pool = pool_of(99, (full(32), sliding(8, 8)))
     prompts = [text(number, 8) for number in range(23)]
-    for prompt in prompts:  # each prompt keeps 2 full blocks, one block of the window, and one more aside
+    # A prompt keeps 2 blocks of full attention, one of the window, and one aside, for a hit that ends one edge earlier.
+    for prompt in prompts:
         serve(pool, prompt, 65)
     assert [pool.match("", prompt) for prompt in prompts] == [64] * 23
 
@@ -88,7 +91,8 @@ def test_spare_blocks_can_be_hit_until_they_leave() -> None:
     computed(pool, 1, "abcd")
     pool.free(1)
     assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 4, 8, 12, 16]
-    # the new sequence takes 4 empty blocks, the spare one, and the one that only a prompt of 8 tokens hits
+    # the new sequence takes 4 empty blocks, and two of the window: the spare one, and the one that only a hit of 8
+    # tokens needs
     pool.allocate(2, 12)
     pool.free(2)
     assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 0, 0, 12, 16]
@@ -96,7 +100,7 @@ def test_spare_blocks_can_be_hit_until_they_leave() -> None:
 
 def test_what_is_kept_is_counted() -> None:
     pool = make_pool(40, full(4), *(sliding(4, 4),) * 3)
-    computed(pool, 1, "abcdef")  # hits end behind f, and behind e, where the prompt ends: windows need both
+    computed(pool, 1, "abcdef")  # hits end after f, or after e if the prompt ends with f: each window keeps both
     pool.free(1)
     scope = pool.blocks.namespaces[""].scopes[1]
     assert (scope.cached, scope.spare) == (3 * 6, 3 * 4)
@@ -118,13 +122,13 @@ def test_when_a_window_is_evicted_the_full_blocks_that_it_served_leave_next() ->
     pool = make_pool(14, full(4), sliding(4, 4))
     serve(pool, text(1, 4), 17)
     serve(pool, text(2, 2), 9)
-    # Taking all empty and spare blocks and one more ends the older prompt.
+    # Each round takes one block more than are empty, until the older prompt loses its hit.
     while pool.match("", text(1, 4)):
         before = pool.match("", text(2, 2))
         pool.blocks.take(pool.blocks.empty_count + 1)
     assert before == 8
     worth = [entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket]
-    assert 0 in worth  # the rest of the older prompt is spare
+    assert 0 in worth  # the rest of the older prompt is spare, worth 0
 
 
 def test_of_a_chats_turns_the_last_three_stops_stay() -> None:

@@ -63,7 +63,8 @@ def in_turn(pool: Pool, chat_count: int, token_count: int, round_count: int) -> 
 
 @pytest.mark.parametrize(("chat_count", "ratio"), [(3, 0.98), (4, 0.98), (5, 0.5), (6, 0.35), (8, 0.2)])
 def test_beyond_what_a_cache_holds_the_hit_ratio_of_states_falls_without_a_cliff(chat_count: int, ratio: float) -> None:
-    # A chat keeps 20 blocks of attention and a checkpoint of 20. Computing a chat takes 21 blocks and three states.
+    # A chat keeps 20 blocks of attention, and a checkpoint in 20 blocks. Computing a chat takes 21 blocks of attention
+    # and three states of 20 blocks.
     assert in_turn(Pool(PoolSpec(240, (full(4), *(state(16),) * 20))), chat_count, 81, 40) > ratio
 
 
@@ -80,10 +81,10 @@ def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
     pool = without_early_ends(make_pool(40, *THREE_STATES))
     for number in (1, 2):
         serve(pool, text(number, 4), 17)
-    # this evicts the last block before the older prompt's stop, and so ends the stop
+    # The take evicts the last block before the older prompt's stop, and so ends the stop.
     pool.blocks.take(pool.blocks.empty_count + 1)
     assert worths(pool, text(1, 4)) == {16: SPARE}
-    # this evicts the rest of that prompt: three blocks, and three of states
+    # The take evicts the rest of the older prompt: three blocks of attention, and three of states.
     pool.blocks.take(pool.blocks.empty_count + 5)
     assert worths(pool, text(1, 4)) == {}
     assert pool.match("", text(2, 4)) == 16
@@ -178,7 +179,8 @@ def test_what_a_prompt_has_since_the_stop_before_bears_its_checkpoint() -> None:
     shared = text(0, 9)
     for user in (1, 2, 3):
         serve(pool, shared + text(user, 2), 45)
-    # The 9 shared blocks lead 6 blocks of states: burden 0. The 2 blocks after them also lead 6 blocks: burden 2.
+    # The checkpoint after the 9 shared blocks takes 6 blocks: burden log2(15 / 9), rounded down to 0. The checkpoint
+    # after the 2 next blocks also takes 6: burden log2(8 / 2) = 2.
     assert burdens(pool, shared + text(3, 2))[-2:] == [0, 2]
 
 
@@ -199,7 +201,7 @@ def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specificat
     pool = without_early_ends(make_pool(80, full(4), sliding(4, 8), *(state(16),) * 5))
     serve(pool, text(1, 8), 33)
     pool.allocate(1 + pool.last_sequence_id, 4)
-    # Kept are the last two blocks of the window and, of the checkpoints after 16 and 32 tokens, the latter.
+    # The last two blocks of the window are kept, and the checkpoint after 32 tokens. The one after 16 is spare.
     assert retention.use(pool) == [
         ("full_attention 4", 1, 8, 0),
         ("sliding_window 4 8", 1, 2, 6),

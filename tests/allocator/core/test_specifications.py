@@ -34,7 +34,7 @@ WRONG_SPECS: list[tuple[pb.PoolSpec, Reason]] = [
     (pb.PoolSpec(block_count=1, groups=spec().groups, cache_layout="é" * 129), Reason.MALFORMED),
     (pb.PoolSpec(block_count=1, groups=spec().groups, model_fingerprint=b"x" * 65), Reason.MALFORMED),
     (pb.PoolSpec(block_count=1, groups=[pb.GroupSpec(block_size=4)]), Reason.MALFORMED),
-    (pool_of(pb.GROUP_KIND_SLIDING_WINDOW, 4), Reason.MALFORMED),  # without a window
+    (pool_of(pb.GROUP_KIND_SLIDING_WINDOW, 4), Reason.MALFORMED),  # a sliding window needs `window`
     (pool_of(pb.GROUP_KIND_CHUNKED_LOCAL, 4, window=limits.WINDOW_TOKENS_MAX + 1), Reason.MALFORMED),
     (pool_of(pb.GROUP_KIND_FULL_ATTENTION, 4, window=4), Reason.MALFORMED),
     (pb.PoolSpec(block_count=9, groups=[*spec(block_size=4).groups, *spec(block_size=6).groups]), Reason.LAYOUT),

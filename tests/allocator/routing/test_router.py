@@ -16,7 +16,7 @@ from quire_allocator.routing.router import Prompt, PromptResult, RoutedTo, Route
 from tests.allocator.service.harness import d
 
 SPEC = PoolSpec(64, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
-BUSY = 1  # id of the sequence that each pool has
+BUSY = 1  # id of the sequence that each pool has from the start
 WORKER = Worker("here:1", "m", frozenset({"tuned"}), 100, is_draining=False)
 
 
@@ -25,7 +25,7 @@ class Scene:
 
     def __init__(self, names: str = "ab", worker: Worker = WORKER) -> None:
         self.directory = Directory(lease_s=10.0, pools_max=16)
-        self.router = Router(sequence_tokens=0)  # prompts are short here, and one live sequence would outweigh them
+        self.router = Router(sequence_tokens=0)  # these prompts are so short that a live sequence would outweigh them
         self.last = BUSY
         for name in names:
             self.open(name, worker)
@@ -104,7 +104,7 @@ def test_a_promise_that_is_not_kept_is_counted_as_missed() -> None:
     scene = Scene()
     name = scene.route("vxyz").pool
     scene.route("vxyw")
-    scene.admit(name, "vxyw")  # this prompt is admitted before the one that would have computed its prefix
+    scene.admit(name, "vxyw")  # this prompt is admitted before the prompt that would have computed its prefix
     assert scene.router.counts.missed_token_count == 12
 
 
@@ -135,8 +135,10 @@ def test_prompts_go_to_their_prefix_until_computing_it_once_more_is_better() -> 
     scene = Scene()
     sequence = scene.admit("a", "xyz")
     scene.compute("a", "xyz", sequence)
-    pools = [scene.route(f"xyz{letter}").pool for letter in "abcdef"]  # 5 tokens beside 12 shared ones
-    assert pools == ["a"] * 4 + ["b"] * 2  # 5 * 4 + 1.5 * 5 against 1.5 * 17; then b has the prefix, too
+    pools = [scene.route(f"xyz{letter}").pool for letter in "abcdef"]  # each prompt has 12 shared tokens and 5 more
+    # At the fifth prompt, pool a has 4 * 5 tokens to compute before it: 4 * 5 + 1.5 * 5 exceeds 1.5 * 17. Then pool b
+    # has the prefix, too.
+    assert pools == ["a"] * 4 + ["b"] * 2
     assert scene.router.counts.routes == {Basis.PREFIX: 5, Basis.SPREAD: 1}
 
 
@@ -146,14 +148,15 @@ def test_a_worker_with_nothing_to_do_and_empty_blocks_soon_takes_a_copy() -> Non
     scene.compute("a", "xyz", sequence)
     scene.owner("b").pool.free(BUSY)
     pools = [scene.route(f"xyz{letter}").pool for letter in "abcdef"]
-    assert pools == ["a"] * 3 + ["b", "a", "b"]  # 5 * 3 + 1.5 * 5 against 1.1 * 17
+    # At the fourth prompt, pool a has 3 * 5 tokens to compute before it: 3 * 5 + 1.5 * 5 exceeds 1.1 * 17.
+    assert pools == ["a"] * 3 + ["b", "a", "b"]
 
 
 def test_a_worker_has_room_while_its_empty_blocks_hold_the_prompt() -> None:
     scene = Scene("a")
     sequence = scene.admit("a", "xyz" * 4)
     scene.compute("a", "xyz" * 4, sequence)
-    scene.owner("a").pool.free(sequence)  # 12 blocks stay cached, and one is the other sequence's
+    scene.owner("a").pool.free(sequence)  # of 64 blocks, 12 stay cached and `BUSY` holds one: 51 are empty
     assert scene.route("w" * 50, reservation_s=0.0).candidate.has_room
     assert not scene.route("w" * 51, reservation_s=0.0).candidate.has_room
 

@@ -201,7 +201,7 @@ class StreamOwner:
 
     async def exchange(self, message: pb.SessionRequest) -> pb.SessionReply:
         """Sends one message, and returns the answer."""
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # reading shows the error
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # `receive` raises the stream's error
             await self.send(message)
         return await self.receive()
 
@@ -233,7 +233,7 @@ class StreamOwner:
         return (await self.exchange(pb.SessionRequest(step=step))).step_reply
 
     async def hang_up(self) -> None:
-        """Ends the owner's side and waits until the server has ended its own."""
+        """Ends the owner's side of the stream, and waits until the server has ended the stream."""
         await self.call.done_writing()
         assert await self.call.read() is aio.EOF
 

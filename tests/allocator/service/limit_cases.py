@@ -136,7 +136,7 @@ async def report_chunks(allocator: RunningAllocator, *chunks: pb.ReportChunk, bl
     for number, chunk in enumerate(chunks):
         chunk.number = number
         await owner.send(pb.SessionRequest(report_chunk=chunk))
-        if not await taken_in(allocator, owner, number + 1):  # a write to an ended stream would hide why it ended
+        if not await taken_in(allocator, owner, number + 1):  # one more write would hide why the stream ended
             await owner.receive()
     end = pb.ReportEnd(chunk_count=len(chunks), last_sequence_id=8192)
     await open_with(owner, end)
@@ -216,7 +216,8 @@ async def reports_at_a_time(allocator: RunningAllocator, number: int) -> None:
     end = pb.ReportEnd(chunk_count=1, last_sequence_id=1)
     async with contextlib.AsyncExitStack() as connections:
         owners = []
-        for place in range(number):  # each on its own connection: one caller may have only half of the reports
+        # each owner has its own connection, because one caller may have only half of the reports
+        for place in range(number):
             owners.append(StreamOwner(await connections.enter_async_context(allocator.from_elsewhere(place))))
         for place, owner in enumerate(owners):
             await owner.attach(pool=f"p{place}")
@@ -323,7 +324,7 @@ async def blocks_of_all_pools(allocator: RunningAllocator, number: int) -> None:
 async def allocation_with_an_answer_of_bytes(allocator: RunningAllocator, number: int) -> None:
     owner = await UnaryOwner.open(allocator, block_count=600_000, block_size=1)
     last()
-    entries = (number - 57) // 4  # 57 bytes beside 4 for each entry, as `step_reply_bytes_max` counts
+    entries = (number - 57) // 4  # `step_reply_bytes_max` counts 4 bytes for each entry, and 57 more
     assert (await owner.allocate(sequence_id=1, token_count=entries)).result == pb.RESULT_OK
     await owner.close()
 
@@ -342,7 +343,7 @@ async def message_of_bytes(allocator: RunningAllocator, number: int) -> None:
     request.digests = bytes((number - 512) // 32 * 32)
     request.namespace = "x" * 128
     rest = number - request.ByteSize()
-    length = rest - 4  # the array's bytes, without two for its tag and two for its length
+    length = rest - 4  # bytes of the field's value; its tag takes two more, and its length two
     unknown = b"\x9a\x06" + bytes([0x80 | length & 0x7F, length >> 7]) + bytes(length)
     request.MergeFromString(unknown)  # a field of a newer client, which the server ignores
     assert request.ByteSize() == number

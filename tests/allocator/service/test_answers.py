@@ -29,7 +29,7 @@ from tests.allocator.service.harness import (
     state,
 )
 
-EVERY_BLOCK = 1_200_000  # blocks of the large pool: more than one answer can list
+EVERY_BLOCK = 1_200_000  # blocks of the large pool, too many for one answer to list
 
 
 @pytest.fixture
@@ -102,7 +102,8 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
             "grows": grows((21, 23, b""), (22, 30, b"")),
         },
         {"forks": pb.ForkPhase(parents=[5] * 60, children=range(30, 90))},
-        {"grows": grows(*((sequence, 22, b"") for sequence in range(30, 90)))},  # each group makes a copy
+        # each fork copies a block in each group
+        {"grows": grows(*((sequence, 22, b"") for sequence in range(30, 90)))},
     ]
     for number, phase in enumerate(phases, 1):
         step = packed.Step.FromString(pb.Step(number=number, **phase).SerializeToString())

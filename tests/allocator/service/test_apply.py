@@ -1,4 +1,4 @@
-"""The numbers of a unary session's steps: a reply is repeated, never a step, and no step gets another one's reply."""
+"""Numbers of a unary session's steps: a reply is repeated, never a step, and no step gets the reply to another step."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ async def test_a_hybrid_pool_gives_back_what_fell_out_and_leaves_null_entries(al
     owner = await opened(allocator, FULL, SLIDING, SLIDING)
     await owner.allocate(sequence_id=1, token_count=112)
     await owner.commit(sequence_id=1, token_count=112, digests=d("abcdefg"))
-    # 7 blocks of full attention; token 112 reads from 112 - 31 = 81 on: blocks 5 and 6 of each sliding group.
+    # Full attention keeps 7 blocks. Token 112 reads tokens from 112 - 31 = 81 on, so each sliding group keeps blocks 5
+    # and 6.
     seen = await allocator.stub.GetPoolBlocks(pb.GetPoolBlocksRequest(pool="a"))
     full, *sliding = tables_in(seen.sequences[0].tables)
     assert (len(full), NULL in full) == (7, False)
@@ -145,7 +146,8 @@ async def test_usage_tells_where_the_memory_goes(allocator: RunningAllocator) ->
     await owner.fork(parent_id=1, child_id=2)
     await owner.allocate(sequence_id=3, token_count=4)
     seen = await allocator.stub.GetPoolUsage(pb.GetPoolUsageRequest(pool="a"))
-    # The parent was granted 12 tokens and has 9, the fork's half-filled block has room for 3, the last one for 4.
+    # The parent was granted 3 tokens beyond its 9. The fork's half-filled block has 3 empty slots. Sequence 3 has not
+    # written its 4.
     assert seen.summary.unwritten_slot_count == 3 + 3 + 4
     usage = seen.usage
     assert [(n.namespace, n.held_block_count, n.sequence_count) for n in usage.namespaces] == [("n", 3, 2), ("", 1, 1)]

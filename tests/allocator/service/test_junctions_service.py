@@ -88,7 +88,7 @@ async def test_by_steps_the_junction_and_the_early_end_survive_an_allocator_that
         return await session.step(step_of(*operations))
 
     (first,) = (await done(("allocate", (1, 96, d("abcdwx")), {}))).grows
-    assert first.stops[:3] == (64, 80, 112)  # the last stop belongs to the answer
+    assert first.stops[:3] == (64, 80, 112)  # 112 is a stop of the answer
     await done(("commit", (1, 96, d("abcdwx")), {}))
     (told,) = (await done(("allocate", (2, 96, d("abcdyz")), {}))).grows
     assert (told.matched_token_count, told.attended_token_count) == (0, 64)
@@ -114,7 +114,7 @@ async def test_a_prompt_whose_passes_will_not_fit_is_refused_before_it_begins(cl
     for block_count in range(38, 43):
         spec = PoolSpec(block_count, (FULL, SLIDING), chunk_token_count_max=128)
         async with calls(client, f"announced-{block_count}", spec) as session:
-            # 32 blocks of full attention, and 13 of a window of 64 with passes of 128: 45.
+            # The prompt needs 32 blocks of full attention, and 13 of a window of 64 in passes of 128: 45.
             assert (await session.allocate(1, 16, prompt_token_count=512)).result is Result.TOO_LONG
 
 
@@ -127,7 +127,7 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
         assert (await session.allocate(1, 512)).result is Result.PASS_TOO_LONG
         assert (await session.allocate(1, 16, prompt_token_count=512)).ok
         await session.commit(1, 16, digests[:32])
-        # the prompt needs 32 + 32 of 40 blocks; the window has given none back
+        # In one pass the prompt needs 32 + 32 blocks, because the window has given none back. The pool has 40.
         refused_pass = await session.grow(1, 512)
         assert (refused_pass.result, refused_pass.shortfall) == (Result.PASS_TOO_LONG, 24)
         done = 16
@@ -136,7 +136,7 @@ async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_gra
             assert (await session.grow(1, until)).ok
             await session.commit(1, until, digests[2 * done : 2 * until])
             done = until
-        assert (await session.grow(1, 641)).result is Result.TOO_LONG  # 41 blocks of full attention alone
+        assert (await session.grow(1, 641)).result is Result.TOO_LONG  # full attention alone needs 41 of 40 blocks
 
 
 @pytest.mark.parametrize(

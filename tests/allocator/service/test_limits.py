@@ -37,11 +37,11 @@ class Edge(NamedTuple):
     """One limit.
 
     Attributes:
-        limit: its name.
+        limit: name of the constant.
         use: makes a running allocator use this many of the limited things.
-        reason: why one more is refused.
-        code: its status code, if the transport refuses without a reason.
-        small: stands in for a limit that would take minutes or gigabytes to reach; it is read where it is checked.
+        reason: the reason that refuses one thing more; None if the transport refuses it.
+        code: the refusal's status code, if the transport refuses without a reason.
+        small: the test lowers the limit to this, because the real limit would take minutes or gigabytes to reach.
     """
 
     limit: str
@@ -104,7 +104,7 @@ EDGES: list[Edge] = [
     Edge("BLOCKS_OF_CALLER_MAX", cases.blocks_of_all_pools, "LIMIT"),
 ]
 
-# Limits that do not count requested things, and the test that checks each.
+# Limits that do not count requested things, each with the file and the name of its test.
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "STREAMS_OF_ALL_MAX": ("allocator/service/test_stream_shares.py", "test_callers_leave_streams_for_others"),
     "UNREAD_BYTES_MAX": ("allocator/service/test_stream_shares.py", "test_a_reply_that_takes_too_many_bytes_ends_its"),
@@ -218,7 +218,7 @@ async def test_every_limit_is_kept_to_the_number(edge: Edge, monkeypatch: pytest
         error = from_rpc_error(caught.value)
         assert error.reason == edge.reason, error
         assert edge.code in (None, error.code)
-        if error.reason == "MALFORMED":  # the message says what is allowed, and what was sent
+        if error.reason == "MALFORMED":  # the message has the limit and the number that was sent
             said = error.message.replace(",", "")
             assert f"{number}" in said, said
             assert f"{number + 1}" in said, said

@@ -83,7 +83,8 @@ def dropped(metrics: str) -> float:
 def test_an_allocator_whose_output_nobody_takes_serves_on_and_ends_when_told(name: str, tmp_path: Path) -> None:
     with OUTPUTS[name]() as output, serving(tmp_path, stdout=output, stderr=output) as (process, ready):
         with Allocator(ready["address"]) as client:
-            for number in range(300):  # two lines each, of some 150 bytes: more than a pipe holds
+            # Each session logs two lines of some 150 bytes. All sessions together log more than a pipe holds.
+            for number in range(300):
                 with calls(client, f"pool-{number}", SPEC, keep_alive=False) as session:
                     assert session.allocate(1, 10, timeout_s=WAIT_S).ok
         if name != "unread":
@@ -118,11 +119,12 @@ def test_an_allocator_without_standard_streams_serves_and_none_of_its_sockets_ge
 
 
 def test_strangers_cannot_make_an_allocator_write_lines_past_its_log(tmp_path: Path) -> None:
-    """gRPC writes its own complaints to the descriptor itself, from any thread that serves the socket."""
+    """gRPC writes its complaints directly to the file descriptor, from any thread that serves the socket."""
     authority = _certs.make_authority(tmp_path, days=1)
     _certs.make_server(tmp_path, authority, "server", [], days=1)
     tls = ["--tls-cert", str(tmp_path / "server.pem"), "--tls-key", str(tmp_path / "server.key")]
-    frame = bytes([0, 0, 9, 1, 4, 0, 0, 0, 1]) + bytes([0x08, 7]) + b"bad 200"  # the value of :status is no number
+    # a header `:status` with the value "bad 200", which is no number
+    frame = bytes([0, 0, 9, 1, 4, 0, 0, 0, 1]) + bytes([0x08, 7]) + b"bad 200"
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
     for options, sent in ((tls, b"GET / HTTP/1.1\r\n\r\n"), ([], preface + frame)):
         folder = tmp_path / str(len(options))

@@ -202,7 +202,7 @@ async def test_a_refused_call_renews_no_lease(allocator: RunningAllocator) -> No
 async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator: RunningAllocator) -> None:
     broken, sound = await UnaryOwner.open(allocator, "a"), await UnaryOwner.open(allocator, "b")
     await broken.allocate(sequence_id=1, token_count=6)
-    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
+    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # plants a defect: a wrong count
     with refused(Reason.POOL_QUARANTINED):
         await broken.grow(sequence_id=1, token_count=7)
     assert "a" not in allocator.service.counters._pools, "its counters go with it"

@@ -118,7 +118,8 @@ async def test_changes_follow_in_order_with_parent_block_size_and_session(alloca
     assert (event.stored.parent_digest, event.stored.digests) == (d("ab")[32:], d("abc")[64:])
     assert (event.stored.block_size, event.stored.first_position, list(event.groups)) == (4, 2, [0])
     await owner.free(sequence_id=1)
-    await owner.allocate(sequence_id=2, token_count=24)  # 6 of 8 blocks: the deepest one is evicted
+    # takes 6 of 8 blocks, so the deepest of 3 cached ones is evicted
+    await owner.allocate(sequence_id=2, token_count=24)
     assert (await watch.next()).removed.digests == d("abc")[64:]
 
 
@@ -143,7 +144,7 @@ async def test_what_a_step_did_is_told_only_once_its_reply_is_acknowledged(alloc
     await owner.step(grows=grows((1, 4, b"")))
     await owner.step(commits=commits((1, 4, d("a"))))
     told = asyncio.create_task(watch.next())
-    await owner.exchange(HEARTBEAT)  # acknowledges nothing
+    await owner.exchange(HEARTBEAT)  # a heartbeat without `ack` acknowledges nothing
     assert not told.done()
     await owner.exchange(pb.SessionRequest(heartbeat=pb.Heartbeat(ack=2)))
     event = await told
@@ -199,7 +200,8 @@ async def test_a_watcher_that_falls_behind_is_dropped_with_a_reason(allocator: R
     await watch.until("snapshot_end")
     keep_two_events(allocator)
     digests = d("a") * 4096
-    # Enough to fill every buffer on the way to a watcher that does not read: its handler waits, the steps do not.
+    # These events fill every buffer on the way to a watcher that does not read. The watcher's handler then waits, but
+    # steps do not.
     for sequence_id in range(1, 50):
         await owner.allocate(sequence_id=sequence_id, token_count=4 * 4096, namespace=str(sequence_id))
         await owner.commit(sequence_id=sequence_id, token_count=4 * 4096, digests=digests)
@@ -253,7 +255,7 @@ async def test_a_watch_ends_when_its_pool_is_quarantined(allocator: RunningAlloc
     owner = await filled(allocator)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
+    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # plants a defect: a wrong count
     with refused(Reason.POOL_QUARANTINED):
         await owner.grow(sequence_id=1, token_count=9)
     with refused(Reason.POOL_UNKNOWN):

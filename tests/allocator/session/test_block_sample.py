@@ -92,7 +92,7 @@ def test_a_prompt_that_another_one_computes_is_neither_evicted_nor_a_hit_of_any_
 def test_what_another_group_cut_is_told_from_what_full_attention_lost() -> None:
     scene = Scene(64, full(BLOCK), state(64))
     scene.run(d("abcdefgh"))
-    scene.run(d("abcdefgh"))  # there is no checkpoint at the end of the common part
+    scene.run(d("abcdefgh"))  # full attention has the prompt, but no checkpoint of states serves it
     assert scene.outcomes() == {"new": 8, "group": 8}
     assert scene.pool.matched_token_count == 0
     assert scene.counters.attended_token_count == 8 * BLOCK
@@ -107,7 +107,7 @@ def test_what_full_attention_had_beyond_a_hit_counts_for_new_prompts_that_are_ad
     found = scene.pool.matched_token_count + scene.counters.attended_token_count
     assert found == 4 * BLOCK
     before = scene.counters.attended_token_count
-    scene.step(StepBuilder().allocate(99, 900, d("abcdxz")))  # does not fit
+    scene.step(StepBuilder().allocate(99, 900, d("abcdxz")))  # this prompt does not fit, and is refused
     assert scene.counters.attended_token_count == before
 
 
@@ -167,7 +167,8 @@ def test_a_pool_without_full_attention_is_not_followed() -> None:
 def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
     print("seed", seed)
     rng, scene = random.Random(seed), Scene(8)
-    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()  # digest -> the last slice that had it
+    # `latest`: digest -> the last slice that had the digest
+    latest, hits, published = dict[bytes, int](), [0] * len(SIZES), set[bytes]()
     slice_now, in_slice = 0, set[bytes]()
     for _ in range(300):
         letters = "".join(rng.choice("abc") for _ in range(rng.randint(1, 5)))
@@ -179,7 +180,7 @@ def test_a_modelled_pool_hits_what_few_others_are_newer_than(seed: int) -> None:
                 hits[number] += digest in latest and newer < 8 * size and digest in published
         latest.update(dict.fromkeys(digests, slice_now))
         in_slice.update(digests)
-        if len(in_slice) >= 1:  # a slice is an eighth of the pool
+        if len(in_slice) >= 1:  # a slice is an eighth of the pool's 8 blocks
             while len(latest) > 8 * SIZES[-1]:
                 gone = {digest for digest, number in latest.items() if number == min(latest.values())}
                 latest = {digest: number for digest, number in latest.items() if digest not in gone}
@@ -210,9 +211,7 @@ def test_the_model_says_what_a_larger_pool_hits(seed: int, size: int) -> None:
 
 @pytest.mark.parametrize("groups", [(full(BLOCK),), (full(BLOCK), state(64))], ids=["attention", "hybrid"])
 def test_few_prompts_of_a_large_pool_are_followed_all(groups: tuple[GroupSpec, ...]) -> None:
-    """A system prompt of two blocks in a pool of 16,384 blocks: only one of 32 such pools would have it in a sample of
-    a 64th.
-    """
+    """A sample of a 64th of the blocks would contain a system prompt of two blocks in only one of 32 pools."""
     scene = Scene(16_384, *groups)
     for letter in "abcdefgh":
         scene.run(d("sy" + letter))

@@ -54,7 +54,7 @@ async def test_steps_of_a_stream_and_by_calls_take_less_than_the_time_that_passe
     started = time.perf_counter()
     streaming = await StreamOwner.ready(allocator)
     await streaming.step(grows=grows((1, 8, b"")))
-    await streaming.hang_up()  # A step is counted after its answer has been sent.
+    await streaming.hang_up()  # The server counts a step only after it has sent the answer.
     by_calls = await UnaryOwner.open(allocator, "b")
     await by_calls.apply(by_calls.message(grows=grows((1, 8, b""))))
     elapsed = time.perf_counter() - started
@@ -68,7 +68,7 @@ async def test_refusals_count_the_blocks_that_they_are_short_of(allocator: Runni
     owner = await StreamOwner.ready(allocator)
     reply = await owner.step(grows=grows((1, 24, b""), (2, 20, b""), (3, 12, b"")))
     assert list(reply.refusals.shortfalls) == [0, 3, 1]
-    await owner.hang_up()  # A step is counted after its answer has been sent.
+    await owner.hang_up()  # The server counts a step only after it has sent the answer.
     samples = scraped(allocator)
     assert samples["operations_total", "grow", "NO_SPACE"] == 2
     assert samples["short_blocks_total", "NO_SPACE"] == 4

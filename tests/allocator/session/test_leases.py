@@ -42,7 +42,7 @@ def test_what_came_before_the_end_of_a_lease_may_be_read_after_it(
     for number in range(1, 21):
         watch.check(number * PERIOD_S)
     assert directory.expired_count == 0
-    directory.renew(owner, 10.1)  # the message came in time, but the server handled others first
+    directory.renew(owner, 10.1)  # the message came in time, but the server handled other messages first
     watch.check(10.5)
     watch.check(11.0)
     assert directory.expired_count == 0

@@ -81,7 +81,7 @@ def test_every_64th_answer_carries_a_digest_and_one_that_differs_leads_to_a_repo
         side.submit(allocate(number, 1) if number < 4 else StepBuilder())
         run(machine, side)
     pool = sessions.directory.pool("pool").pool
-    pool.sequences[2].committed_token_count = 1  # only a defect would cause this
+    pool.sequences[2].committed_token_count = 1  # only a defect causes a difference
     side.submit(StepBuilder())
     (answer,) = run(machine, side)
     assert answer.number == STATE_DIGEST_STEPS
@@ -95,7 +95,7 @@ def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_
     sessions: SessionRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("quire_allocator.session.steps", "quire.session.ledger"):
-        monkeypatch.setattr(f"{module}.STATE_DIGEST_ENTRIES_MAX", 300)  # enough for two of nine sequences
+        monkeypatch.setattr(f"{module}.STATE_DIGEST_ENTRIES_MAX", 300)  # one digest covers two of nine sequences
     side = owner()
     machine = attached(sessions, side)
     for number in range(1, 10):
@@ -105,7 +105,7 @@ def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_
         side.submit(StepBuilder())
         run(machine, side)
     assert (side.phase, side.disagreement_count) == (Phase.OPEN, 0)
-    sessions.directory.pool("pool").pool.sequences[5].committed_token_count = 1  # only a defect would cause this
+    sessions.directory.pool("pool").pool.sequences[5].committed_token_count = 1  # only a defect causes a difference
     while side.phase is Phase.OPEN and side.last_step < 40 * STATE_DIGEST_STEPS:
         side.submit(StepBuilder())
         run(machine, side)
@@ -121,7 +121,7 @@ def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_te
     for time in range(limits.QUARANTINES_MAX):
         side.submit(allocate(1))
         assert machine.owner is not None
-        machine.owner.pool.blocks.cached_count += 1  # the defect
+        machine.owner.pool.blocks.cached_count += 1  # plants a defect: a wrong count
         with pytest.raises(Refusal) as caught:
             machine.receive(side.outbox.popleft(), float(time))
         assert caught.value.reason == "POOL_QUARANTINED"

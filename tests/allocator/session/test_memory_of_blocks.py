@@ -1,4 +1,4 @@
-"""The most memory that a block takes: its owner publishes each one alone, in a prefix of its own.
+"""The most memory that a block takes: its owner publishes each block alone, in a separate prefix.
 
 Counts of bytes that Python allocates, without what its allocators add.
 """

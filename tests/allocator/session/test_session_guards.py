@@ -56,7 +56,7 @@ def attached(sessions: SessionRegistry, name: str) -> tuple[SessionMachine, Pool
 
 
 def claimed(sessions: SessionRegistry, name: str, now: float = 0.0) -> SessionMachine:
-    """Returns a stream that occupies a place for its report, and has sent none of it."""
+    """Returns a stream that occupies one of the places for reports, and has sent no part of its report."""
     side, stream = owner(name, last_step=7), SessionMachine(sessions)
     side.attach()
     stream.receive(side.outbox.popleft(), now)
@@ -92,7 +92,7 @@ def test_a_block_that_is_given_back_twice_is_noticed_without_counting_all_blocks
     stream, side = attached(sessions, "a")
     allocate(side, 1)
     talk(stream, side)
-    pool_of(stream).pool.blocks.give_back(array("I", [0]))  # the defect
+    pool_of(stream).pool.blocks.give_back(array("I", [0]))  # plants a defect: an extra give-back
     assert refusal_within(limits.CHANGES_PER_CHECK, stream, side) == "POOL_QUARANTINED"
 
 
@@ -112,7 +112,7 @@ def test_a_count_of_a_namespace_that_is_wrong_is_noticed(sessions: SessionRegist
 def test_a_defect_in_the_digest_of_the_state_stops_the_pool(sessions: SessionRegistry, witness: Quiet) -> None:
     stream, side = attached(sessions, "a")
     sequences: dict[int, Any] = pool_of(stream).pool.sequences
-    sequences[1] = None  # the defect
+    sequences[1] = None  # plants a defect: a sequence without its data
     assert refusal_within(STATE_DIGEST_STEPS, stream, side) == "POOL_QUARANTINED"
     assert [name for name, _ in witness.quarantined_pools] == ["a"]
 
@@ -132,7 +132,7 @@ def test_who_sends_no_report_loses_its_place_whatever_else_it_sends(sessions: Se
     for stream in idle:
         assert stream.ending is not None
         assert stream.ending.reason == "IDLE"
-        stream.close()  # The handler of the waiting stream also closes it.
+        stream.close()  # In a server, the handler of the stream makes this call.
     assert claimed(sessions, "honest", limits.REPORT_PAUSE_S).phase is Phase.REPORTING
 
 

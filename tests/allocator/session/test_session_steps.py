@@ -40,8 +40,8 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
     assert first.free_block_count == 0
     reply = await owner.step(
         commits=commits((1, 6, d("a"))),  # the commit publishes this block before the new sequence looks it up
-        frees=pb.FreePhase(sequences=[2]),  # the free makes room for the grows
-        forks=pb.ForkPhase(parents=[1], children=[3]),  # the new sequence shares the published block
+        frees=pb.FreePhase(sequences=[2]),  # the free empties the blocks that the grows take
+        forks=pb.ForkPhase(parents=[1], children=[3]),  # the fork shares this block and the half-filled one
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
@@ -247,7 +247,7 @@ async def test_a_drop_cannot_keep_more_digests_than_it_has(allocator: RunningAll
 async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: RunningAllocator) -> None:
     owner, other = await StreamOwner.ready(allocator, "a"), await StreamOwner.ready(allocator, "b")
     await owner.step(grows=grows((1, 6, b"")))
-    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
+    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # plants a defect: a wrong count
     with refused(Reason.POOL_QUARANTINED):
         await owner.step(grows=grows((1, 7, b"")))
     with refused(Reason.POOL_UNKNOWN):
@@ -262,7 +262,7 @@ async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator
 async def test_steps_are_counted_by_operation_and_result(allocator: RunningAllocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=[9]))
-    await owner.hang_up()  # A step is counted after its answer has been sent.
+    await owner.hang_up()  # The server counts a step only after it has sent the answer.
     numbers = allocator.service.counters.of("a")
     assert sum(numbers.step_seconds.counts) == 1
     assert numbers.step_seconds_sum > 0
@@ -292,7 +292,7 @@ async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
 ) -> None:
     await StreamOwner.ready(allocator)
     service = allocator.service
-    seen = service.directory.open_pools()  # the numbers that the metrics' thread has read
+    seen = service.directory.open_pools()  # what the metrics' thread has read just before the drop
     service.sessions.drop(service.directory.pool("a"))
     monkeypatch.setattr(type(service.directory), "open_pools", lambda _directory: seen)
     metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.counters).collect()}

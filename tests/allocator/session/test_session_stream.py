@@ -295,7 +295,8 @@ async def test_draining_ends_every_stream_whatever_it_waits_for(allocator: Runni
 
 
 async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allocator: RunningAllocator) -> None:
-    size, count = {"block_count": 400_000, "block_size": 1}, 8  # answers over a megabyte: gRPC buffers one or two
+    # each answer takes over a megabyte, and gRPC buffers one or two
+    size, count = {"block_count": 400_000, "block_size": 1}, 8
     deaf = StreamOwner(allocator)
     await deaf.attach(spec=spec(**size), window=count)
     await deaf.report()
@@ -305,14 +306,14 @@ async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allo
         await deaf.send(pb.SessionRequest(step=step))
     (machine,), written, since_s = allocator.service.sessions.streams, 1, 0.0
     async with asyncio.timeout(10 * SILENCE_S):
-        while written == 1 or time.monotonic() - since_s < 0.5:  # fills gRPC's buffers, so that an answer must wait
+        while written == 1 or time.monotonic() - since_s < 0.5:  # until gRPC's buffers are full and an answer waits
             assert machine.owner is not None
             if written != machine.owner.steps.next_step:
                 written, since_s = machine.owner.steps.next_step, time.monotonic()
             await asyncio.sleep(0)
     successor, begun_s = StreamOwner(allocator), time.monotonic()
     await successor.attach(epoch=2, spec=spec(**size))
-    is_soon = time.monotonic() - begun_s < SILENCE_S  # without this, the old stream might have lost its place already
+    is_soon = time.monotonic() - begun_s < SILENCE_S  # otherwise the old stream may already have lost its place
     assert len(allocator.service.sessions.streams) == 2 or not is_soon, "its answer is under way"
     async with asyncio.timeout(3 * SILENCE_S):
         while len(allocator.service.sessions.streams) > 1:

@@ -1,4 +1,4 @@
-"""A step is at most as long as its columns say. If they said less, a step beyond the limit would pass unmeasured."""
+"""A step has at most as many bytes as its columns say. If they said less, a step beyond the limit would be accepted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire_allocator.wire.step_columns import StepColumns
 
 from tests.allocator.core.pools import make_pool
 
-WIDEST = "\N{GRINNING FACE}"  # 4 bytes in UTF-8
+WIDEST = "\N{GRINNING FACE}"  # a character of 4 bytes in UTF-8, the most possible
 DIGEST_BYTES = 32
 
 

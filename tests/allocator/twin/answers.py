@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-# Result, matched and pending tokens, blocks, copies, shortfall, victim, junction, stops.
+# The answer to an allocate or a grow: result, matched and pending tokens, blocks, copies, shortfall, victim, junction,
+# stops.
 Grown = tuple[str, int, int, list[list[int]], list[tuple[int, int]], int, tuple[int, int] | None, int, tuple[int, ...]]
-Committed = tuple[str, list[tuple[int, int, int]]]  # result, swaps as (group, position, block)
+Committed = tuple[str, list[tuple[int, int, int]]]  # (result, swaps); a swap is (group, position, block)
 
 
 def refused(result: str) -> Grown:

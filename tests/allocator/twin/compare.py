@@ -26,8 +26,8 @@ from tests.allocator.twin.pool_twin import TwinPool
 from tests.allocator.twin.state import TwinSequence
 
 LRU = "lru"
-Groups = list[tuple[str, int, int]]  # kind, block size, window
-Stored = tuple[int, str, int, bytes]  # kind, namespace, position, digest
+Groups = list[tuple[str, int, int]]  # (kind, block size, window) of each group
+Stored = tuple[int, str, int, bytes]  # (kind, namespace, position, digest) of a published slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Comparison:
         for space in self.pool.blocks.namespaces.values():
             for number, scope in enumerate(space.scopes):
                 if isinstance(scope, RunScope):
-                    continue  # `match` compares its order, the events compare its digests
+                    continue  # full attention is compared by matches and by events
                 ours.update({(number, space.name, *key): blocks for key, (blocks, _) in published(scope).items()})
         kinds = self.twin.kinds
         slots = [slot for slot in self.twin.published if kinds[slot.kind].name != "full_attention"]

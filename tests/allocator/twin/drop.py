@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def drop(pool: TwinPool, namespace: str | None = None, digests: Sequence[bytes] = (), kept: int = 0) -> int:
-    """Empties cached slots: of a namespace, of all, or behind a place on a path. Returns how many blocks."""
+    """Empties the cached slots of all, of a namespace, or behind the first `kept` digests. Returns how many blocks."""
     before, leaving, pool.leaving = pool.cached_count(), pool.leaving, None
     meant = [slot for slot in pool.cached(namespace) if not digests or _is_behind(pool, slot, digests, kept)]
     for slot in sorted(meant, key=lambda slot: -slot.key[2] if slot.key else 0):

@@ -48,7 +48,7 @@ def count_tail(kind: Kind, slots: list[Slot], length: int, committed: int) -> in
 
 
 def release_kept(pool: TwinPool, slots: list[Slot]) -> list[Slot]:
-    """Releases slots with twins that are in no table, in this order; returns all other slots, and the twins."""
+    """Releases, in this order, slots with a twin that are in no table. Returns the other slots, and the twins."""
     for slot in slots:
         if slot.twin is not None:
             pool._released(slot)

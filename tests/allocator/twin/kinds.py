@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 NULL = 0xFFFFFFFF
 ORDER = ("full_attention", "sliding_window", "chunked_local", "state")
-Place = tuple[int, tuple[bytes, ...]]  # position, and the digests under which a slot is published
+Place = tuple[int, tuple[bytes, ...]]  # (position, digests under which a slot is published)
 
 
 @dataclass(frozen=True, slots=True)

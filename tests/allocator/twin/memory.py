@@ -75,7 +75,7 @@ class Memory:
             self.blocks[destination] = list(self.blocks[source])
 
     def check_sequence(self, writer: Writer, sequence: TwinSequence) -> None:
-        """Checks that a sequence reads its own text: every token that the next one needs, and the state after the
+        """Checks that a sequence reads its own text: every token that the next token reads, and the state after the
         written ones."""
         for kind, table in zip(self.twin.kinds, sequence.tables, strict=True):
             if kind.name == "state":

@@ -58,7 +58,8 @@ class TwinPool(TwinState):
             return ("PENDING", matched, pending, [], [], 0, None, junction, ())
         if answer[0] in ("QUOTA", "NO_SPACE") and take_over(self):
             answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
-        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nothing will be freed: do without the hit
+        # no sequence will free blocks, so the prompt gets no hit
+        if answer[0] == "NO_SPACE" and matched and not self.sequences:
             prompt = prompt_token_count
             same = {"priority": priority, "is_return": is_return, "breakpoints": breakpoints}
             return self.allocate(sequence_id, token_count, [], namespace, prompt_token_count=prompt, **same)
@@ -116,7 +117,7 @@ class TwinPool(TwinState):
             own = [s for s in copied if s.key and self.kinds[s.kind].name == "state" and self.holders(s) == 1]
             if missing > sum(len(slot.blocks) for slot in own):
                 return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0, ())
-            for slot in own:  # a checkpoint is given up before a refusal
+            for slot in own:  # a sequence gives its own checkpoints up before it is refused
                 self._not_published(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
@@ -138,7 +139,7 @@ class TwinPool(TwinState):
         swaps = list[tuple[int, int, int]]()
         for number, kind in enumerate(self.kinds):
             if kind.name == "state" and granted > until:
-                continue  # The next pass would overwrite the state without a request.
+                continue  # No checkpoint: the granted next pass would overwrite the state.
             replaced = []
             for position, digest in kind.filled(sequence.committed, until, digests, self.digest_tokens, sequence.stops):
                 own = self._publish(sequence, number, position, digest, swaps)
@@ -218,7 +219,8 @@ class TwinPool(TwinState):
         """Decides whether a new sequence with these hits is admitted; returns result, shortfall and victim."""
         matched, tables = found
         hits = [slot for table in tables for slot in table if slot is not None]
-        kept = [slot for slot in hits if self.kinds[slot.kind].name != "state"]  # a state is copied, and not held
+        # a sequence copies a state instead of holding it
+        kept = [slot for slot in hits if self.kinds[slot.kind].name != "state"]
         taken = sum(len(slot.blocks) for slot in kept)
         needed = sum(
             kind.width * (kind.entries(max(token_count, matched)) - (len(table) if kind.name != "state" else 0))

@@ -15,7 +15,7 @@ from quire_allocator.core.retention.stop import Run
 from quire_allocator.core.scopes import Namespace, Scoped
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
-_NONE: list[Node] = []  # children of a node without any; never appended to
+_NONE: list[Node] = []  # the children of every node without children; never appended to
 
 
 class Node:
@@ -74,7 +74,8 @@ class NodeBuilder:
         self._trees: dict[str, dict[bytes, Node]] = {}
         self._orders: dict[str, list[Node]] = {}  # per namespace, the nodes with a path to the root, parents first
         self._by_block: dict[int, tuple[str, Node]] | None = None
-        self._sharers: dict[int, tuple[str, Node | None]] = {}  # first block of a half-filled position -> its prefix
+        # first block of a half-filled position -> (namespace, last node before the position)
+        self._sharers: dict[int, tuple[str, Node | None]] = {}
         self._parts: dict[int, list[RunPart]] = {}
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:

@@ -35,7 +35,7 @@ class TwinRetention:
         return stop
 
     def ways(self, stop: TwinStop) -> list[TwinStop]:
-        """Returns the stops right behind one."""
+        """Returns the stops that directly follow a stop."""
         return [other for other in self.pool.stops if self.before(other.parent) is stop]
 
     def is_continued(self, stop: TwinStop) -> bool:

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--policy", choices=list(POLICIES), default=LRU)
     arguments = parser.parse_args()
-    # Evictions are reported by digests, which name no block if the owner makes them up.
+    # Policies other than LRU report evictions by digests. Digests that an owner makes up identify no block.
     comparable = [name for name, shape in SHAPES.items() if shape.is_honest or arguments.policy == LRU]
     shapes = arguments.shape or comparable
     start, done, histories, seen = time.monotonic(), 0, 0, Counter[str]()

@@ -10,8 +10,8 @@ from tests.allocator.twin.compare import LRU, Comparison, Groups, Shape
 from tests.allocator.twin.memory import Writer
 
 NAMESPACES = ("", "blue")
-LIVE_MAX = 7  # live sequences; more would leave no room to grow
-MS_PER_EVENT = 2_000  # more than the pool waits until it counts a namespace's kept blocks again
+LIVE_MAX = 7  # at most this many live sequences, so that they can grow
+MS_PER_EVENT = 2_000  # longer than the interval at which the pool counts a namespace's kept blocks
 EDITS_BEFORE = 100.0  # prompts that are assumed to have diverged inside others, in every second history
 
 FULL, SLIDING, CHUNKED, STATE = "full_attention", "sliding_window", "chunked_local", "state"
@@ -66,12 +66,12 @@ class Simulation(Comparison):
         super().__init__(SHAPES[shape_name], random.Random(f"{shape_name} {policy} {seed}"), policy)
         self.texts = [self._some_text(self.shape.tokens_max + 6) for _ in range(4)]
         self.next_id = 1
-        self.to_edit = NAMESPACES[0], [0]  # a prompt with its namespace
+        self.to_edit = NAMESPACES[0], [0]  # (namespace, prompt) that edited prompts begin with
         self.drops, self.keeps = random.Random(seed), random.Random(-seed)
         share = self.keeps.choice((0.1, 0.3, 1.0))
         self.pool.blocks.kept_block_count_max = self.twin.kept_max = int(share * self.shape.block_count)
         retention = self.pool.coordinator.retention
-        if not seed % 2 and not retention.is_even:  # few histories have as many edits by chance
+        if not seed % 2 and not retention.is_even:  # by chance, few histories would have as many edits
             retention.partings.inside = self.twin.retention.partings.inside = EDITS_BEFORE
 
     def run(self, event_count: int) -> None:
@@ -124,10 +124,11 @@ class Simulation(Comparison):
             text = plan[: rng.randint(7 * length // 8, length)]
         plan = text + self._some_text(length - len(text))
         first = rng.randint(1, length) if rng.random() < 0.3 else length
-        if self.has_state and rng.random() < 0.5:  # an owner that wants checkpoints ends its passes there
+        # the first pass ends at the prompt's last edge, where an owner wants a checkpoint
+        if self.has_state and rng.random() < 0.5:
             first = (length - 1) // self.pool.spec.edge_tokens * self.pool.spec.edge_tokens or length
         digests = self._digests(self.memory.numbers(plan), 0, length)
-        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # tokens without digests are computed again
+        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # the prompt's tokens without digests cannot hit
             digests = digests[: rng.randint(0, len(digests))]
         prompt = length if first < length or rng.random() < 0.1 else 0
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
@@ -138,7 +139,7 @@ class Simulation(Comparison):
         options["is_return"] = not sequence_id % 5
         answer = self.do("allocate", sequence_id, first, digests, namespace, **options)
         if answer[0] != "OK":
-            self.next_id = sequence_id  # the id was not used up
+            self.next_id = sequence_id  # a refused allocate does not use its id up
             return
         self.memory.copy(answer[4])
         token_count = self.twin.sequences[sequence_id].token_count
@@ -183,7 +184,7 @@ class Simulation(Comparison):
             self._forward_some(sequence_id)
 
     def commit(self) -> None:
-        """Commits all written tokens, or a part; now and then unaccepted tokens or room ahead are given back."""
+        """Commits all written tokens, or a part; now and then gives back unaccepted tokens, or tokens granted ahead."""
         sequence_id = self._some_id()
         if sequence_id is None:
             return
@@ -198,7 +199,7 @@ class Simulation(Comparison):
         _, swaps = self.do("commit", sequence_id, until, digests, keep_token_count=keep)
         self.seen["swap"] += len(swaps)
         self.seen["returned"] += sequence.token_count < len(writer.text)
-        if keep or (until < writer.written and rng.random() < 0.3):  # draft tokens were refused: others follow
+        if keep or (until < writer.written and rng.random() < 0.3):  # as if draft tokens were refused: others follow
             writer.text, writer.written, writer.plan = writer.text[:until], until, []
             self._extend(sequence_id, sequence.token_count)
 
@@ -208,7 +209,7 @@ class Simulation(Comparison):
         if parent_id is None or len(self.writers) >= LIVE_MAX:
             return
         rng = self.random
-        if self.has_state and rng.random() < 0.8:  # otherwise nearly every fork would be UNCOMMITTED
+        if self.has_state and rng.random() < 0.8:  # without this choice, nearly every fork would be UNCOMMITTED
             settled = [i for i, sequence in self.twin.sequences.items() if sequence.token_count == sequence.committed]
             parent_id = rng.choice(settled or [parent_id])
         child_id = self.next_id if rng.random() < 0.95 else rng.randint(0, self.next_id - 1)
@@ -231,7 +232,7 @@ class Simulation(Comparison):
             del self.writers[sequence_id]
 
     def free_all(self) -> None:
-        """Frees all sequences; in an idle pool other rules hold for the next one."""
+        """Frees all sequences. Other rules hold for the next sequence of an idle pool."""
         while self.writers:
             self.free()
 

@@ -14,8 +14,8 @@ from tests.allocator.twin.kinds import NULL, kinds_of
 
 Key = tuple[
     int, str, int, tuple[bytes, ...]
-]  # kind, namespace, position, digests from the root to it (or only its own)
-Removed = tuple[int, str, int, bytes]  # kind, namespace, position, digest
+]  # (kind, namespace, position, digests from the root to the slot, or only the slot's digest)
+Removed = tuple[int, str, int, bytes]  # (kind, namespace, position, digest)
 
 
 @dataclass(eq=False, slots=True)
@@ -42,10 +42,10 @@ class TwinStop:
     """A place at which hits can end.
 
     Attributes:
-        path: for each kind of full attention, the key of the block before it.
+        path: for each kind of full attention, the key of the block before the stop.
         needed: the slots of windows and states that a hit there takes.
-        parent: the stop before it, when it was made.
-        is_parting: whether paths were seen to part there.
+        parent: the stop before this one, when this one was made.
+        is_parting: whether paths were seen to part at this stop.
         is_aside: whether it was continued while few prompts parted early, and still is.
         is_early: whether it was the early stop of the sequence that made it.
         answer: its distance from the end of the prompt whose answer made it.
@@ -79,8 +79,9 @@ class TwinSequence:
     prompt_end: int = 0  # stops behind this token count are in the answer
     announced: list[bytes] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    last: dict[int, Slot] = field(default_factory=dict)  # per kind, its last hit; for states also the last one made
-    needed: list[Slot] = field(default_factory=list)  # fallen slots that a hit at its last edge needs
+    # per kind, the slot hit last; of states, the one hit or made last
+    last: dict[int, Slot] = field(default_factory=dict)
+    needed: list[Slot] = field(default_factory=list)  # fallen slots that a hit at the sequence's last edge needs
     stop: TwinStop | None = None  # the deepest stop that the sequence made or hit
 
 
@@ -115,14 +116,14 @@ class TwinState:
         self.highest_id = 0
         self.replaced_count = 0  # early stops replaced by another stop
         self.answered_count = 0  # number of stops at ends of prompts and in answers that later stops replaced
-        self.empty = list(range(block_count))[::-1]  # the last one is granted next
+        self.empty = list(range(block_count))[::-1]  # the last block of the list is granted next
         self.published: list[Slot] = []
         self.clock = self.now_ms = 0
-        self.kept_max = 0  # blocks of one namespace that callers may ask to keep
+        self.kept_max = 0  # most blocks of a namespace that callers may ask to keep
         self.refused_keeps = self.spared_keeps = 0
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
         self.returned = self.returned_hit = 0
-        self.taken_over = 0  # twins that gave their blocks up
+        self.taken_over = 0  # number of twins that gave their blocks up
         self.leaving: deque[Removed] | None = None
         keeps_all = all(kind.keeps_prefixes for kind in self.kinds)
         self.is_dense = keeps_all or retention == "dense"
@@ -174,7 +175,7 @@ class TwinState:
         return self.by_group(self.sequences[sequence_id].tables)
 
     def promised(self, sequence: TwinSequence) -> int:
-        """Returns the blocks that the rest of its prompt takes and its tables lack."""
+        """Returns how many blocks the sequence's tables lack for its whole prompt."""
         total = 0
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             now = sum(slot is not None for slot in table)
@@ -278,7 +279,7 @@ class TwinState:
         return sum(kind.width * kind.peak(token_count, chunk) for kind in self.kinds)
 
     def too_long(self, blocks: int, token_count: int, chunk: int) -> tuple[str, int]:
-        """Returns why `blocks` blocks are too many: no pass is short enough, or this one is not."""
+        """Returns why `blocks` blocks are too many: every pass is too long, or only this one."""
         if self.peak(token_count, chunk) > self.block_count:
             return "TOO_LONG", 0
         return "PASS_TOO_LONG", blocks - self.block_count

@@ -175,7 +175,7 @@ class CacheSpec:
     states: tuple[tuple[int, tuple[StateTensor, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        for _ in self.layer_pages():  # building each PageSpec checks it
+        for _ in self.layer_pages():  # each `PageSpec` checks its values when it is built
             pass
 
     @classmethod
@@ -384,7 +384,7 @@ class KVCache:
             pass_token_count: the most tokens that one pass computes.
         """
         size, plan = self.spec.block_size, self.spec.plan
-        fits, too_long = 0, -(-self.spec.token_count_max // size) + 1  # in blocks
+        fits, too_long = 0, -(-self.spec.token_count_max // size) + 1  # lengths in blocks
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             is_enough = plan.blocks_peak(middle * size, pass_token_count + size) <= self.block_count

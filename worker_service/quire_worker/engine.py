@@ -55,7 +55,7 @@ log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 QUIET_S = 0.1  # a step with only commits and frees waits this many seconds for other operations
-PATIENCE_S = 0.02  # after this, samples with room continue without the answer, which usually takes 1 ms
+PATIENCE_S = 0.02  # after this time, samples with free slots continue without the answer, which usually takes 1 ms
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
         )  # fmt: skip
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._plans_beside = model.device.type != "cpu"  # whether to plan and ask during passes for first tokens, too
+        self._plans_beside = model.device.type != "cpu"  # plans and asks even during passes that give only first tokens
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
         self._passes = deque[Pass]()  # the pass on the device, and the next one if it was launched
         self.outbox = Outbox(stream_interval_s, self._not_delivered)

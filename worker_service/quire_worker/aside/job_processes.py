@@ -159,7 +159,7 @@ class JobProcesses:
         except (asyncio.IncompleteReadError, OSError):
             child.writer.transport.abort()
             raise OverLimitError from None
-        except asyncio.CancelledError:  # by `close`
+        except asyncio.CancelledError:  # `close` cancelled this task
             child.writer.transport.abort()
             raise
         found: dict[str, Any] = json.loads(answer)
@@ -199,7 +199,7 @@ class JobProcesses:
             own.close()
             self._end()
             raise ChildProcessError(f"the process for {self._kind} did not start")
-        own.setblocking(True)  # a send never blocks for long: a message is one byte, read immediately
+        own.setblocking(True)  # sends block only briefly: the process reads each message, one byte, immediately
         self._control = own
 
     def _popen(self, control: int) -> subprocess.Popen[bytes]:

@@ -53,7 +53,7 @@ def _structures(configuration: Any) -> Job:
 
     tokenizer, vocabulary, ends = configuration["tokenizer"], configuration["vocabulary"], configuration["ends"]
     grammars = Grammars(lambda: tokenizer, vocabulary, ends)
-    with contextlib.suppress(BaseException):  # each job will raise the same error, and report it
+    with contextlib.suppress(BaseException):  # if this fails, each job will raise the same error, and report it
         grammars.prepare()
 
     def attempt(given: Any) -> dict[str, Any]:

@@ -32,12 +32,12 @@ from quire_worker.page_format import UNSCALED, Scales
 from quire_worker.sampling.choice import choose_by_sorting
 from quire_worker.sampling.params import SamplingParams
 
-# The fused kernel works on blocks of 32 rows, or larger blocks from 192 rows on. With 32 queries, one head fills a
-# block alone; then packing the heads of a KV head only pays if that makes at least 192 rows.
+# The fused kernel works on blocks of 32 rows, and on larger blocks if it gets at least 192 rows. 32 queries of one head
+# fill a small block. Packing all heads of a KV head then pays only if the packed heads have at least 192 rows.
 ROWS_SMALL, ROWS_LARGE = 32, 192
-# In bfloat16 the kernel computes a single row without rearranging the keys. With up to three query heads per KV head,
-# computing head by head is faster for blocks of queries. It is also faster for decode while the keys and values of a
-# sequence fit into the CPU's cache (each head reads them again).
+# With up to three query heads per KV head in bfloat16, computing head by head is faster for blocks of queries. For
+# decode, head by head is faster because the kernel does not rearrange the keys for a single row, but only while the
+# CPU's cache holds the keys and values of a sequence: each head reads them again.
 LONE_HEADS_MAX, LONE_BYTES_MAX = 3, 2 << 20
 
 

@@ -342,7 +342,7 @@ class Branches:
         return branch.sample is not None and branch.sample in self._engine.scheduler.roster.resting
 
     def _check_length(self, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # the sample must have room for one more token
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # leaves capacity for one more token
         if token_count > longest:
             raise QuireError.of(
                 Reason.PROMPT_TOO_LONG, f"the branch would have {token_count} tokens, but at most {longest} fit"

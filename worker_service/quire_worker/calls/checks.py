@@ -34,7 +34,7 @@ ResultT = TypeVar("ResultT")
 INTERVAL_MS_MAX = 60_000
 SALT_BYTES_MAX = 128
 SECRET_BYTES = 16  # bytes of the random salt of a request that is not stored
-# logprob values in one message, at most 7 bytes each: a prompt's tokens and their likeliest alternatives
+# most logprob values in one message, of a prompt's tokens and their likeliest alternatives; at most 7 bytes each
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
 HELD_LOGPROB_VALUES_MAX = 1 << 21  # logprob values of one request that are held until its end; 16 MiB
 HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request together; each text begins with the prompt
@@ -161,7 +161,7 @@ class Checks:
         if given.WhichOneof("prompt") == "text":
             return given.text
         text = await self._computed(request_id, self._texts.written(prompt))
-        self.check_serving()  # The worker may have begun to drain since then.
+        self.check_serving()  # The worker may have begun to drain during the computation.
         return text
 
     async def continuation(self, given: Given, request_id: str) -> list[int]:
@@ -181,7 +181,7 @@ class Checks:
             tokens = list(given.tokens.ids)
         else:
             tokens = await self._computed(request_id, self._texts.encoded(given.text, encode))
-            self.check_serving()  # The worker may have begun to drain since then.
+            self.check_serving()  # The worker may have begun to drain during the computation.
         if not tokens:
             raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token: give at least one")
         self._check_length(name, len(tokens))
@@ -189,7 +189,7 @@ class Checks:
         return tokens
 
     def _check_length(self, name: str, token_count: int) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # the sample must have room for one more token
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # leaves capacity for one more token
         if token_count > longest:
             message = f"the {name} has {token_count} tokens, but model and pool allow at most {longest}"
             raise QuireError.of(Reason.PROMPT_TOO_LONG, message, field=name)

@@ -12,7 +12,7 @@ from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.slots import NO_WISH, CacheWish
 
 ID_BYTES: Final = 16
-PREFIX_BYTES: Final = 8  # bytes of an id in lists: enough to release a branch, too few to guess the rest
+PREFIX_BYTES: Final = 8  # bytes of a branch's id in lists: enough to release the branch, too few to guess the rest
 
 
 @dataclass(slots=True, eq=False)

@@ -25,13 +25,13 @@ from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 log = structlog.get_logger()
 
 TEXT_BYTES_MAX = 1 << 20
-SHORT_MAX = 16 << 10  # shorter texts, or lists of tokens, take at most a few milliseconds
-# A template that loops over all messages for each message takes 0.1 s for a conversation of this size.
+SHORT_MAX = 16 << 10  # texts and lists of tokens up to this length take at most a few milliseconds
+# Limit of a short conversation: a template that loops over all messages for each message takes 0.1 s for this size.
 SHORT_CONVERSATION_BYTES_MAX = 64 << 10
-WAITING_MAX = 64  # waiting long texts
+WAITING_MAX = 64  # most long texts that wait
 ANSWER_TOKENS_MAX = 16 << 10  # shorter answers are built on the event loop, in at most a few milliseconds
 ResultT = TypeVar("ResultT")
-TEMPLATE_S_MAX = 10  # limit for one conversation, including its wait for others
+TEMPLATE_S_MAX = 10  # limit for one conversation, including its wait for other conversations
 LIMITS = JobLimits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
 
 

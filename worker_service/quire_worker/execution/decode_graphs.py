@@ -33,7 +33,7 @@ from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.transformers_seam import PagedStep, run
 
-SIZE_STEP = 8  # step between sizes, from size 8 on; so at most 7 rows of a batch are empty
+SIZE_STEP = 8  # step between the sizes of graphs, from size 8 on; so at most 7 rows of a batch are empty
 
 log = structlog.get_logger()
 Compute: TypeAlias = Callable[[], torch.Tensor]

@@ -35,13 +35,14 @@ from quire_worker.execution.parts import Computed
 from quire_worker.execution.prepared import Later, PlainTokens, Prepared
 from quire_worker.scheduling.plan import Work
 
-# Computes a batch. The function calls its second argument right before its kernels, if one call runs most of them.
+# A function that computes a batch. If one call runs most of the kernels, the function calls its second argument right
+# before that call.
 Result: TypeAlias = Computed | PlainTokens
 Compute: TypeAlias = Callable[[Prepared, Callable[[], None]], Result | Later]
 
-GIVES_WAY_S = 0.001  # longest wait for `go_on`; the event loop sends first tokens in a third of it
+GIVES_WAY_S = 0.001  # longest wait for `go_on`; the event loop needs a third of this time to send first tokens
 
-# The C library's `write`. PyDLL keeps the interpreter lock during the call; the pipe is non-blocking.
+# The C library's `write`. PyDLL holds the interpreter lock during the call, which is short: the pipe is non-blocking.
 _write = ctypes.PyDLL(None).write
 _write.argtypes, _write.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_ssize_t
 
@@ -76,7 +77,7 @@ class ModelThread:
 
     def __init__(self, lane: Lane | None = None) -> None:
         self._lane = lane or Lane("model")
-        self._reader: Lane | None = None  # the thread that finishes launched passes; started for the first of them
+        self._reader: Lane | None = None  # the thread that finishes launched passes; the first such pass starts it
         self._submitted_count = self._begun_count = 0
         self._done = deque[Done]()
         # Only the model's thread uses these two flags.
@@ -136,7 +137,7 @@ class ModelThread:
     def _run(self, compute: Compute, prepared: Prepared, future: asyncio.Future[Result]) -> None:
         self._begun_count += 1
         self._has_kernels = False
-        self._is_owed |= not prepared.is_behind  # the event loop may wait in `begun`
+        self._is_owed |= not prepared.is_behind  # the event loop may be waiting in `begun` for a notice
         if future.cancelled():
             self._tell()
             return

@@ -131,7 +131,7 @@ class Runner:
             Part(sample, sample.computed, sample.tokens[sample.computed : sample.computed + token_count], [])
             for sample, token_count in wanted
         ]
-        with contextlib.suppress(Exception):  # `Run.forward` raises it again, and finds the request that causes it
+        with contextlib.suppress(Exception):  # `Run.forward` raises the error again, and finds the request for it
             self._layouts.sketch(parts)
 
     def compute(

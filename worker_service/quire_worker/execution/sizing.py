@@ -30,7 +30,7 @@ from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
 _STATE_SHARE = 0.4  # share of free memory for one copy of the states of a profiling pass; the pass holds two copies
-SMALL_BYTES = 256 << 20  # a pool on a CPU may have this much even if its samples need less
+SMALL_BYTES = 256 << 20  # a pool on a CPU may take this much memory even if its samples need less
 CPU_SHARE = Fraction(1, 2)  # default share of the available memory, for a pool on a CPU
 _MORE_ROOM = {  # the advice if a pool is too small, by the option that set its size
     "--blocks": "raise --blocks",
@@ -198,7 +198,7 @@ def _run_largest(model: PagedModel, token_count: int, sequence_count: int) -> in
     pages = KVCache(spec, block_count, device=model.device)
     chunks = [Chunk([0] * length, 0, own, needs_logits=True) for length, own in zip(lengths, tables, strict=True)]
     logits = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), pages)
-    torch.stack(list(logits)).softmax(1)  # The sampler will allocate the same amount.
+    torch.stack(list(logits)).softmax(1)  # The peak must include the sampler's memory, and this is the same amount.
     return pages.pool_bytes
 
 

@@ -35,7 +35,7 @@ _VERSIONS: Final = {
     "cgroup": ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"),
 }
 _RLIMITS: Final = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-_STATM_INDEXES: Final = (0, 5)  # fields of /proc/self/statm that count the pages under each limit
+_STATM_INDEXES: Final = (0, 5)  # for each of _RLIMITS: the field of /proc/self/statm that counts its pages
 
 
 def control_groups(proc: Path = _SELF) -> list[ControlGroup]:

@@ -43,7 +43,7 @@ class Follower:
         self.publisher = publisher
         self._allocator, self._pool, self._roster = allocator, pool, roster
         self._watching: asyncio.Task[None] | None = None
-        self._events: AsyncEventStream | None = None  # the watch, while there is one
+        self._events: AsyncEventStream | None = None  # the events of the open watch, if there is one
         self._ended_s = time.monotonic()  # when the last watch ended
 
     def lag_s(self) -> float:
@@ -96,7 +96,7 @@ class Follower:
                     await self._watch_once()
                     pause_s = PAUSE_S
             except NotFoundError:
-                pass  # the allocator is new, and the session has not attached yet
+                pass  # a new allocator has no pool until the session attaches
             except QuireError as error:
                 log.warning("cannot watch the pool; KV events are late", error=error.message, reason=error.reason)
             await asyncio.sleep(pause_s)

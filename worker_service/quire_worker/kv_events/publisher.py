@@ -30,12 +30,12 @@ from quire_worker.kv_events.wire import Event, EventBatch
 
 log = structlog.get_logger()
 
-KEPT_MAX = 10_000  # messages for replay
-QUEUE_MAX = 100_000  # items that may wait for the thread
+KEPT_MAX = 10_000  # most messages that are kept for replays
+QUEUE_MAX = 100_000  # most items that wait for the publishing thread
 ITEMS_MAX = 256  # most items in one message
-POLL_S = 0.05  # how long a replay may wait
+POLL_S = 0.05  # seconds to wait for an item; a replay may wait as long
 LINGER_MS = 500
-SEND_MAX = 100_000  # messages that may wait for a slow reader; further ones are dropped
+SEND_MAX = 100_000  # most messages that wait for a slow reader; further messages are dropped
 END = (-1).to_bytes(8, "big", signed=True)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-MEDIUM = "GPU"  # vLLM's name of the tier that passes read, whatever the device
+MEDIUM = "GPU"  # vLLM's name for the memory that passes read, on every kind of device
 KIND = "full_attention"
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 Message: TypeAlias = dict[str, Any]
 Render: TypeAlias = Callable[[list[Message]], str]
 
-_PROBE: Final = "719402683"  # digits, because templates may change the case of letters, or replace some
+_PROBE: Final = "719402683"  # digits, because templates may change the case of letters, or replace some letters
 # The roles before and after a message of each role in a conversation that most templates accept.
 _AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "user": ((), ()),
@@ -68,7 +68,7 @@ def _takes_parts(role: str, messages: Sequence[Message], render: Render, render_
     alone: list[Message] = [{"role": each, "content": "x"} for each in (*before, role, *after)]
     for tried, rendered in ((alone, render_bare), (alone, render), (messages, render)):
         for is_parts in (False, True):
-            # The other roles may have the same form, or the other one.
+            # The contents of the other roles may have the same form as this role's, or the other form.
             if any(_writes(tried, role, is_parts, others, rendered) for others in (is_parts, not is_parts)):
                 return is_parts
     return False

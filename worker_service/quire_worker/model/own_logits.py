@@ -18,11 +18,11 @@ from quire_worker.model.transformers_seam import ATTENTION_NAME
 CHECK_TOKENS = 24  # tokens of each sequence
 ROUNDINGS = 4  # number of computations with changed rounding
 
-# Logits may differ by a share of their norm. A lost mask or state moves logits by tens of percent.
+# Allowed difference of logits, as a share of their norm. A lost mask or state moves logits by tens of percent.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
-_QUIET = 0.2  # share of the tolerance; with kernels, differences were up to four times as large as with pages alone
-_ROUNDING_MARGIN = 2.0  # margin, because a few samples do not find the largest effect
+_QUIET = 0.2  # share of the tolerance: with kernels, differences were up to four times as large as with pages alone
+_ROUNDING_MARGIN = 2.0  # factor on the measured effect, because a few computations do not find the largest effect
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ log = structlog.get_logger()
 FILE: Final = "generation_config.json"
 SamplingDefaults: TypeAlias = "Mapping[str, int | float]"
 NO_DEFAULTS: Final[SamplingDefaults] = MappingProxyType({})
-# For each name in the file: the request's name, the type, and the range that a request may have.
+# For each name in the file: the request's name for it, its type, and its smallest and largest value in a request.
 _FIELDS: Final = {
     "temperature": ("temperature", float, 0, 2),
     "top_k": ("top_k", int, 0, 2**31 - 1),

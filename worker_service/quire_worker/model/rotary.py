@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire_worker.model.checkpoint import UnsupportedModelError
 
 # For these model types, `generate` recomputes all keys with the long frequencies once a request outgrows the short
-# ones. For other types, `generate` continues with the present keys.
+# frequencies. For other types, `generate` keeps the keys that it has.
 _BEGINNING_AGAIN = frozenset({"phi3", "phimoe", "phi4_multimodal"})
 _CHECK_TOKENS = 4  # number of tokens beyond the original length in the comparison at load
 _CHECK_TOLERANCE = 1e-5

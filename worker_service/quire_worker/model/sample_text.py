@@ -67,7 +67,7 @@ class StopTexts:
             found = [(whole.find(stop, max(0, held_count - len(stop) + 1)), len(stop)) for stop in self._stops]
             ends = [(start + length, start) for start, length in found if start >= 0]
             if ends:
-                end, start = min(ends)  # the stop text that ends first; among equal ends the longest
+                end, start = min(ends)  # the stop text that ends first; if several end there, the longest
                 self._held, self.found = "", whole[start:end]
                 return whole[: end if self._keeps_stop else start], True
         keep = self._beginning_count(whole)
@@ -111,7 +111,7 @@ class SampleText:
         """
         self._stream = stream
         self._ready = echo
-        # No marks are needed if the stream keeps special tokens, because its text has their names.
+        # No marks are needed if the stream keeps special tokens, because the stream's text then has the tokens' names.
         kept: tuple[tuple[str, ...], Mapping[int, str]] = (tuple(stop_texts), {})
         stops, self._marks = kept if stream.keeps_special else mark_special(tuple(stop_texts), stream.tokenizer)
         self._stops = StopTexts(stops, keeps_stop=keeps_stop) if stops else None

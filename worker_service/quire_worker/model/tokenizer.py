@@ -326,7 +326,7 @@ class WindowDecoder(StreamDecoder):
         self._context_text = self._decoded()
 
     def push(self, tokens: Iterable[int]) -> str:
-        # One at a time, because the library decodes a run of broken bytes to a text that depends on the whole run.
+        # One token at a time: the library decodes a run of broken bytes to a text that depends on the whole run.
         return "".join([self._pushed(token) for token in tokens if self._is_visible(token)])
 
     def _pushed(self, token: int) -> str:
@@ -339,7 +339,7 @@ class WindowDecoder(StreamDecoder):
         return self._hand_out(self._decoded())
 
     def _hand_out(self, text: str) -> str:
-        is_longer = text.startswith(self._context_text)  # otherwise it completes a character that the prompt began
+        is_longer = text.startswith(self._context_text)  # otherwise `text` completes a character that the prompt began
         known = self._context_text if is_longer else self._context_text.rstrip(REPLACEMENT)
         piece = text[len(known) :]
         if piece:

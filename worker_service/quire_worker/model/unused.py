@@ -22,7 +22,8 @@ from quire_worker.model.headers import TensorEntry
 from quire_worker.model.kv_scales import SCALE_NAME
 
 _NAMES_SHOWN = 5
-# Layers for multi-token prediction follow the others, under the same name: DeepSeek V3's README, "MTP Modules".
+# Fields that count the layers for multi-token prediction. These layers follow the model's other layers and have their
+# name (DeepSeek V3's README, "MTP Modules").
 _DRAFT_LAYER_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 # Names of tensors that do not affect the text, each with the source for this. The number is the tensor's count of
 # dimensions, because a mask and a bias can have the same name; None means any count.

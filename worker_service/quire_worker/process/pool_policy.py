@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.types import PoolSpec, Quota
 
-if TYPE_CHECKING:  # These modules load torch, and options are read before that.
+if TYPE_CHECKING:  # These modules load torch, and options are read before torch is loaded.
     from quire_worker.cache import KVCache
     from quire_worker.model.paged_model import PagedModel
 

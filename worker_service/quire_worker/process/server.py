@@ -64,7 +64,7 @@ from quire_worker.speculation.drafting import drafting_of, load_draft_model
 from quire_worker.telemetry import WorkerTelemetry
 
 if TYPE_CHECKING:
-    from quire_worker.kv_events.pool_follower import Follower  # The packages that it needs are an extra.
+    from quire_worker.kv_events.pool_follower import Follower  # This module needs packages of an extra.
 
 log = structlog.get_logger()
 
@@ -259,7 +259,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         RankLostError: another rank is gone; callers of the last requests got the error.
     """
     stop = stop_event()
-    # far above the queue's limit, which refuses calls with a reason
+    # Most calls of the server: far above the limit of the queue, because the queue refuses calls with a reason.
     calls_max = 4 * (options.max_waiting + options.max_running)
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key, "--allocator-ca")
@@ -293,7 +293,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await asyncio.wait((running, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     await _withdraw(service, registration, server)
-    # Drains even without an allocator: samples with room can end, and the allocator may come back.
+    # Drains even without an allocator: samples with enough empty slots can end, and the allocator may come back.
     if not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())
         await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -52,7 +52,7 @@ from quire_worker.speculation.drafter import Drafter
 log = structlog.get_logger()
 
 SILENCE_S = 2.0  # An idle rank 0 sends messages at this interval, and so notices lost ranks.
-# If another rank fails while it loads, rank 0 gets this time to fail by itself for the same reason.
+# If another rank fails while it loads, rank 0 gets this many seconds to fail by itself, for the same reason.
 REASON_S = 5.0
 
 ResultT = TypeVar("ResultT")
@@ -94,7 +94,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
         ModelError: the checkpoint cannot be served; the message says why.
         UsageError: the device does not exist, or has too little memory for the pool.
     """
-    if identity.is_by_torchrun:  # torchrun signals all ranks, but rank 0 needs the others while it drains.
+    if identity.is_by_torchrun:  # torchrun signals all ranks, but rank 0 needs the other ranks while it drains.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     try:

@@ -76,7 +76,7 @@ class Crew:
         """
         self.rank, self.size, self.local_size = identity.rank, identity.size, identity.local_size
         self._device = device
-        self._sums_per_token: list[tuple[int, torch.dtype]] = []  # for each sum of a pass, its elements per token
+        self._sums_per_token: list[tuple[int, torch.dtype]] = []  # each sum of a pass: elements per token, dtype
         self._learned_tokens: int | None = None  # tokens of the pass that `learn` is recording
         self._sum_count = 0  # number of sums so far in the pass under way
         if identity.is_on_loopback and (name := loopback_interface()) is not None:

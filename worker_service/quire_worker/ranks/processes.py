@@ -66,7 +66,7 @@ class Ranks:
                 [sys.executable, "-P", "-m", "quire._child", "quire_worker", *arguments],  # -P: see quire.local
                 stdin=subprocess.PIPE,  # the lifeline: nothing is ever written to it
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **own},
-                start_new_session=True,  # Ctrl-C in a terminal reaches only rank 0, which stops the others in order
+                start_new_session=True,  # Ctrl-C in a terminal reaches only rank 0, which stops the other ranks
             )
             self._processes[rank] = process
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()

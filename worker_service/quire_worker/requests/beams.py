@@ -102,7 +102,7 @@ class BeamTurns:
         following: list[Sample] = []
         for each, longer in zip(chosen, tokens, strict=True):
             sample = samples[each.beam]
-            if sample in following:  # A further fork shares this beam's blocks.
+            if sample in following:  # The beam continues already, so this hypothesis is a fork of the beam.
                 following.append(_fork_of(sample, next(places), longer, is_held=sample in roster.running))
             else:
                 following.append(sample)

@@ -14,7 +14,7 @@ from quire.views import WaitReason
 from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.waiting import Wait
 
-SHARE: Final = 200  # This check takes at most 1/200 of the time, because it visits every waiting request.
+SHARE: Final = 200  # Looking at every waiting request may take at most 1/200 of the time.
 
 
 class QueueTimes:

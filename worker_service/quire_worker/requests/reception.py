@@ -34,7 +34,7 @@ from quire_worker.scheduling.trace import Stage
 from quire_worker.scheduling.waiting import Wait
 from quire_worker.telemetry import WorkerTelemetry
 
-# most waiting tokens of one namespace, 48 bytes each; twice as many for all namespaces together
+# most tokens of one namespace's waiting requests, 48 bytes each; all namespaces together may have twice as many
 QUEUED_TOKENS_MAX = 1 << 22
 LOOK_S = 0.1  # seconds between two checks of all deadlines
 

@@ -193,7 +193,7 @@ class TokenIntake:
 
     def _is_end(self, sampling: SamplingParams, token: int) -> bool:
         """Tells whether a token is the model's end-of-text, and the request does not ignore that."""
-        # A structure is complete at its end, so `ignore_eos` has no effect on it.
+        # At its end-of-text, a structured text is complete, so `ignore_eos` has no effect there.
         goes_on = sampling.ignore_eos and sampling.structure is None
         return token in self._eos_token_ids and not goes_on
 

@@ -18,11 +18,11 @@ from quire_worker.scheduling.request import Request
 if TYPE_CHECKING:
     from quire_worker.sampling.logprobs import TokenLogprobs
 
-# Most unread bytes of a namespace while it is alone. All namespaces together may have twice as many, and each at most
-# as many as remain free.
+# Most unread bytes of a namespace that is alone. All namespaces together may have twice as many bytes, and each of them
+# may have at most as many as remain free.
 UNREAD_BYTES_MAX = 32 << 20
 VALUE_BYTES = 8  # bytes of a packed logprob and its token
-TOKEN_BYTES = 44  # bytes of a token as a Python number, with its place in a list
+TOKEN_BYTES = 44  # bytes of a token as a Python number, with the list's pointer
 PLACE_BYTES = 8  # bytes of a token's index in another list
 DELIVERY_BYTES = 1_024
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 ERROR_CHARACTERS_MAX = 300
 CACHED_GRAMMAR_COUNT_MAX = 64
-CACHED_BYTES_MAX = 64 << 20  # of cached grammars
-BYTES_MAX = 128 << 20  # bytes of cached grammars, and of grammars that requests use
+CACHED_BYTES_MAX = 64 << 20  # most bytes of cached grammars
+BYTES_MAX = 128 << 20  # most bytes of cached grammars and of grammars that requests use
 GRAMMAR_BYTES_MIN = 64 << 10  # a grammar counts as at least this many bytes
-WAITING_MAX = 1024  # most collected tokens of a free text; a pass waits 1 to 2 ms for their parsing
+WAITING_MAX = 1024  # most tokens of a free text that wait for parsing; parsing so many delays a pass by 1 to 2 ms
 # JSON without optional whitespace: an uncertain model could fill any number of tokens with whitespace.
 JSON_OPTIONS = {"whitespace_flexible": False}
 
@@ -223,7 +223,7 @@ class Grammars:
             raise GrammarError(f"{name} cannot be used: {what[:ERROR_CHARACTERS_MAX]}")
         ready = Matcher(matcher, self._eos_token_ids)
         words = np.empty(word_count(self._vocabulary), dtype=np.int32)
-        ready.fill(words)  # The first mask may take long, and llguidance caches it. No pass should wait for it.
+        ready.fill(words)  # The first mask may take long. llguidance caches it, so that no pass has to wait for it.
         if not words.any():
             raise GrammarError(f"{name} cannot be used: it allows no text, or is too complex to check")
         if structure.kind is not StructureKind.GRAMMAR:
@@ -280,7 +280,7 @@ def _grammar_of(structure: Structure) -> str:
     if structure.kind is StructureKind.REGEX:
         return LLMatcher.grammar_from_regex(text)
     if structure.kind is StructureKind.GRAMMAR:
-        if text.lstrip().startswith("{"):  # llguidance would read its own JSON form, with schemas inside
+        if text.lstrip().startswith("{"):  # llguidance would read this as its own JSON form, which may hold schemas
             raise GrammarError("grammar must be written in Lark's notation, not as JSON")
         return LLMatcher.grammar_from_lark(text)
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in structure.texts))

@@ -100,7 +100,7 @@ class TokenEdits:
 
     def copy(self) -> TokenEdits:
         """Returns a copy for another sample that continues from here."""
-        self._is_shared = True  # Both samples use the same arrays until one of them counts a token. Most never do.
+        self._is_shared = True  # The samples share their arrays until one of them counts a token. Most never do.
         twin = object.__new__(TokenEdits)
         twin.__dict__.update(self.__dict__)
         return twin

@@ -17,7 +17,7 @@ from quire_worker.model.splitting.mlp import expert_splits, mlp_splits
 from quire_worker.ranks.crew import Crew
 
 # Largest allowed difference between the sum of the parts and the whole: norm of the difference over norm of the whole.
-# Differences from another order of sums stay below it; a gate mistaken for a value is far above.
+# Differences from another order of sums stay below this tolerance. A gate mistaken for a value exceeds it by far.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 _TRIAL_TOKENS = 4

@@ -38,7 +38,8 @@ inline float weigh(float* products, T* weights, long count, long first, long sto
         most_here = maximum(seen, most_here);
     }
     const float here = maximum_of(most_here);
-    // If all scores are NaN, there is no largest. Subtracting 0 keeps them NaN, but -inf would turn the weights into 0.
+    // If all scores are NaN, no score is the largest. Subtracting 0 keeps the scores NaN. With -inf, the weights would
+    // become 0.
     const float most = here > state.most ? here : state.most == NOTHING ? 0.0f : state.most;
     Vec sum{};
     for (long j = 0; j < count; j += LANES) {

@@ -28,8 +28,8 @@ BLOCK_SIZE = 16  # default, in tokens
 BLOCKS_PER_STEP_MAX = 8_192  # most blocks that one forward pass may fill, so that their digests fit into a step
 STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs; see `execution.decode_graphs.ladder`
-# Defaults of a device. A GPU computes hundreds of tokens in the time that reading the weights takes. One pass computes
-# a prompt of 4 k tokens, and reads the weights once.
+# Defaults by device. A GPU computes hundreds of tokens in the time that reading the weights takes. So one pass may take
+# a whole prompt of 4 k tokens, and reads the weights once.
 ON_CPU = {"max_batch_tokens": 512, "max_running": 64}
 ON_GPU = {"max_batch_tokens": 4_096, "max_running": 256}
 MODEL_NAMES_MAX = 16

@@ -65,7 +65,7 @@ class Peaks:
         attention = [group for group in groups if group.kind is not GroupKind.STATE]
         size = attention[0].block_size
         windows = [group.window for group in attention if group.kind is not GroupKind.FULL_ATTENTION]
-        # The first key that a pass reads may be the last one of its block.
+        # The first key that a pass reads may be the last key of its block, so one more block is needed.
         self._windowed = [-(-(window + pass_token_count - 2) // size) + 1 for window in windows]
         self._group_count = len(attention)
         self._state_count = len(groups) - len(attention)
@@ -137,7 +137,7 @@ class Applicants:
                 looked_at += 1
                 self._backfill(sample, digests)
             elif not self._admit(sample, digests, self._running):
-                # These samples passed this head, or a later one.
+                # Each of these samples passed this head, or an earlier head that now waits behind this head.
                 passed = [each for each in self._running if each.passed is not None]
                 if passed and self._fits_without(sample, digests, passed):
                     if not may_preempt:
@@ -254,7 +254,7 @@ class Applicants:
         if (
             places_of(sample) == 1
             and not sample.is_beam
-            and sample.passed is not self._head  # This head preempted the sample before.
+            and sample.passed is not self._head  # This head preempted the sample earlier.
             and self._fits(sample, needed, len(self._running))
             and self._reservation.admits(turn_count, at_end)
         ):

@@ -14,7 +14,7 @@ from quire_worker.scheduling.plan import Growing, Plan, Work
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.roster import Roster
 
-REFUSED: Final = (Result.FORBIDDEN, Result.QUOTA)  # the request ends with an error; see `refusal_of`
+REFUSED: Final = (Result.FORBIDDEN, Result.QUOTA)  # results that end the request with an error; see `refusal_of`
 
 
 def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from quire_worker.scheduling.request import Request, Sample
 
-DUE_S_MAX = 600.0  # also the default deadline of clients
+DUE_S_MAX = 600.0  # equals the default deadline of clients
 PRIORITY_S = 60.0
 
 PROMPT_TOKEN_COST = 1

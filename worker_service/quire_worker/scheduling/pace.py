@@ -20,7 +20,7 @@ class Pace:
         """Records a pass that computed any tokens, of `sample_count` samples."""
         if token_count:
             self._passes.append((token_count, seconds))
-            if token_count >= 2 * sample_count:  # Decoding computes a token for each sample.
+            if token_count >= 2 * sample_count:  # decoding alone computes one token per sample
                 self._prefills.append((token_count, seconds))
 
     @property

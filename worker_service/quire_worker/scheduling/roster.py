@@ -186,7 +186,7 @@ class Roster:
         self.resting.clear()
         self.moves.clear()
         for sample in (*running, *self.waiting.in_any_order()):
-            self.swap.release(sample)  # It is unknown which blocks were moved.
+            self.swap.release(sample)  # It is unknown which of the sample's blocks were moved.
         for sample in running:
             sample.request.trace.note_blocks(sample.request.block_count)
             self._uncount_ahead(sample)

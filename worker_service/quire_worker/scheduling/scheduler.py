@@ -126,7 +126,7 @@ class Scheduler:
         Args:
             under_way: work that is being computed before this turn.
         """
-        # blocks that one pass can fill
+        # most blocks that one pass can fill
         filled_max = self.batch_tokens_max // self.roster.block_size + len(self.roster.running)
         pass_count = 2 if under_way else 1
         if self.roster.uncommitted_block_count() + pass_count * filled_max > self.commit_blocks_max:

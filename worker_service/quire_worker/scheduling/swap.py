@@ -123,7 +123,7 @@ def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> t
     slots, blocks = list[int](), list[int]()
     for group, table in enumerate(sample.tables):
         for position in range(start // block_size, -(-end // block_size)):
-            if table[position] != NULL_BLOCK:  # Blocks of other positions have already left the window.
+            if table[position] != NULL_BLOCK:  # The position of a null block has already left the window.
                 slots.append(swapped.slots[group * count + position - base])
                 blocks.append(table[position])
     slots += swapped.slots[len(sample.tables) * count :]

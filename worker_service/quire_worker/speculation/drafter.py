@@ -87,7 +87,7 @@ class Drafter:
         self._cache = KVCache(model.cache_spec, block_count, device=model.device)
         kinds = [group.kind for group in groups]
         self._group = kinds.index(GroupKind.FULL_ATTENTION)
-        # as of the last pass: where the next pass starts, and the end of the tokens that were read
+        # for each sample after the last pass: where its next pass starts, and the end of the tokens that were read
         self._read: dict[Sample, tuple[int, int]] = {}
         self._has_failed = False
 
@@ -137,7 +137,7 @@ class Drafter:
             # If the part begins at another position, its tokens are read again.
             first = max(part.start, min(read, computed) if begins == part.start else 0)
             known = [*own, *found]
-            if sample in parents:  # The forks write to copies of the sequence's last block.
+            if sample in parents:  # The forks write to copies of the last block, so no new token is read here.
                 known = own
             known = known[first - part.start : max(0, limit - part.start)]
             end = first + len(known)

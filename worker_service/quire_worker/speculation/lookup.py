@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.slots import Draft
 
-TOKEN_COUNT_MAX = 64  # number of tokens of a draft
+TOKEN_COUNT_MAX = 64  # most tokens of a draft
 NGRAM_MAX = 64
 
 

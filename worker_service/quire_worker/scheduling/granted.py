@@ -83,7 +83,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
 
 
 def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -> list[Work]:
-    """Returns the plan's work on samples that have room. This work comes after the work under way."""
+    """Returns the plan's work on samples that have their blocks. This work comes after the work under way."""
     before, work = {item.sample: item for item in under_way}, []
     for sample, token_count in plan.wanted:
         at = standing(sample, before.get(sample))

@@ -1,6 +1,6 @@
 """Chooses where a pass over a sample ends: at its budget, at a stop, or at the most tokens that fit the pool at once.
 
-In a pool with recurrent states, a commit makes a checkpoint only at a stop, and only if no room behind it is granted.
+In a pool with recurrent states, a commit makes a checkpoint only at a stop, and only if no block behind it is granted.
 So a pass ends there. The commit gives back the blocks after the stop, and the same step asks for them again. The
 allocator names the stops of a sample when it admits the sample (`pass_ends`).
 
@@ -62,7 +62,7 @@ def is_at_stop(sample: Sample, at: Standing) -> bool:
 
 
 def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Collection[Sample | None]) -> list[Sample]:
-    """Returns the samples that must give back their room behind the computed tokens.
+    """Returns the samples that must give back the blocks behind their computed tokens.
 
     Their commit makes a checkpoint, or their state will be shared. `filled` are the samples that commit now.
     """

@@ -18,8 +18,8 @@ Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
     [0, committed)            in the pages, and known to the allocator
     [committed, computed)     in the pages; the next step commits them if a block became full
-    [computed, len(tokens))   still to be computed, or under way; in decoding, this is the one token sampled last
-    [len(tokens), granted)    room in blocks that the sample already holds
+    [computed, len(tokens))   still to be computed, or under way; in decoding, this is only the last sampled token
+    [len(tokens), granted)    capacity for further tokens, in blocks that the sample already holds
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Sample:
         fork_of: the sample from which the next step forks it.
         states: its running block for each group of recurrent states; empty if the pool has none.
         pass_ends: token counts in rising order, at which its passes end for a checkpoint; see `passes.py`.
-        pass_token_count_max: the most tokens of a pass, after the pool had no room for a longer one; 0 for no limit.
+        pass_token_count_max: the most tokens of a pass, after a longer pass did not fit the pool; 0 for no limit.
         begun_with: the number of tokens that it began with; its keys are rotated for at least so many
             (`model/rotary.py`).
         passed: the head of the queue that it passed, until that is admitted; see `backfill.py`.

@@ -16,7 +16,7 @@ from quire_worker.scheduling.request import Sample
 def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sample]]:
     """Returns the samples that continue to decode after this pass, unless they stop.
 
-    Beams get no room ahead, because the search has not yet chosen the beams that continue.
+    Beams get no blocks ahead, because the search has not yet chosen the beams that continue.
     """
     return [
         Decoding(sample, sample.granted, len(sample.tokens) + 1, last_of(sample, sequence_tokens_max))
@@ -34,9 +34,9 @@ def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Seque
 def next_chunks(
     running: Iterable[Sample], work: Iterable[Work], budget: int, block_size: int
 ) -> list[tuple[Sample, int]]:
-    """Returns the samples that have an unfinished prompt after this pass, and no room yet for the next chunk.
+    """Returns the samples that have an unfinished prompt after this pass, and no blocks yet for the next chunk.
 
-    Each sample comes with the number of tokens that it needs room for. The next pass has `budget` tokens.
+    Each sample comes with the number of tokens that it needs blocks for. The next pass has `budget` tokens.
     """
     chunks, counts = [], {item.sample: item.token_count for item in work}
     for sample in running:

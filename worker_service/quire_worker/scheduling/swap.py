@@ -84,7 +84,7 @@ class SwapSpace:
     def swap_out(self, sample: Sample, shared_tokens: int, block_size: int) -> SwapOut | None:
         """Takes slots for a sample's computed tokens, and notes them in the sample. Returns the copies to make.
 
-        Returns None if there is no room, or if computing the tokens again is cheaper.
+        Returns None if too few slots are free, or if computing the tokens again is cheaper.
 
         Args:
             sample: the sample that is preempted, while it still has its blocks.

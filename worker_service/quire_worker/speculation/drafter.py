@@ -20,7 +20,7 @@ Interval map of a sample's tokens after a pass, where the last proposals ended a
     [0, start)            in the draft model's pages, from earlier passes
     [start, read)         the same, if the last proposals were right
     [read, known)         read now: the tokens that the pass computed, and the token that was sampled last
-    [known, known + k)    proposed; all but the last are read, in room that the sample holds ahead
+    [known, known + k)    proposed; all but the last are read, in capacity that the sample holds ahead
 
 Pages that return from host memory hold only the served model's keys, and so do the pages of a pass whose drafting
 failed. Drafts after them are worse, but the text is the same.

@@ -5,9 +5,9 @@ without copying the keys (`torch_tiles`). All other sequences are put into units
 computed in two steps:
 
     gather   copies whole pages into a workspace, keys `[sequences, slots, kv_heads, head_dim]` and values; copies of a
-             page's size run at the memory's speed, and the workspace is still in the CPU's cache when it is read
-    attend   calls torch's fused kernel. Mostly, the queries of all query heads of a KV head become rows of one call, so
-             that their keys are read once for all of them
+             page's size run at the memory's speed, and the workspace is still in the CPU's cache for `attend`
+    attend   calls torch's fused kernel. Mostly, the query heads that share a KV head become rows of one call, so that
+             the call reads their keys only once
 
 Long chunks are computed in blocks of queries, without the keys that no query of the block sees. A prompt without cached
 tokens is the fused kernel's own causal case, head by head. The fused kernel has no soft cap and no sinks: with these,
@@ -184,7 +184,7 @@ class _Scores(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
-        """Tells whether the fused kernel can compute these scores."""
+        """Returns whether the fused kernel can compute these scores."""
         return self.soft_cap == 0 and self.sinks is None
 
     def attend_by_head(

@@ -2,7 +2,7 @@
 
 Lifecycle of a branch:
 
-    1. named     the branch has an id and tokens; `sample` computes all tokens but the last one
+    1. named     the branch has an id and tokens; `sample` computes all tokens but the last
     2. held      its sample rests: it has a sequence at the allocator, which holds its blocks
     3. dropped   only its tokens are left: running samples needed its blocks, a call failed, or the allocator lost its
                  state. The next call that needs the blocks computes them again, as far as they are not cached
@@ -11,10 +11,10 @@ Lifecycle of a branch:
 Tokens of a branch in state 2:
 
     [0, length - 1)        in pages that the branch holds, or shares with its parent and with its forks
-    [length - 1, length)   the last token. It is computed with the tokens after it, because logits follow from it
+    [length - 1, length)   the last token. A pass computes it together with later tokens, because its logits are needed
 
-One call at a time uses a branch; others wait. The tokens of a call become the branch's when the call succeeds. A call
-that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches do not keep requests from being
+One call at a time uses a branch; other calls wait. The tokens of a call become the branch's when the call succeeds. A
+call that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches do not keep requests from being
 computed (`scheduling/resting.py`). All of this runs on the event loop of the engine.
 """
 
@@ -51,9 +51,9 @@ class Branches:
     """The branches of one engine.
 
     Args:
-        engine: the engine that computes them.
-        count_max: branches that one namespace may have while no other has any. There are twice as many places, and a
-            namespace may have as many as remain free.
+        engine: the engine that computes the branches.
+        count_max: branches that one namespace may have while no other namespace has any. All namespaces together may
+            have twice as many; each namespace may have as many as remain free of these.
         clock: returns the time in seconds.
     """
 
@@ -165,7 +165,7 @@ class Branches:
         """Continues a branch: yields a request. The branch keeps the new tokens if the request is read to its end.
 
         Raises:
-            QuireError: PROMPT_TOO_LONG, there is no room for another token; or the errors of `Engine.submit`.
+            QuireError: PROMPT_TOO_LONG, another token would be too many; or the errors of `Engine.submit`.
         """
         asked_s = self._clock()
         async with self._using(branch):

@@ -1,22 +1,22 @@
 """The thread that the model runs on, and how it tells the event loop that a pass is done.
 
-Both threads need the interpreter lock. The event loop needs it for half a millisecond a turn, to hand out tokens and to
-lay out the pass after the next one. The model's thread needs it between the kernels of two passes. So the event loop
-should hold the lock while kernels run. Between two passes it would delay the kernels:
+Both threads need the interpreter lock. The event loop needs the lock for half a millisecond a turn, to hand out tokens
+and to lay out the pass after the next pass. The model's thread needs the lock between the kernels of two passes. So the
+event loop should hold the lock while kernels run. Between two passes, the event loop would delay the kernels:
 
     model's thread   |  kernels of pass 1   | tokens of 1, begin 2 |  kernels of pass 2
     event loop         hand out 0, lay out 2                         hand out 1, lay out 3
 
-So the end of a pass is reported when the kernels of the next one begin (`before_kernels`). The model's thread keeps the
-lock while it writes to the pipe. If the model's thread released the lock, even for a system call or to destroy a
+So the end of a pass is reported when the kernels of the next pass begin (`before_kernels`). The model's thread keeps
+the lock while it writes to the pipe. If the model's thread released the lock, even for a system call or to destroy a
 tensor, it would wait until the event loop has finished its turn.
 
 Two exceptions make first tokens fast. When a pass is submitted to an idle thread, the event loop lets its kernels begin
 before it plans the next pass (`begun`). After a pass that brought only first tokens, the model's thread waits until the
 event loop has sent them (`go_on`).
 
-A pass that was only launched on a GPU (`launched.py`) is finished by another thread, the reader. This thread takes the
-passes in order, and reports each to the event loop at once.
+Another thread, the reader, finishes the passes that were only launched on a GPU (`launched.py`). The reader takes these
+passes in order, and reports each pass to the event loop at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ModelThread:
     3. close     waits for the passes under way; their results are no longer delivered
 
     Args:
-        lane: a lane that others may share; `close` closes it. If None, the object starts its own.
+        lane: a lane that other engines may share; `close` closes it. If None, the object starts its own.
     """
 
     def __init__(self, lane: Lane | None = None) -> None:

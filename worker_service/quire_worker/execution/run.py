@@ -5,8 +5,8 @@
                 are halved, so that prompts are cut as well, down to one token
     logits      checked for every chunk, even if no token is sampled after it: through attention the chunk's last token
                 depends on all its keys and values, and blocks that hold NaN must not be published
-    sampling    all at once; if that fails, in halves. Where the device has a kernel for both, the check of the logits
-                finds the likeliest tokens, too
+    sampling    all at once; if that fails, in halves. If the device has a kernel that does both, the check of the
+                logits finds the likeliest tokens, too
 
 Most passes are greedy and finite. Such passes take a short path that records nothing per part.
 

@@ -242,7 +242,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def _check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses invalid names of the model, and sequences without room for an answer."""
+    """Refuses invalid names of the model, and sequences that are too short for an answer."""
     names = options.served_model_name or ()
     if len(names) > MODEL_NAMES_MAX or len(set(names)) < len(names):
         parser.error(f"--served-model-name must have at most {MODEL_NAMES_MAX} different names, not {len(names)}")

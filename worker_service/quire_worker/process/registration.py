@@ -1,8 +1,8 @@
-"""Registers the worker: tells the allocator what routers may know of it.
+"""Registers the worker: sends the allocator what routers may know of this worker.
 
-1. begin   before the session attaches; each attach repeats what is known
-2. serve   tells adapters and the measured rate again, at most a second after they have changed
-3. drain   tells that the worker takes no further requests
+1. begin   before the session attaches; each attach repeats the registration
+2. serve   sends adapters and the measured rate again, at most a second after they have changed
+3. drain   reports that the worker takes no further requests
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Registration:
     """One worker's registration. Lifecycle: see the module.
 
     Args:
-        engine: its session gets the registration; its adapters and its pace are told.
+        engine: its session sends the registration, with the engine's adapters and pace.
         model: the name of the model in answers.
         advertised: the address that gateways get; None: the server's own.
     """
@@ -79,7 +79,7 @@ class Registration:
         self._looking = asyncio.create_task(self._look())
 
     def drain(self) -> None:
-        """Tells that the worker takes no further requests."""
+        """Reports that the worker takes no further requests."""
         if self._looking is not None:  # `begin` was called
             self._looking.cancel()
             self._tell(replace(self._told, draining=True))

@@ -2,23 +2,23 @@
 
     rank 0       has the session with the allocator, the scheduler, the tokenizer and the server. All ranks share one
                  pool, one lease and one block table per sequence. Each rank keeps its own heads of every block
-    other ranks  have a part of the model and pages. They take orders only from rank 0
+    other ranks  have a part of the model and pages. Only rank 0 gives them orders
 
 Life of a crew:
 
     1. start   `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all of them
     2. load    in lockstep: each rank reads the weights and keeps its part. The parts together are compared with the
-               whole (`model.splitting`). Kernels are compiled. All pools get as many blocks as the smallest can have
-    3. lead    rank 0 tells the others of every forward pass and every copy, and all run it (`execution.leader`,
-               `execution.follower`). Only rank 0 samples. Its logits are the sum of all parts'
-    4. stop    rank 0 drains, then tells the others
+               whole (`model.splitting`). Kernels are compiled. The smallest pool sets the block count of all
+    3. lead    rank 0 sends every forward pass and every copy to the other ranks, and all ranks run it
+               (`execution.leader`, `execution.follower`). Only rank 0 samples, from the sum of all parts' logits
+    4. stop    rank 0 drains, then stops the other ranks
 
 How failures end:
 
-Rank 0 notices that a rank is killed or fails: its process ends, or its connection breaks in the next pass or within
-`SILENCE_S`. Rank 0 then fails all requests, gives its pool back, kills the other ranks, and exits with 1.
+Rank 0 notices that a rank is killed or fails: the rank's process ends, or its connection breaks in the next pass or
+within `SILENCE_S`. Rank 0 then fails all requests, gives its pool back, kills the other ranks, and exits with 1.
 
-If rank 0 is killed, the others see a pipe close, and end. The lease ends like that of any worker.
+If rank 0 is killed, the other ranks see a pipe close, and end. The lease ends like that of any worker.
 
 A rank that is stuck counts as killed after --rank-timeout.
 """

@@ -1,17 +1,17 @@
-"""A crew of ranks: sums over all ranks, and messages of rank 0 to the others.
+"""A crew of ranks: sums over all ranks, and messages of rank 0 to the other ranks.
 
 Lifecycle:
 
     1. joined    all ranks are connected. They load the same model in lockstep, and wait for each other up to
                  `LOAD_TIMEOUT_S`
-    2. serving   rank 0 sends orders (`say`), the others receive them (`hear`). No rank waits for longer than
-                 `timeout_s`; if rank 0 has nothing to compute, it sends that from time to time
+    2. serving   rank 0 sends orders (`say`), the other ranks receive them (`hear`). No rank waits for longer than
+                 `timeout_s`, because rank 0 also sends messages when there is nothing to compute
     3. lost      a rank is gone or silent. Every call raises RankLostError, and the process has to end
 
-All ranks compute a pass at the same time, with the same sums. If the pass fails on one rank, the others would wait
-forever in the next sum. So the failed rank adds zeros to the remaining sums; it has known their sizes since the first
-pass. At the end of each pass the ranks exchange outcomes. A pass that failed on one rank counts as failed on all, and
-all ranks are ready for the next one.
+All ranks compute a pass at the same time, with the same sums. If the pass fails on one rank, the other ranks would
+wait forever in the next sum. So the failed rank adds zeros to the remaining sums. Each rank knows the sums' sizes from
+the first pass. At the end of each pass the ranks exchange outcomes. A pass that failed on one rank counts as failed on
+all ranks, and all are ready for the next pass.
 """
 
 from __future__ import annotations

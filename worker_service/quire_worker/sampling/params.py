@@ -107,7 +107,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Tells whether the likeliest token is always taken."""
+        """Returns whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @property

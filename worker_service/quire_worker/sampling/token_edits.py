@@ -57,7 +57,7 @@ class TokenEdits:
 
     @staticmethod
     def are_needed(params: SamplingParams) -> bool:
-        """Tells whether a request changes any single logit."""
+        """Returns whether a request changes any single logit."""
         return bool(
             params.has_penalties
             or params.logit_bias

@@ -41,7 +41,7 @@ class Reservation(NamedTuple):
     spare: int
 
     def admits(self, turn_count: int, block_count: int) -> bool:
-        """Tells whether a sample that runs for `turn_count` turns, and then holds `block_count` blocks, may pass."""
+        """Returns whether a sample that runs for `turn_count` turns, and then holds `block_count` blocks, may pass."""
         return turn_count <= self.turn_count or block_count <= self.spare
 
     def after(self, turn_count: int, block_count: int) -> Reservation:

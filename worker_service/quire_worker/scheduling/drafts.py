@@ -36,11 +36,11 @@ class Drafting(Protocol):
         ...
 
     def speculates(self, sample: Sample) -> bool:
-        """Tells whether drafts are made for a sample."""
+        """Returns whether drafts are made for a sample."""
         ...
 
     def may_draft_next(self, sample: Sample) -> bool:
-        """Tells whether there can be a draft after the sample's next token, before that token is known."""
+        """Returns whether there can be a draft after the sample's next token, before that token is known."""
         ...
 
     def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def with_drafts(work: Sequence[Work], drafting: Drafting, *, budget: int, longes
 
 
 def _decodes(item: Work) -> bool:
-    """Tells whether only the last token of a sample is computed, and the sample continues without forks."""
+    """Returns whether only the last token of a sample is computed, and the sample continues without forks."""
     sample = item.sample
     is_last = item.start == len(sample.tokens) - 1 and item.is_complete and not item.is_restored
     return is_last and not sample.needs_all_logits and not sample.has_forks_to_come

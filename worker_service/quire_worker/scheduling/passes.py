@@ -57,7 +57,7 @@ def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
 
 
 def is_at_stop(sample: Sample, at: Standing) -> bool:
-    """Tells whether the sample's last pass ended at a stop and is not committed yet."""
+    """Returns whether the sample's last pass ended at a stop and is not committed yet."""
     return sample.committed < at.start and at.start in sample.pass_ends
 
 

@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 def is_for_first_tokens(work: Sequence[Work]) -> bool:
-    """Tells whether a pass samples only first tokens of answers.
+    """Returns whether a pass samples only first tokens of answers.
 
     Samples of branches do not count: the number of blocks that their requests pay for depends on what the turn asks for
     during the pass.
@@ -224,7 +224,7 @@ class Plan:
 
     @property
     def has_to_be_sent(self) -> bool:
-        """Tells whether the plan asks the allocator for anything."""
+        """Returns whether the plan asks the allocator for anything."""
         return bool(self.commits or self.frees or self.forks or self.grows)
 
     @property

@@ -103,7 +103,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Tells whether every sample has ended."""
+        """Returns whether every sample has ended."""
         return all(sample.has_ended for sample in self.samples)
 
     def let_go(self) -> None:
@@ -190,12 +190,12 @@ class Sample:
 
     @property
     def is_beam(self) -> bool:
-        """Tells whether the sample is a beam of its request."""
+        """Returns whether the sample is a beam of its request."""
         return self.beam is not None
 
     @property
     def awaits_choice(self) -> bool:
-        """Tells whether this beam is computed while other beams are not.
+        """Returns whether this beam is computed while other beams are not.
 
         The search chooses when all beams are computed.
         """
@@ -203,14 +203,14 @@ class Sample:
 
     @property
     def draws(self) -> bool:
-        """Tells whether a token is sampled after its last one. If not, the sample ends when all its tokens are
+        """Returns whether a token is sampled after its last one. If not, the sample ends when all its tokens are
         computed.
         """
         return self.branch is None or self.branch.draws
 
     @property
     def rests(self) -> bool:
-        """Tells whether it keeps its blocks after a successful end, because it belongs to a branch."""
+        """Returns whether it keeps its blocks after a successful end, because it belongs to a branch."""
         return self.branch is not None and self.branch.rests
 
     @property
@@ -220,7 +220,7 @@ class Sample:
 
     @property
     def has_forks_to_come(self) -> bool:
-        """Tells whether other samples of the request may be forked when this one's next token is known."""
+        """Returns whether other samples of the request may be forked when this one's next token is known."""
         if self.is_beam:
             return True
         is_first = self.index == 0 and self.output_token_count == 0
@@ -235,12 +235,12 @@ class Sample:
 
     @property
     def needs_all_logits(self) -> bool:
-        """Tells whether logits are wanted after more than its last token: for a prompt's logprobs, or for scores."""
+        """Returns whether logits are wanted after more than its last token: for a prompt's logprobs, or for scores."""
         wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
         return self.scored is not None or wants_prompt
 
     def is_restored_at(self, position: int) -> bool:
-        """Tells whether the token at a position is restored instead of being computed."""
+        """Returns whether the token at a position is restored instead of being computed."""
         return self.swapped is not None and self.swapped.first <= position < self.swapped.end
 
     @property

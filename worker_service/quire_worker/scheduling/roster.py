@@ -82,13 +82,13 @@ class Roster:
 
     @property
     def has_work(self) -> bool:
-        """Tells whether another turn has anything to do."""
+        """Returns whether another turn has anything to do."""
         has_to_say = self.leaving or self.to_free or self.resting.settling or self.resting.forking
         return bool(self.waiting or self.running or has_to_say)
 
     @property
     def may_go_on(self) -> bool:
-        """Tells whether any running sample has tokens to compute, and no sample must be forked first."""
+        """Returns whether any running sample has tokens to compute, and no sample must be forked first."""
         return not self.resting.forking and not all(sample.awaits_choice for sample in self.running)
 
     def parents(self) -> set[Sample | None]:
@@ -152,7 +152,7 @@ class Roster:
             self.resting.remove(sample)
 
     def _is_beyond(self, sample: Sample, reason: FinishReason) -> bool:
-        """Tells whether a sample's states may be a token ahead of its tokens. The states then include a stop token,
+        """Returns whether a sample's states may be a token ahead of its tokens. The states then include a stop token,
         or a token that is being computed, and cannot step back."""
         return self.has_states and sample.draws and reason is FinishReason.STOP
 

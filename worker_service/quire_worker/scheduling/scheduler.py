@@ -136,7 +136,7 @@ class Scheduler:
         )
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Tells whether a `ready` turn leaves out a sample that runs or could be admitted. Stores the admissions in
+        """Returns whether a `ready` turn leaves out a sample that runs or could be admitted. Stores the admissions in
         `ready`. Changes nothing else except caches of digests."""
         if not ready.is_whole or (ready.tokens_left > 0 and self.roster.displaced() is not None):
             return True

@@ -131,7 +131,7 @@ def pages_to_restore(sample: Sample, start: int, end: int, block_size: int) -> t
 
 
 def can_swap(has_states: bool, windows: Sequence[object]) -> bool:
-    """Tells whether a pool's samples can be swapped.
+    """Returns whether a pool's samples can be swapped.
 
     Pools with both states and windows cannot: prompts are granted chunk by chunk, and a checkpoint would be made of a
     state that is not restored yet.

@@ -29,11 +29,11 @@ class Proposals:
     token_count: int
 
     def speculates(self, sample: Sample) -> bool:
-        """Tells whether drafts are made for a sample."""
+        """Returns whether drafts are made for a sample."""
         return sample.draws and not sample.is_beam
 
     def may_draft_next(self, sample: Sample) -> bool:
-        """Tells whether there can be a draft after the sample's next token.
+        """Returns whether there can be a draft after the sample's next token.
 
         The model can propose one after any token.
         """
@@ -60,11 +60,11 @@ class PromptLookup:
     ngram_max: int
 
     def speculates(self, sample: Sample) -> bool:
-        """Tells whether drafts are made for a sample."""
+        """Returns whether drafts are made for a sample."""
         return sample.draws and not sample.is_beam
 
     def may_draft_next(self, sample: Sample) -> bool:
-        """Tells whether there can be a draft after the sample's next token, before that token is known."""
+        """Returns whether there can be a draft after the sample's next token, before that token is known."""
         return self.speculates(sample) and self._seen(sample).may_follow_next(sample.tokens)
 
     def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Seen:
         return ()
 
     def may_follow_next(self, tokens: Sequence[int]) -> bool:
-        """Tells whether there can be a draft after one more token.
+        """Returns whether there can be a draft after one more token.
 
         An n-gram that ends with that token can only occur earlier if the n-gram without that token does.
         """

@@ -57,7 +57,7 @@ def compiler() -> str:
 def build(folder: Path) -> Path:
     """Compiles the library into a folder and returns its path.
 
-    The file appears complete or not at all. Two processes may build it at the same time.
+    The file appears complete or not at all. Two processes may build the same file at the same time.
 
     Raises:
         BuildError: there is no compiler, the compiler fails, or the folder cannot be written.

@@ -61,7 +61,7 @@ class Missing(NamedTuple):
 
 @functools.cache
 def load() -> Library | Missing:
-    """Returns the library of this process. Compiles it if needed, which takes about ten seconds."""
+    """Returns the library of this process. Compiles the library if needed, which takes about ten seconds."""
     if os.environ.get("QUIRE_CPU") == "0":
         return Missing("QUIRE_CPU=0 switches them off")
     try:

@@ -296,7 +296,7 @@ def _plan(layers: tuple[LayerSpec, ...], block_size: int, token_count_max: int) 
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Returns zeroed bytes. On a CPU `torch.zeros` would write them, and so take all of the memory at once."""
+    """Returns zeroed bytes. On a CPU, `torch.zeros` would write the bytes, and so take all of their memory at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -307,7 +307,7 @@ class LayerCache(NamedTuple):
     """One layer, bound to its pages.
 
     Attributes:
-        kind: index in `KVCache.kinds`; layers with the same group and page shape share it, and one plan serves them.
+        kind: index in `KVCache.kinds`; layers with the same group and page shape have the same kind and plan.
         pages: `[blocks, 2, block_size, kv_heads, head_dim]` of the cache's dtype, each page contiguous; latent
             attention has 1 in place of 2.
         window: tokens that a query sees in the sliding window, including itself; None without a window.
@@ -325,7 +325,7 @@ class LayerCache(NamedTuple):
     def key_and_value(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same pages as a tuple of keys and values, each `[blocks, block_size, kv_heads, head_dim]`.
 
-        With latent attention both are the keys.
+        With latent attention, both elements of the tuple are the keys.
         """
         return self.pages[:, 0], self.pages[:, -1]
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 class ControlGroup(NamedTuple):
     """Files of one control group: its limits, its usage, and its statistics.
 
-    The statistics tell how much of the usage is the page cache, and the kernel can reclaim that.
+    The statistics contain the page cache's part of the usage. The kernel can reclaim this part.
     """
 
     limits: tuple[Path, ...]

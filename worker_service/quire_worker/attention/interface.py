@@ -61,7 +61,7 @@ class AttentionPlan(Protocol):
 
         Args:
             key: `[tokens, kv_heads, head_dim]`, of the spec's `query_dtype`, any strides.
-            value: like `key`; ignored for latent attention, where it is a part of the keys.
+            value: like `key`; ignored for latent attention, where values are a part of the keys.
             pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, each page contiguous, the spec's
                 `page_stride` from one page to the next; written in place.
             scales: fp8 pages hold keys and values divided by these; other pages ignore them.

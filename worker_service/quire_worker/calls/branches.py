@@ -95,7 +95,7 @@ class Branches:
     async def prefill(
         self, *, request_id: str, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish = NO_WISH
     ) -> tuple[Branch, int]:
-        """Computes a prompt. Returns a branch of it, and the number of cached tokens among its tokens.
+        """Computes a prompt. Returns a branch of the prompt, and the number of its tokens that were cached.
 
         Raises:
             QuireError: LIMIT, there are too many branches; the errors of `Engine.submit`; or the computation failed.
@@ -137,7 +137,7 @@ class Branches:
             return children
 
     async def extend(self, branch: Branch, tokens: Sequence[int], request_id: str) -> int:
-        """Appends tokens to a branch, and computes all but the last one. Returns the number of all its tokens.
+        """Appends tokens to a branch, and computes all but the last. Returns the number of all the branch's tokens.
 
         Raises:
             QuireError: PROMPT_TOO_LONG; the errors of `Engine.submit`; or the computation failed.
@@ -225,7 +225,7 @@ class Branches:
         return unknown
 
     async def release(self, branch_ids: Iterable[bytes], permissions: Permissions) -> int:
-        """Releases branches that the caller may use, each as soon as no call uses it. Returns their number.
+        """Releases branches that the caller may use, each as soon as no call uses it. Returns the number of branches.
 
         Args:
             branch_ids: ids, or their first bytes, as lists have them.
@@ -273,7 +273,7 @@ class Branches:
                 self._renew(branch)
 
     async def _compute(self, branch: Branch, tokens: list[int], request_id: str) -> int:
-        """Computes all but the last of some tokens. Returns how many of them were cached.
+        """Computes all of some tokens except the last. Returns how many of the tokens were cached.
 
         The tokens must begin with the branch's tokens.
         """
@@ -298,7 +298,7 @@ class Branches:
         priority: int = 0,
         time_left_s: float | None = None,
     ) -> Request:
-        """Opens a request on the branch's own sample, or on a new one. If it fails, the branch is dropped."""
+        """Opens a request on the branch's own sample, or on a new sample. If this fails, the branch is dropped."""
         engine = self._engine
         request = engine.reception.new_request(
             request_id, list(tokens), sampling, branch.namespace, priority=priority, time_left_s=time_left_s

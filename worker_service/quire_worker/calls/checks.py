@@ -44,8 +44,8 @@ SPELLED_MAX = 1 << 16  # tokens in one call of Detokenize
 def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: int) -> None:
     """Refuses a request with too many logprobs.
 
-    The prompt may have no more than fit a message. The samples may have no more than the worker keeps until all of
-    them have ended.
+    The prompt may have as many logprobs as fit a message. The samples may have as many as the worker keeps until all
+    samples have ended.
 
     Args:
         sampling: the parameters of the request.

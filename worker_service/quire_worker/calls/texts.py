@@ -1,9 +1,9 @@
 """Computations on callers' texts, outside of the event loop and within limits.
 
-Long texts and long lists of tokens have a thread of their own, so that they hardly delay short ones. Chat templates are
-programs, so they run in a process (`aside/job_processes.py`): short conversations at once, long ones one after another.
-Each thread builds its own answers. As Python numbers, the tokens would take ten times as much memory, and building the
-answer later would need the thread again.
+Long texts and long lists of tokens have a separate thread, so that they hardly delay short texts. Chat templates are
+programs, so they run in a process (`aside/job_processes.py`): short conversations at once, long conversations one after
+another. The thread that computes the tokens also builds the answer from them. As Python numbers, the tokens would take
+ten times as much memory, and building the answer later would need the thread again.
 """
 
 from __future__ import annotations

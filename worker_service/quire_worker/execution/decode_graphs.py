@@ -6,7 +6,7 @@ the smallest graph that holds it, padded with empty sequences (`attention.decode
 
     ladder    1 2 4 8 16 24 32 40 ...          11 sequences are computed as 16
 
-    1. captured    at start, the largest size first: smaller ones share its memory
+    1. captured    at start, the largest size first: smaller graphs share its memory
     2. replayed    whenever all chunks of a batch are one token; tokens, positions, slots and page tables are written to
                    the addresses that the captured launches read
 
@@ -52,7 +52,7 @@ class Replay(NamedTuple):
 
 
 class Capture:
-    """Captures computations as CUDA graphs. The graphs share memory, because no two of them run at once."""
+    """Captures computations as CUDA graphs. The graphs share memory, because no two graphs run at once."""
 
     def __init__(self) -> None:
         """Creates the shared memory pool, empty."""

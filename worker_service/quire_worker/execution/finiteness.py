@@ -1,4 +1,4 @@
-"""Flags of the finite rows of logits. Reading them waits for the device, so they are read together with the tokens."""
+"""Flags of the finite rows of logits. Reading the flags waits for the device, so they are read with the tokens."""
 
 from __future__ import annotations
 

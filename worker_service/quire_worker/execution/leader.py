@@ -1,7 +1,7 @@
 """Rank 0's side of a tensor-parallel crew: every rank runs the passes and copies of rank 0.
 
 The engine knows nothing of ranks. Its model (`LeadingModel`) sends each pass and copy to the other ranks before running
-it, in order. A pass that fails on one rank fails on all of them (`Crew.together`), so a retry has the same parts on
+it, in order. A pass that fails on one rank fails on all ranks (`Crew.together`), so a retry has the same parts on
 every rank.
 """
 

@@ -5,7 +5,7 @@
                                                                     once the model is loaded, at most the useful maximum
     block_count = free // bytes of a block
 
-`used` is all memory in use on the device, by this process and others. `current` is torch's allocated share of it.
+`used` is all memory in use on the device, by this process and others. `current` is torch's allocated share of `used`.
 `peak` is torch's largest allocation while the largest batch was computed, so the temporary memory of a pass counts as
 used.
 
@@ -183,7 +183,7 @@ def profiled(model: PagedModel, options: argparse.Namespace, cuda: Any = torch.c
 
 
 def profiled_sequences(spec: CacheSpec, running_max: int, free_bytes: int) -> int:
-    """Returns the number of sequences of a profiling pass: `running_max`, or fewer if their states take too much.
+    """Returns the number of sequences of a profiling pass: `running_max`, or fewer if the states take too much.
 
     A pass holds the states twice: in pages, and in the tensors that the layers return.
     """

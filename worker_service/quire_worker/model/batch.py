@@ -11,7 +11,7 @@ chunk reads are left out. This is possible because queries and keys are rotated 
 from the end. Examples with blocks of 16 tokens:
 
     sliding window of 20     B reads the keys 21 to 40: the blocks from 16 on, kv_length 25
-    attention chunks of 16   C starts one: kv_length 2. A `Chunk` becomes a sequence for each attention chunk it touches
+    attention chunks of 16   C begins one: kv_length 2. A `Chunk` becomes a sequence for each attention chunk it touches
 
 A group of recurrent states has one block per sequence, the running block, whatever the length.
 """

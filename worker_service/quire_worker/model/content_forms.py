@@ -1,7 +1,7 @@
 """Finds out in which form a chat template takes the contents of messages: as one text, or as a list of parts.
 
-A template that loops over parts ignores a text, and the model would answer without what a message says. So a template
-is tried with a text that no template contains, in place of the contents of one role:
+A template that loops over parts ignores a text, and the model would not see the message. So a template is tried with a
+text that no template contains, in place of the contents of one role:
 
     1. alone    in a short conversation that most templates accept
     2. inside   in the caller's conversation, if the template wrote neither form: it may need tools, variables, a
@@ -75,7 +75,7 @@ def _takes_parts(role: str, messages: Sequence[Message], render: Render, render_
 
 
 def _writes(messages: Sequence[Message], role: str, is_parts: bool, are_others_parts: bool, render: Render) -> bool:
-    """Returns whether the template writes contents of a role in a form, beside contents of others in a form."""
+    """Returns whether the template writes a role's contents in one form, beside other roles' contents in a form."""
     forms: dict[bool, Any] = {}
     for is_probed, in_parts in ((True, is_parts), (False, are_others_parts)):
         text = _PROBE if is_probed else "x"

@@ -118,7 +118,7 @@ def _parts(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
 
 
 class _Special:
-    """Names of special tokens, and the pieces of them that a template could join to a whole one."""
+    """Names of special tokens, and the pieces of names that a template could join to a whole name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         ordered = sorted(names, key=len, reverse=True)
@@ -139,10 +139,10 @@ def _special_of(names: tuple[str, ...]) -> _Special:
 
 
 def sign(conversation: Conversation, special: Sequence[str]) -> Conversation:
-    """Inserts `SIGN` into every special token's name in the conversation's texts and names, and into pieces of one.
+    """Inserts `SIGN` into special tokens' names, and pieces of such names, in the conversation's texts and names.
 
-    So the parts between signs never spell a special token, whatever a template does to the texts. It may join texts,
-    and put up to `JOINED_MAX` characters around one.
+    So the parts between signs never spell a special token, whatever a template does to the texts. A template may join
+    texts, and put up to `JOINED_MAX` characters around a text.
     """
     names = [name for name in special if len(name) > 1]
     if not names:

@@ -252,8 +252,8 @@ def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
 def _rewritten(model: PagedModel, rewrite: RewriteModel, own: OwnLogits, prove: Callable[[], None]) -> PagedModel:
     """Returns the model with kernels in place of modules, after comparing the logits again.
 
-    Candidates are tried on tokens near the end of the longest sequence as well as on early ones. A counterexample to
-    early tokens alone: Ministral scales its queries by a temperature that is 1 up to position 16,384.
+    Candidates are tried on early tokens, and on tokens near the end of the longest sequence. Early tokens alone would
+    not show every difference: Ministral scales its queries by a temperature that is 1 up to position 16,384.
 
     Raises:
         UnsupportedModelError: the logits differ from the model's own.

@@ -1,4 +1,4 @@
-"""Logits of a model without pages, ranks or kernels. At load, logits computed with them are compared to these.
+"""Logits of a model without pages, ranks or kernels. At load, logits with pages, ranks or kernels are compared to them.
 
 In half precision, two correct computations of the same logits can differ by more than any fixed share. If rounding
 changes the choice of experts, or a layer amplifies it, the logits of some checkpoints move by half of their norm.
@@ -45,7 +45,7 @@ class OwnLogits:
 def may_be_rounding(logits: torch.Tensor, own: OwnLogits, dtype: torch.dtype) -> bool:
     """Returns whether logits in half precision differ so much that the effect of rounding should be measured.
 
-    Measure it before kernels replace modules. Afterwards it cannot be measured.
+    Measure this effect before kernels replace modules. Afterwards it cannot be measured.
     """
     return dtype != torch.float32 and own.difference(logits) > _QUIET * TOLERANCES[dtype]
 

@@ -1,16 +1,16 @@
 """Rotary embeddings with frequencies that depend on the length of the request: `dynamic` and `longrope`.
 
 transformers takes the length from the largest position of a batch, so one long request would change the text of all
-others. Here every token has its own length: the length that `generate` would use for its request alone:
+other requests. Here every token has its own length: the length that `generate` would use for its request alone:
 
     length of a token = max(tokens that its request began with, its position + 1)
 
     longrope   one set of frequencies up to `original_max_position_embeddings`, another set beyond
     dynamic    the base grows with every token beyond `max_position_embeddings`
 
-Transformers' own functions compute both. At load, the results are compared once with transformers' results.
+Transformers' own functions compute both rotations. At load, the results are compared once with transformers' results.
 
-So the content of a page depends on its tokens and on the length that the request began with, and its digest covers
+So the content of a page depends on its tokens and on the length that the request began with. The page's digest covers
 both. A request that began with more than `original_tokens` has an extra key in its first block. A request finds only
 pages with the same rotation as its own.
 """
@@ -65,7 +65,7 @@ class Rotation:
 
 
 class TokenLengths:
-    """The lengths that the tokens of a forward pass are rotated for. A model's rotary embeddings read them from here.
+    """The lengths that the tokens of a forward pass are rotated for. A model's rotary embeddings read the lengths here.
 
     `of_pass` is int64 `[tokens]` on the model's device, set before each pass. None selects transformers' own rule.
     """

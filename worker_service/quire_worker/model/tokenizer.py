@@ -234,7 +234,7 @@ class Tokenizer:
         return self._spelling.is_separate and (self._spelling.is_same_at_start or any(map(is_visible, text)))
 
     def is_visible(self, token: int, *, keeps_special: bool = False) -> bool:
-        """Returns whether a token is part of a text: it is known, and not special unless these are kept."""
+        """Returns whether a token is part of a text: it is known, and not special unless special tokens are kept."""
         return (keeps_special or token not in self.special_ids) and self._backend.id_to_token(token) is not None
 
     def new_stream(self, after: Sequence[int] = (), *, keeps_special: bool = False) -> StreamDecoder:
@@ -249,7 +249,7 @@ class Tokenizer:
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
-    """Returns token ids. Of the library's calls, only this one releases the interpreter lock and skips offsets."""
+    """Returns token ids. Only this call of the library releases the interpreter lock and skips offsets."""
     return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 

@@ -5,7 +5,7 @@
     3. compare  the tensors that transformers found with the tensors that the configuration requires
 
 Memory holds the weights once, plus the tensors that are being converted. transformers alone would map the files. A
-mapping stays as long as one tensor of the file is in use. On a CPU that would be forever, although the kernels have
+mapping stays as long as one tensor of the file is in use. On a CPU, it would stay forever, although the kernels have
 packed copies of all other tensors.
 """
 

@@ -184,7 +184,7 @@ def check_device(device: str) -> None:
 
 
 def compile_kernels(model: PagedModel) -> None:
-    """Compiles the kernels that a model needs. Takes up to a minute if Triton's cache has none of them."""
+    """Compiles the kernels that a model needs. Takes up to a minute if Triton has cached none."""
     from quire_worker.execution.warm_up import warm_up
 
     started = time.monotonic()

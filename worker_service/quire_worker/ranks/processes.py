@@ -1,6 +1,6 @@
 """The ranks that a worker starts on its own machine and watches.
 
-Each rank is a process that ends with this one, even if this one is killed (`quire._child`). If a rank ends first,
+Each rank is a process that ends with the worker, even if the worker is killed (`quire._child`). If a rank ends first,
 `lost` holds its number and how it ended.
 """
 

@@ -2,12 +2,12 @@
 
     1. compiled   first in a separate process, which measures its size (`calls/structures.py`), then on a thread. If
                   that fails, the caller gets the error
-    2. begun      each sample of a request has a matcher, a copy of the compiled one
+    2. begun      each sample of a request has a matcher, a copy of the compiled matcher
     3. followed   the matcher gives a mask before each token, then takes the token. While the grammar leaves the text
-                  free, tokens are only collected, until one comes that the grammar has to check (`openings.py`)
+                  free, tokens are only collected, until the grammar has to check a token (`openings.py`)
     4. ended      by an end-of-text token, which is allowed once the text is complete
 
-llguidance parses: it is an Earley parser over derivatives of regular expressions, in Rust. Fuel limits its steps. A
+llguidance parses: it is an Earley parser over derivatives of regular expressions, in Rust. Fuel limits the steps. A
 grammar that runs out of fuel fails only its own request.
 """
 

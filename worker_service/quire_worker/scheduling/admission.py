@@ -150,7 +150,7 @@ class Applicants:
         return self.chosen
 
     def _admit(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
-        """Admits a sample if it fits together with the running ones."""
+        """Admits a sample if it fits together with the running samples."""
         shared = self._shared(digests, running)
         needed = self._needed(sample, shared)
         is_alone = not running and not self.chosen.admissions
@@ -175,7 +175,7 @@ class Applicants:
             self._waits[sample] = Wait(reason, missing_block_count)
 
     def _note_shortage(self, sample: Sample, digests: list[bytes]) -> None:
-        """Records the resources that a sample lacks if it does not fit together with the running ones."""
+        """Records the resources that a sample lacks if it does not fit together with the running samples."""
         if self._left.samples < places_of(sample):
             self._note(sample, WaitReason.PLACES)
         elif self._waits is not None:

@@ -64,10 +64,10 @@ class Request:
     """One prompt and its samples.
 
     Attributes:
-        number: increases with every request; an older request has a lower one.
+        number: increases with every request; an older request has a lower number.
         sampling: the parameters of its generation.
         root: the digest that the prompt's chain starts from.
-        rotation: how the rotation of its keys depends on its length; None if it does not.
+        rotation: how the rotation of the request's keys depends on its length; None if the rotation does not.
         adapter: LoRA adapter of the request; None for the plain model.
         cache_salt: within the namespace, prefixes are shared only among requests of equal salt.
         output: the output for its caller.
@@ -135,15 +135,15 @@ class Sample:
         pass_token_count_max: the most tokens of a pass, after a longer pass did not fit the pool; 0 for no limit.
         begun_with: the number of tokens that it began with; its keys are rotated for at least so many
             (`model/rotary.py`).
-        passed: the head of the queue that it passed, until that is admitted; see `backfill.py`.
+        passed: the head of the queue that the sample passed, until that head is admitted; see `backfill.py`.
         swapped: its tokens in host memory, from a preemption until they are restored.
         stop_reason: the stop text or stop token that ended it.
         logprob_sum: sum of its tokens' logprobs, if samples are compared.
         beam: its part in a beam search.
         branch: its task, if it belongs to a branch.
         draft: makes drafts of its next tokens.
-        lost: the number of leading tokens that were computed before a preemption. Those computed again are counted.
-        hidden_from: leading blocks whose digests others know, if it hides what it computes; None before its admission.
+        lost: the number of leading tokens that were computed before a preemption. Tokens computed again are counted.
+        hidden_from: leading blocks whose digests are known elsewhere, if the sample hides its own; None until admitted.
         token_s: when its latest token came, by the clock of `arrived_s`; None before the first.
     """
 
@@ -203,14 +203,14 @@ class Sample:
 
     @property
     def draws(self) -> bool:
-        """Returns whether a token is sampled after its last one. If not, the sample ends when all its tokens are
+        """Returns whether a token is sampled after its last token. If not, the sample ends when all its tokens are
         computed.
         """
         return self.branch is None or self.branch.draws
 
     @property
     def rests(self) -> bool:
-        """Returns whether it keeps its blocks after a successful end, because it belongs to a branch."""
+        """Returns whether the sample keeps its blocks after a successful end, because it belongs to a branch."""
         return self.branch is not None and self.branch.rests
 
     @property
@@ -220,7 +220,7 @@ class Sample:
 
     @property
     def has_forks_to_come(self) -> bool:
-        """Returns whether other samples of the request may be forked when this one's next token is known."""
+        """Returns whether other samples of the request may be forked when this sample's next token is known."""
         if self.is_beam:
             return True
         is_first = self.index == 0 and self.output_token_count == 0
@@ -235,7 +235,7 @@ class Sample:
 
     @property
     def needs_all_logits(self) -> bool:
-        """Returns whether logits are wanted after more than its last token: for a prompt's logprobs, or for scores."""
+        """Returns whether logits are needed after more than the last token: for a prompt's logprobs, or for scores."""
         wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
         return self.scored is not None or wants_prompt
 
@@ -340,7 +340,7 @@ class Sample:
             self.states[swap.group - len(self.tables)] = swap.block
 
     def settle(self, groups: Sequence[GroupSpec]) -> None:
-        """Drops the blocks that no token after the committed ones reads. The commit has already released them."""
+        """Drops the blocks that no token after the committed tokens reads. The commit has already released these."""
         for index, (table, group) in enumerate(zip(self.tables, groups, strict=False)):
             first, end = self.fallen[index], group.first_read(self.committed) // group.block_size
             if end > first:

@@ -1,10 +1,10 @@
 """A draft model: a second, smaller model of the same vocabulary, which proposes tokens for the served model.
 
-At the end of each pass of the served model, after its tokens are sampled, the draft model reads the computed tokens.
+At the end of each pass of the served model, when its tokens are sampled, the draft model reads the computed tokens.
 The draft model proposes tokens for each sample that continues:
 
     the served model's pass   ... b c d     b is the last token, c and d were proposed. c is right, then x is sampled
-    the draft model reads     [x]           it already has the keys of b and c, from when it made its proposals
+    the draft model reads     [x]           it already has the keys of b and c, from its last proposals
     the draft model proposes  y z           y after x, then z after y. z itself is not read yet
 
 The next pass computes x y z, and accepts tokens as long as the proposals are right. The draft model proposes its
@@ -23,7 +23,7 @@ Interval map of a sample's tokens after a pass, where the last proposals ended a
     [known, known + k)    proposed; all but the last are read, in capacity that the sample holds ahead
 
 Pages that return from host memory hold only the served model's keys, and so do the pages of a pass whose drafting
-failed. Drafts after them are worse, but the text is the same.
+failed. Drafts after such pages are worse, but the text is the same.
 """
 
 from __future__ import annotations

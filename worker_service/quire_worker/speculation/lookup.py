@@ -3,7 +3,7 @@
 If a text repeats itself or its prompt, its next tokens can be guessed. Prompt lookup (Saxena, 2023; vLLM's `ngram`)
 takes the last n tokens, finds their first occurrence, and drafts the tokens that followed there. A second, smaller
 model of the same vocabulary drafts the tokens that it would generate itself (Leviathan et al., 2023; `drafter.py`).
-Then `scheduling/drafts.py` has the drafts computed.
+`scheduling/drafts.py` then adds the drafts to the next pass.
 """
 
 from __future__ import annotations

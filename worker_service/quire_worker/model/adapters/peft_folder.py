@@ -268,7 +268,8 @@ def _ends_with(layer: str, name: object) -> bool:
 def _is_of_layers(layer: str, config: Mapping[str, Any]) -> bool:
     """Returns whether `layers_to_transform` includes a layer's number; True if the option is not set.
 
-    The number follows one of the words in `layers_pattern`. Without this option it is the first number in the name.
+    The layer's number follows one of the words in `layers_pattern`. Without this option, it is the first number in the
+    name.
     """
     numbers, words = config.get("layers_to_transform"), config.get("layers_pattern") or []
     if numbers is None or numbers == []:

@@ -38,7 +38,7 @@ class Site:
 
     @property
     def is_active(self) -> bool:
-        """Returns whether the pass under way has adapters, for this layer or for others."""
+        """Returns whether the pass under way has adapters, for this layer or for other layers."""
         return bool(self._sites.segments)
 
     def add(self, x: torch.Tensor, result: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class Sites:
 
     @contextmanager
     def finding(self, token_count: int) -> Iterator[None]:
-        """Watches a pass of `token_count` tokens, and creates a site for each layer that sees all of them."""
+        """Watches a pass of `token_count` tokens, and creates a site for each layer that sees all tokens."""
         seen: dict[str, torch.nn.Linear] = {}
         apart = {self._module.get_input_embeddings(), self._module.get_output_embeddings()}
 

@@ -95,7 +95,7 @@ def rotate_(
 
 
 class GreedyChoice:
-    """Chooses the likeliest token of each row of logits, and tells which rows are valid.
+    """Chooses the likeliest token of each row of logits, and finds the valid rows.
 
     Reuses its buffers from call to call, so two calls must not run at the same time. Most calls are short and keep the
     GIL, because a thread that releases it must wait to get it back.

@@ -95,7 +95,7 @@ class Engine:
         self._sent_s = 0.0
         self._plans_beside = model.device.type != "cpu"  # plans and asks even during passes that give only first tokens
         self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, propose=propose)
-        self._passes = deque[Pass]()  # the pass on the device, and the next one if it was launched
+        self._passes = deque[Pass]()  # the pass on the device, and the next pass if it was launched
         self.outbox = Outbox(stream_interval_s, self._not_delivered)
         self._intake = TokenIntake(
             scheduler, self.outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,

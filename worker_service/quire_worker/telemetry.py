@@ -34,7 +34,7 @@ class WorkerTelemetry:
         self.cached_token_count = 0
         self.output_token_count = 0
         self.drafted_token_count = 0  # draft tokens computed after a sample's last token
-        self.accepted_token_count = 0  # drafted tokens that are equal to the sampled ones
+        self.accepted_token_count = 0  # drafted tokens that equal the sampled tokens
         self.held_block_count = 0  # as of the last answered step
         self.kv_events: Counter[str] = Counter()  # see `kv_events.publisher`
         self.held_block_count_max = 0
@@ -44,7 +44,7 @@ class WorkerTelemetry:
         self.sampling_s = 0.0  # part of `forward_s`
         self.saved_prefill_s = 0.0  # an estimate: see `Pace.prefill_seconds_for`
         self.queued_s = dict.fromkeys(WaitReason, 0.0)  # see `requests.queue_times`
-        self.kv_event_lag_s: Callable[[], float] = lambda: 0.0  # `kv_events_of` sets it
+        self.kv_event_lag_s: Callable[[], float] = lambda: 0.0  # set by `kv_events_of`
         self.step_seconds = Histogram(SECONDS_BOUNDS)
         self.first_token_seconds = Histogram(SECONDS_BOUNDS)
         self.queue_seconds = Histogram(SECONDS_BOUNDS)
@@ -54,7 +54,7 @@ class WorkerTelemetry:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Returns roughly the seconds until a full queue has room: half of the admitted requests' average waiting time.
+        """Estimates the seconds until a full queue has space: half of the admitted requests' average waiting time.
         By then half of a queue's places are free again. None before the first admission."""
         histogram = self.queue_seconds
         count = histogram.buckets()[-1][1]

@@ -25,7 +25,7 @@ from quire.errors import QuireError, Reason
 from quire_worker.aside.child import LENGTH
 
 ANSWER_BYTES_MAX = 64 << 20
-WAITING_MAX = 256  # jobs that wait or run, at most
+WAITING_MAX = 256  # most jobs that wait or run
 START_S_MAX = 60.0
 
 
@@ -103,7 +103,7 @@ class JobProcesses:
         task = asyncio.create_task(self._in_its_turn(json.dumps(job).encode(), key))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
-        # The caller may have stopped waiting. Reading the exception keeps asyncio from warning about it.
+        # The caller may have stopped waiting. Reading the exception keeps asyncio from logging a warning.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return await asyncio.wait_for(asyncio.shield(task), timeout_s)
 
@@ -143,7 +143,7 @@ class JobProcesses:
                 del self._turns[key]
 
     async def _done(self, job: bytes) -> dict[str, Any]:
-        """Returns a child's answer to a job: an idle child's if one is alive, else a new one's."""
+        """Returns the answer of a child to a job: of an idle child if one is alive, else of a new child."""
         while self._idle:
             child = self._idle.pop()
             if not child.reader.at_eof():

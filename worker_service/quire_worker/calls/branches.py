@@ -38,7 +38,7 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.slots import NO_WISH, BranchTask, CacheWish, Scored
 
-BRANCH_COUNT_MAX = 1_024  # limit for one namespace; twice as many for all namespaces together
+BRANCH_COUNT_MAX = 1_024  # most branches of one namespace; all namespaces together may have twice as many
 TTL_MS_DEFAULT, TTL_MS_MIN, TTL_MS_MAX = 60_000, 100, 3_600_000
 FORK_COUNT_MAX = 64
 CANDIDATE_COUNT_MAX = 256
@@ -237,7 +237,7 @@ class Branches:
             if branch is None or not permissions.may_use(branch.namespace):
                 continue
             async with branch.lock:
-                if branch.id in self._branches:  # Another call may have released the branch while this one waited.
+                if branch.id in self._branches:  # Another call may have released the branch while this call waited.
                     if branch.sample is not None:
                         await self._engine.settled(branch.sample)
                     self._end(branch)
@@ -380,7 +380,7 @@ class Branches:
             self._engine.wake.set()
 
     def _sweep(self) -> None:
-        """Ends expired branches, and sets the timer for the next one."""
+        """Ends expired branches, and sets the timer for the next expiry."""
         now_s = self._clock()
         for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
             is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)

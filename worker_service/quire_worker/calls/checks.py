@@ -36,9 +36,9 @@ SALT_BYTES_MAX = 128
 SECRET_BYTES = 16  # bytes of the random salt of a request that is not stored
 # most logprob values in one message, of a prompt's tokens and their likeliest alternatives; at most 7 bytes each
 PROMPT_LOGPROB_VALUES_MAX = 1 << 18
-HELD_LOGPROB_VALUES_MAX = 1 << 21  # logprob values of one request that are held until its end; 16 MiB
+HELD_LOGPROB_VALUES_MAX = 1 << 21  # most logprob values of a request that are held until the request's end; 16 MiB
 HELD_CHARACTERS_MAX = 16 << 20  # characters of all texts of a request together; each text begins with the prompt
-SPELLED_MAX = 1 << 16  # tokens in one call of Detokenize
+SPELLED_MAX = 1 << 16  # most tokens in one call of Detokenize
 
 
 def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: int) -> None:
@@ -118,7 +118,7 @@ class Checks:
         self._texts = Texts(engine.tokenizer, trusts_templates=trusts_templates)
 
     async def warm(self) -> None:
-        """Starts the process for conversations before the first one comes."""
+        """Starts the process for conversations before the first conversation comes."""
         await self._texts.warm()
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Checks:
         self._structures.close()
 
     def begin(self, request_id: str) -> str:
-        """Returns the id of a call; a new one if its caller gave none.
+        """Returns the id of a call; a new id if the caller gave none.
 
         Raises:
             QuireError: DRAINING; MALFORMED, the id is too long.

@@ -67,7 +67,7 @@ class Capture:
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            compute()  # The first call creates plans and other objects. The graph must not include creating these.
+            compute()  # This first call creates plans and other objects. The graph must not create any objects.
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -80,7 +80,7 @@ class Launched:
         Args:
             parts: the parts of the pass, one for each token.
             tokens: see the class.
-            before: the previous pass, if it was not settled when this one was launched.
+            before: the previous pass, if it was not settled when this pass was launched.
         """
         self.tokens = tokens
         self.left_out: frozenset[Request] = frozenset()

@@ -72,7 +72,7 @@ class ModelThread:
     3. close     waits for the passes under way; their results are no longer delivered
 
     Args:
-        lane: a lane that other engines may share; `close` closes it. If None, the object starts its own.
+        lane: a lane that other engines may share; `close` closes it. If None, the object starts its own lane.
     """
 
     def __init__(self, lane: Lane | None = None) -> None:
@@ -83,7 +83,7 @@ class ModelThread:
         # Only the model's thread uses these two flags.
         self._is_owed = False  # the event loop must be notified, and has not been yet
         self._has_kernels = False  # the pass under way has called `before_kernels`
-        self._announces_kernels = False  # the last pass called `before_kernels`, so the next one will, too
+        self._announces_kernels = False  # the last pass called `before_kernels`, so the next pass will, too
         # Set when a pass calls `before_kernels` or ends, if the thread was idle at its submission.
         self._begun: asyncio.Future[None] | None = None
         self._may_go_on = threading.Event()
@@ -91,7 +91,7 @@ class ModelThread:
         self._read_end = self._write_end = -1
 
     def submit(self, compute: Compute, prepared: Prepared) -> asyncio.Future[Result]:
-        """Queues a pass behind the earlier ones. The future gets its result or its exception."""
+        """Queues a pass behind the earlier passes. The future gets its result or its exception."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._read_end, self._write_end = os.pipe()

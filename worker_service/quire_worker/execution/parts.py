@@ -176,7 +176,7 @@ class Computed(NamedTuple):
 
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
-    """Returns both halves; None for fewer than two items."""
+    """Returns the two halves of a sequence; None for fewer than two items."""
     middle = len(items) // 2
     return (items[:middle], items[middle:]) if middle else None
 
@@ -249,7 +249,7 @@ def rows_of(places: Sequence[Row]) -> torch.Tensor:
 
 
 def token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:
-    """Returns both halves of the parts' tokens. The middle part is cut in two. None for fewer than two tokens."""
+    """Divides the parts' tokens into two halves. The middle part is cut in two. None for fewer than two tokens."""
     middle = sum(len(part.tokens) for part in parts) // 2
     if not middle:
         return None

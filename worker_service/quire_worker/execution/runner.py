@@ -1,6 +1,6 @@
 """The batches of one engine, in order. Each batch is a `Run`, prepared while the previous batch is computed.
 
-The next batch waits behind this one in the queue of the model's thread. The model's thread writes this batch's tokens
+The next batch waits behind this batch in the queue of the model's thread. The model's thread writes this batch's tokens
 into the next batch, because the event loop does not know them yet. Requests that fail in this batch are left out of the
 next.
 
@@ -131,7 +131,7 @@ class Runner:
             Part(sample, sample.computed, sample.tokens[sample.computed : sample.computed + token_count], [])
             for sample, token_count in wanted
         ]
-        with contextlib.suppress(Exception):  # `Run.forward` raises the error again, and finds the request for it
+        with contextlib.suppress(Exception):  # `Run.forward` fails again, and finds the request that causes it
             self._layouts.sketch(parts)
 
     def compute(

@@ -145,7 +145,7 @@ def longest_sequence(model: PagedModel, cache: KVCache, options: argparse.Namesp
     Logs a warning if that is less than the model's context.
 
     Raises:
-        UsageError: it is less than --max-model-len, a length that callers rely on.
+        UsageError: this length is less than --max-model-len, a length that callers rely on.
     """
     held = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
     if held >= model.max_position:

@@ -63,7 +63,7 @@ class Follower:
 
     def note(self, sample: Sample, first: int, end: int) -> None:
         """Notes the tokens of the full blocks `[first, end)` of a sample that are about to be committed. Blocks that a
-        request hides from others are left out."""
+        request hides from other requests are left out."""
         if sample.hidden_from is not None:
             end = min(end, sample.hidden_from)
         if first >= end:

@@ -95,7 +95,7 @@ class Index:
         return [AllBlocksCleared()]
 
     def snapshot(self) -> list[Event]:
-        """Returns events that lead a reader from any state to this one."""
+        """Returns events that lead a reader from any state to the present state."""
         return [AllBlocksCleared(), *self._published(list(self._stored))]
 
     def check_invariants(self) -> None:

@@ -17,7 +17,7 @@ Message: TypeAlias = dict[str, Any]
 Render: TypeAlias = Callable[[list[Message]], str]
 
 _PROBE: Final = "719402683"  # digits, because templates may change the case of letters, or replace some letters
-# The roles before and after a message of each role in a conversation that most templates accept.
+# For each role, the roles of the messages before and after it in a conversation that most templates accept.
 _AROUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "user": ((), ()),
     "system": ((), ("user",)),

@@ -19,7 +19,7 @@ from quire_worker.model.checkpoint import CheckpointError, weight_files
 from quire_worker.page_format import Scales
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(kv|k|v)_scale|(k|v)_proj\.output_scale)$")
-SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # transformers does not read these
+SCALE_NAME = re.compile(r"(?:^|\.)(?:(?:k|v|kv)_scale|[kv]_proj\.output_scale)$")  # names that transformers ignores
 
 
 def read_scales(folder: Path) -> dict[int, Scales]:

@@ -28,7 +28,7 @@ _FIELDS: Final = {
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Returns a checkpoint's sampling defaults, by the names of a request's parameters. vLLM reads the same ones.
+    """Returns a checkpoint's sampling defaults, by the names of a request's parameters. vLLM reads the same defaults.
 
     An unreadable file, and a value that no request may have, are logged and ignored.
     """

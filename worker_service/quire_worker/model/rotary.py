@@ -150,7 +150,7 @@ class _ByLength:
         return self._by_short_or_long(x, position_ids, self.lengths.of_pass)
 
     def _by_short_or_long(self, x: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> Tables:
-        """Computes short and long rotation for all tokens, and selects one of them for each token.
+        """Computes short and long rotation for all tokens, and selects one rotation for each token.
 
         transformers chooses by the largest position. For the short rotation, positions are clamped below the original
         length. For the long one, a position of that length is appended, and its result is dropped.

@@ -74,7 +74,7 @@ TURN_S = 2.0  # seconds for the last turn, after the drain
 class Loaded(NamedTuple):
     """A loaded model: the contents of its folder, and the pages for it."""
 
-    names: tuple[str, ...]  # answers name the first of them
+    names: tuple[str, ...]  # the model's names; answers have the first name
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
@@ -381,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RankLostError as error:
         print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
         write_out()
-        os._exit(1)  # A thread may be waiting for the rank that is gone.
+        os._exit(1)  # An orderly exit could hang: a thread may be waiting for the rank that is gone.
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

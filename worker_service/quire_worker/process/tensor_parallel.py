@@ -6,7 +6,7 @@
 
 Life of a crew:
 
-    1. start   `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all of them
+    1. start   `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all ranks
     2. load    in lockstep: each rank reads the weights and keeps its part. The parts together are compared with the
                whole (`model.splitting`). Kernels are compiled. The smallest pool sets the block count of all
     3. lead    rank 0 sends every forward pass and every copy to the other ranks, and all ranks run it
@@ -104,7 +104,7 @@ def follow_rank_0(options: argparse.Namespace, identity: RankIdentity, load_part
     except RankLostError as error:
         log.error("a rank is lost", error=str(error))
         sys.stderr.flush()
-        os._exit(1)  # Threads of torch may be waiting for the lost rank.
+        os._exit(1)  # An orderly exit could hang: threads of torch may be waiting for the lost rank.
     crew.close()
 
 

@@ -168,7 +168,7 @@ class Outbox:
         return request.output.delivered_s + max(self._interval_s, request.output.interval_s)
 
     def _deliver_due(self) -> None:
-        """Delivers the requests that are due, and sets the timer for the next one."""
+        """Delivers the requests that are due, and sets the timer for the next request."""
         self._timer, self._timer_s = None, math.inf
         loop = asyncio.get_running_loop()
         now_s, next_s = loop.time(), None
@@ -190,7 +190,7 @@ def _is_held(request: Request) -> bool:
 
 
 def _best(request: Request, noted: dict[Sample, Noted]) -> dict[Sample, Noted]:
-    """Returns the samples with the highest mean logprob of their tokens; of equal ones, the first."""
+    """Returns the samples with the highest mean logprob of their tokens; of equal samples, the first."""
     ranked = sorted(noted, key=lambda sample: -sample.logprob_sum / max(1, sample.output_token_count))
     return {sample: noted[sample] for sample in ranked[: request.sampling.n]}
 

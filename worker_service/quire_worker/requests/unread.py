@@ -59,7 +59,7 @@ class Unread:
                 del self._requests[request.namespace]
 
     def most_of(self, request: Request) -> Request:
-        """Returns the request of the same namespace with the most bytes to free; of equal ones, this request."""
+        """Returns the request of the same namespace with the most bytes to free; among equal requests, this one."""
         others = self._requests.get(request.namespace, {})
         most = max(others, key=_droppable, default=request)
         return most if _droppable(most) > _droppable(request) else request

@@ -2,7 +2,7 @@
 
 A *beam* is a text that may continue. A *hypothesis* is a text that has ended. Each turn computes:
 
-    told          the `row_count` likeliest next tokens of each beam; further tokens cannot be among the candidates
+    given         the `row_count` likeliest next tokens of each beam; further tokens cannot be among the candidates
     candidates    the best continuations of all beams, by the sum of their tokens' logprobs. There are
                   (1 + ending tokens) * beam_count of them, so that enough are left when some of them end
     hypotheses    those of the first `beam_count` candidates that end, with score sum / length ** length_penalty. The

@@ -59,7 +59,7 @@ class Matcher:
         Args:
             matcher: the matcher; nothing else may use it afterwards.
             eos_token_ids: the model's end-of-text tokens.
-            openings: the text is free until one of these; None if the text was never free, or already has one of them.
+            openings: the text is free until one of these; None if the text was never free, or already has an opening.
             begun: the end of the text so far that an opening may begin with.
         """
         self._matcher = matcher
@@ -147,7 +147,7 @@ def masks_of(matchers: Sequence[Matcher], vocabulary: int) -> np.ndarray:
 
 
 class Grammars:
-    """Compiles structures for one model, and caches the most recently used ones. Any thread may call it.
+    """Compiles structures for one model, and caches the most recently used structures. Any thread may call it.
 
     Args:
         tokenizer: returns the tokenizer's JSON; called once, for the first structure.

@@ -35,7 +35,7 @@ class Sampler:
 
     Attributes:
         params: parameters of the sample's request.
-        generator: generator of its random numbers; None if it is greedy.
+        generator: generator of its random numbers; None if the sampler is greedy.
         edits: changes of single logits; None if there are none.
         allowed: int32 `[words]`, mask of the tokens that may be chosen; None if all may.
         matcher: the structure that the text must match; None if it may be any text.

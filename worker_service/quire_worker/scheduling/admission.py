@@ -1,6 +1,6 @@
 """Admission of waiting samples: in order, while there are enough blocks, tokens and places.
 
-A sample needs its blocks, except the ones that it will share with running samples. The sample is admitted when that
+A sample needs its blocks, except the blocks that it will share with running samples. The sample is admitted when that
 many blocks are free, plus one for itself and one for each running sample, because the next token may need a new block.
 The first sample that does not fit is the head: no later sample is admitted before it, except by backfilling
 (`backfill.py`). If nothing else runs, the head is admitted in any case.
@@ -81,11 +81,11 @@ class Applicants:
     """Waiting samples that apply for admission. `consider` goes through them, and admits those that fit.
 
     Args:
-        running: the running samples in order, backfilled ones last.
+        running: the running samples in order, backfilled samples last.
         limits: what admissions may use in this turn.
         block_size: tokens per block.
         peaks: the most blocks that sequences hold at a time.
-        sequence_tokens_max: the most tokens of a sequence; a sample ends with the last of them.
+        sequence_tokens_max: the most tokens of a sequence; a sample ends when it has so many.
         resting: samples of branches; their blocks may be shared.
     """
 

@@ -55,7 +55,7 @@ def with_drafts(work: Sequence[Work], drafting: Drafting, *, budget: int, longes
         work: the work of the pass, while no other pass is under way.
         drafting: makes the drafts.
         budget: tokens of the pass, including drafts.
-        longest: the most tokens of a sequence; a sample ends with the last of them.
+        longest: the most tokens of a sequence; a sample ends when it has so many.
     """
     drafted, spare = [], budget - sum(item.token_count for item in work)
     for item in work:

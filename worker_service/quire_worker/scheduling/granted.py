@@ -66,7 +66,7 @@ def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
         if roster.has_states:
             sample.states = [own[0] for own in states]
             sample.pass_ends = pass_ends(grown, sample.swapped.end if sample.swapped is not None else 0)
-        if sample.swapped is not None and sample.computed >= sample.swapped.end:  # All of its swapped tokens were hit.
+        if sample.swapped is not None and sample.computed >= sample.swapped.end:  # All its swapped tokens were hit.
             roster.swap.release(sample)
         if not sample.request.admitted:
             sample.request.admitted = True

@@ -13,7 +13,7 @@ class Pace:
     def __init__(self) -> None:
         self._passes = deque[tuple[int, float]](maxlen=PASSES)
         # Token counts and seconds of passes that mostly computed prompts. One long prompt counts more than many short
-        # ones.
+        # prompts.
         self._prefills = deque[tuple[int, float]](maxlen=PASSES)
 
     def observe(self, token_count: int, seconds: float, sample_count: int = 1) -> None:
@@ -25,7 +25,7 @@ class Pace:
 
     @property
     def pass_s(self) -> float:
-        """Returns the seconds of the shortest pass: a lower bound for any pass. 0 before the first one."""
+        """Returns the seconds of the shortest pass: a lower bound for any pass. 0 before the first pass."""
         return min((seconds for _, seconds in self._passes), default=0.0)
 
     def tokens_per_s(self, least: int) -> float | None:
@@ -40,6 +40,6 @@ class Pace:
 
     def prefill_seconds_for(self, token_count: int) -> float:
         """Returns the seconds for tokens of a prompt, at the mean rate of the latest passes that mostly computed
-        prompts; 0 before the first one. Attention to a long prefix takes more."""
+        prompts; 0 before the first pass. Attention to a long prefix takes more."""
         tokens = sum(count for count, _ in self._prefills)
         return token_count * sum(seconds for _, seconds in self._prefills) / tokens if tokens else 0.0

@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Returns how many tokens of the sample are computed after this work, without drafted ones."""
+        """Returns how many tokens of the sample are computed after this work, without drafted tokens."""
         return self.start + self.token_count
 
 

@@ -12,7 +12,7 @@ Running samples have precedence. If blocks are missing, the blocks of the least 
 first, before any running sample is preempted. Lost blocks are computed again when the branch is used, unless the cache
 still has them. So a branch never makes a request wait, and a pool full of branches is as good as an empty one.
 
-A resting sample has computed all tokens of its branch except the last one. The last token is computed again, because
+A resting sample has computed all tokens of its branch except the last. The last token is computed again, because
 its logits are needed.
 """
 

@@ -26,7 +26,7 @@ def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sa
 
 
 def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Sequence[Decoding[Sample]]) -> int:
-    """Returns the number of tokens that the running samples need in the pass after this one."""
+    """Returns the number of tokens that the running samples need in the pass after this pass."""
     counts = {item.sample: item.token_count for item in work}
     return len(samples) + sum(len(sample.tokens) - sample.computed - counts.get(sample, 0) for sample in running)
 
@@ -65,7 +65,7 @@ def block_count_of(sample: Sample, block_size: int) -> int:
 
 
 def last_of(sample: Sample, sequence_tokens_max: int) -> int:
-    """Returns how many tokens of a sample are ever computed: all except the last one, because no token follows it.
+    """Returns how many tokens of a sample are ever computed: all except the last token, because no token follows it.
 
     If no token is sampled, all tokens of the sample are computed.
     """

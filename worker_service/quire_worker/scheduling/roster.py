@@ -217,8 +217,8 @@ class Roster:
         return {victim}
 
     def make_way(self) -> None:
-        """Preempts the last beam if all running samples await a choice of beams, so that others can be admitted. Only
-        called while nothing is being computed."""
+        """Preempts the last beam if all running samples await a choice of beams, so that other samples can be admitted.
+        Only called while nothing is being computed."""
         are_idle = bool(self.running) and all(sample.awaits_choice for sample in self.running)
         if are_idle and self.waiting and not self.to_free:
             self.preempt_last()

@@ -3,9 +3,9 @@
 Pure: no torch, grpc, clock or randomness. One turn of the engine:
 
     1. plan       what to commit, free, fork and grow, as one step for the allocator: first running samples, in order,
-                  then waiting ones, as far as the token budget reaches. The budget cuts prompts into chunks
+                  then waiting samples, as far as the token budget reaches. The budget cuts prompts into chunks
     2. schedule   takes the allocator's answer. Samples that got their blocks form the batch. If a running sample got
-                  none, the last one is preempted, and its blocks are free for the next turn. While the batch is
+                  none, the last running sample is preempted. Its blocks are free for the next turn. While the batch is
                   computed, `plan_ahead` asks for blocks and admissions of the next turns. A turn then finds its blocks
                   granted, and `plan_without_asking` plans it. It also plans turns while an answer is late; `take_in`
                   applies the answer later
@@ -87,7 +87,7 @@ class Scheduler:
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def plan(self, chosen: Round | None = None) -> Plan:
-        """Plans the requests to the allocator: for running samples in order, then admitted ones, then backfilled ones.
+        """Plans the requests to the allocator: for running samples in order, then admitted, then backfilled samples.
 
         Args:
             chosen: admissions that `has_to_ask` has found in the same turn. They are chosen again only if blocks were
@@ -148,7 +148,7 @@ class Scheduler:
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
         """Plans the requests during `work`: commits of earlier passes, frees, blocks for next tokens, and admissions.
 
-        Admits only samples that need no blocks from others, and share nothing that is being computed.
+        Admits only samples that need no blocks from other samples, and share nothing that is being computed.
 
         Args:
             work: the work of the pass under way.

@@ -112,7 +112,7 @@ class Seen:
         return size == 0 or tuple(tokens[len(tokens) - size :]) in self._ends
 
     def _read(self, tokens: Sequence[int]) -> None:
-        """Stores all n-grams except the ones at the end of the text."""
+        """Stores all n-grams except the n-grams at the end of the text."""
         for end in range(self._read_count + 1, len(tokens)):
             for size in range(max(1, self.ngram_min - 1), min(self.ngram_max, end) + 1):
                 self._ends.setdefault(tuple(tokens[end - size : end]), end)

@@ -38,13 +38,13 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 # are relative to peft/).
 _MEANINGLESS = frozenset(
     {
-        # Options about the adapter's origin: config.py, `PeftConfigMixin`. The shapes of its tensors are compared with
+        # Options about the adapter's origin: config.py, `PeftConfigMixin`. The shapes of all tensors are compared with
         # the model.
         "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
         # Dropout is off in `eval` (tuners/lora/layer.py, `update_layer`).
         "lora_dropout",
-        # Options that are read only if `init_lora_weights` names the method. Methods that change the base model are
-        # refused at that option.
+        # Options that are read only if `init_lora_weights` names the method. `init_lora_weights` itself must not name
+        # a method that changes the base model.
         "loftq_config", "eva_config", "corda_config", "lora_ga_config",
         # Options that are read only with `megatron_config`, `use_qalora` or `modules_to_save`, which are refused.
         "megatron_core", "qalora_group_size", "ensure_weight_tying",

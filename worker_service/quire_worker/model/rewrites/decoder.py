@@ -142,7 +142,7 @@ class LayersInC:
 
 
 class DecoderRewrite(Rewrite):
-    """Rewrites a model that has these parts and no others. The model's layers and last norm must be rewritten
+    """Rewrites a model that has these parts and no other parts. The model's layers and last norm must be rewritten
     already.
     """
 

@@ -65,8 +65,8 @@ def _split(module: torch.nn.Module, name: str, hidden_size: int, crew: Crew) -> 
     if attention is not None:
         attention.apply(module)
         return "attention"
-    # A module with a number as its name is one of several experts. The tokens decide which experts run, so the number
-    # of sums would differ from pass to pass.
+    # A number as a module's name shows one of several experts. Experts are not split one by one: the tokens decide
+    # which experts run, so the number of sums would differ from pass to pass.
     if not name.isdigit() and _take_first(module, mlp_splits(module, hidden_size, crew), hidden_size, crew):
         return "mlp"
     if _take_first(module, expert_splits(module, hidden_size, crew), hidden_size, crew):

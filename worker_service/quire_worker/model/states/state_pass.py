@@ -86,7 +86,7 @@ class StatePass:
 
     @cached_property
     def flat(self) -> Flat:
-        """Describes the tokens for mixers that take all of them at once."""
+        """Describes the tokens for mixers that take all tokens at once."""
         return flat_of(self._batch)
 
     @cached_property

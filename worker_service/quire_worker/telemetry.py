@@ -81,7 +81,7 @@ class WorkerTelemetry:
             self.saved_prefill_s += pace.prefill_seconds_for(cached_token_count)
 
     def observe_blocks(self, outcome: StepOutcome, running: Sequence[Sample], block_count: int) -> None:
-        """Records the blocks held, and the number without sharing, after a step. An empty outcome changes nothing."""
+        """Records how many blocks a step leaves held, with and without sharing. An empty outcome changes nothing."""
         if outcome.grows or outcome.free_block_count:
             self.held_block_count = block_count - outcome.free_block_count
         if outcome.grows:

@@ -351,7 +351,7 @@ class Branches:
     # -- branches and their expiry -------------------------------------------------------------------------------------
 
     def _take(self, namespace: str, count: int) -> None:
-        """Takes the places of new branches.
+        """Counts `count` new branches against the limit of their namespace.
 
         Raises:
             QuireError: LIMIT, the namespace may have no more branches.
@@ -362,7 +362,7 @@ class Branches:
             raise QuireError.of(Reason.LIMIT, f"{message}: release some")
 
     def _new(self, tokens: list[int], namespace: str, ttl_s: float, wish: CacheWish) -> Branch:
-        """Creates a branch in a place that was taken."""
+        """Creates a branch that `_take` has counted."""
         now_s = self._clock()
         branch = Branch(secrets.token_bytes(ID_BYTES), tokens, namespace, ttl_s, now_s, now_s + ttl_s, wish=wish)
         self._branches[branch.id] = branch

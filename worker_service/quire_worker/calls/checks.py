@@ -53,7 +53,7 @@ def check_logprobs(sampling: SamplingParams, prompt_token_count: int, longest: i
         longest: the most tokens of a sequence.
 
     Raises:
-        QuireError: BAD_PARAMETER, there would be too many.
+        QuireError: BAD_PARAMETER, there would be too many logprobs.
     """
     top_count = sampling.prompt_logprobs
     count = 0 if top_count is None else prompt_token_count * (1 + top_count)

@@ -24,7 +24,7 @@ LIMITS = JobLimits(memory_bytes=64 << 20, cpu_s=3, wall_s=COMPILE_S_MAX)
 
 
 class StructureCompiler:
-    """Compiles structures for one model, one at a time for each namespace. For the event loop alone.
+    """Compiles structures for one model, one at a time for each namespace. Only the event loop uses this.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -36,7 +36,7 @@ LIMITS = JobLimits(memory_bytes=128 << 20, cpu_s=1, wall_s=TEMPLATE_S_MAX)
 
 
 class Texts:
-    """Encodes texts and decodes tokens with one tokenizer, and renders conversations. For the event loop alone.
+    """Encodes texts and decodes tokens with one tokenizer, and renders conversations. Only the event loop uses this.
 
     All methods raise NoTokenizerError if there is no tokenizer, TokenizerError if it fails, and QuireError QUEUE_FULL
     if too many texts wait.

@@ -71,7 +71,7 @@ class Index:
             parent = digest
 
     def apply(self, event: CacheEvent) -> list[Event]:
-        """Applies the allocator's next event. Returns what is to be published."""
+        """Applies the allocator's next event. Returns the events to publish."""
         match event:
             case IndexCleared():
                 self._orphans = {}

@@ -6,7 +6,7 @@ A model is loaded in steps. Each step refuses a part that it cannot serve, and n
 2. Read from the configuration which cache each layer needs (`support`).
 3. Run a first pass with a dummy attention that records the layers, shapes and options of attention
    (`transformers_seam`).
-4. Compare logits: the model must give the same through its own attention and through pages. This check is necessary
+4. Compare logits: they must be the same through the model's own attention and through pages. This check is necessary
    because the seam lies inside transformers: a lost mask or state would give wrong text without an error.
 5. Replace modules by kernels that compute the same results, if the device has such kernels (`rewrites`). Then compare
    the logits again with the model's own.

@@ -1,4 +1,4 @@
-"""Options for KV events, their checks, and what they start."""
+"""Options for KV events, their checks, and the publisher that they start."""
 
 from __future__ import annotations
 

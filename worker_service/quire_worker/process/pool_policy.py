@@ -1,5 +1,5 @@
 """Options for the worker's pool besides its size: quotas, the eviction policy, and blocks reserved for running
-samples. Also what the allocator gets of these options and of the model.
+samples. Also the pool's description for the allocator, from these options and the model.
 """
 
 from __future__ import annotations

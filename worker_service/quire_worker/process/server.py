@@ -89,7 +89,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
 
     Args:
         options: the result of `parse_arguments`.
-        ranks: the crew; this process is its rank 0. None or a crew of one if it is alone.
+        ranks: the crew; this process is its rank 0. None or a crew of one without other ranks.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.

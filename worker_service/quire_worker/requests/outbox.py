@@ -46,7 +46,7 @@ class Noted(NamedTuple):
 
 
 class Outbox:
-    """Holds generated tokens until they go to the queues of their requests. For the event loop alone.
+    """Holds generated tokens until they go to the queues of their requests. Only the event loop uses this.
 
     Args:
         interval_s: least seconds between two messages of one request, except its first message and the last message of

@@ -42,8 +42,8 @@ class QueueTimes:
         self._next_s = now_s + SHARE * (self._clock() - now_s)
 
     def end(self, request: Request, now_s: float) -> None:
-        """Counts the rest of the queue time of a request that is admitted now. The reason is that of the last look, or
-        the next pass if the request was admitted before any."""
+        """Counts the rest of the queue time of a request that is admitted now. The reason is the one found by the
+        last look, or the next pass if the request was admitted before any look."""
         trace = request.trace
         since_s = request.arrived_s if trace.waited_until_s is None else trace.waited_until_s
         sent_s = max(since_s, trace.steps[-1][0]) if trace.steps else now_s

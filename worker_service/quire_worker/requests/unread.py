@@ -1,6 +1,6 @@
 """Counts the bytes of answers that callers have not read, and limits them for each namespace.
 
-For the event loop alone.
+Only the event loop uses this module.
 """
 
 from __future__ import annotations

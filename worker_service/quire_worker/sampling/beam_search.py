@@ -12,7 +12,7 @@ A *beam* is a text that may continue. A *hypothesis* is a text that has ended. E
 The search is over when all texts have their longest length. The search is also over when there are `beam_count`
 hypotheses and, by the rule of early stopping, no beam can become better than the worst of them:
 
-    ALWAYS       the beams are not looked at
+    ALWAYS       always true, whatever the scores of the beams
     HEURISTIC    the best beam's score at its present length is not better
     NEVER        the best beam's score at the longest length is not better, if the length penalty is positive (no length
                  gives a better score); otherwise as HEURISTIC

@@ -1,4 +1,4 @@
-"""Admission of waiting samples: in order, while there are enough blocks, tokens and places.
+"""Admission of waiting samples: in order, while there are enough blocks, tokens of the pass, and places to run.
 
 A sample needs its blocks, except the blocks that it will share with running samples. The sample is admitted when that
 many blocks are free, plus one for itself and one for each running sample, because the next token may need a new block.

@@ -1,6 +1,6 @@
 """EASY backfilling: admits later samples before the first sample that does not fit, without delaying that sample.
 
-The first sample in order that lacks blocks (or places) is the *head*. Later samples may pass it if they do not delay it
+The first sample in order that lacks blocks or a place is the *head*. Later samples may pass it if they do not delay it
 (Lifka, "The ANL/IBM SP Scheduling System", 1995). The latest end of each sample is known from `max_tokens`, and so is
 the latest start of the head:
 
@@ -63,7 +63,7 @@ def reserve(
 
     Args:
         running: all samples that hold blocks.
-        blocks: free blocks, plus those held ahead.
+        blocks: free blocks, plus blocks held ahead.
         places: the number of further samples that may run.
         needed: blocks that the head needs.
         needed_places: the number of the head's samples.
@@ -116,7 +116,7 @@ def own_block_count(samples: Collection[Sample], others: Iterable[Sample], block
 def held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
     """Returns the number of leading blocks that other samples hold.
 
-    Equal digests at a place mean equal blocks before it.
+    If two digests at the same position are equal, all blocks before that position are equal, too.
     """
     count = 0
     for sample in running:

@@ -28,7 +28,7 @@ from quire_worker.scheduling.room_ahead import last_of
 
 
 class Drafting(Protocol):
-    """A way of making drafts."""
+    """A method of making drafts."""
 
     @property
     def token_count(self) -> int:

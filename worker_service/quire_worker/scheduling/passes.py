@@ -34,7 +34,7 @@ class Standing(NamedTuple):
 
 
 def standing(sample: Sample, work: Work | None) -> Standing:
-    """Returns the standing of a sample. `work` is its part of the pass under way, if there is one."""
+    """Returns the standing of a sample. `work` is the sample's part of the pass under way, if any."""
     if work is None:
         return Standing(sample.computed, len(sample.tokens))
     return Standing(work.end, len(sample.tokens) + work.is_complete)

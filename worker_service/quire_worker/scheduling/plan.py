@@ -212,7 +212,7 @@ class Plan:
     chosen: Round | None = None
 
     def note_wishes(self, ended: Iterable[Sample], block_size: int) -> None:
-        """Adds what is to become of the published blocks of samples that end."""
+        """Adds for samples that end whether their published blocks should stay cached."""
         for sample in ended:
             wish, hidden_from = sample.request.wish, sample.hidden_from
             if wish.keep_ms:

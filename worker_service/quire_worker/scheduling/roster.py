@@ -340,7 +340,7 @@ class Roster:
         insort(self.running, sample, key=rank_of)
 
     def forks_due(self, running_max: int) -> list[tuple[Sample, Sample]]:
-        """Makes children of resting samples run, as long as there are places. Returns all (child, parent) to fork."""
+        """Makes children of resting samples run, up to `running_max`. Returns all pairs (child, parent) to fork."""
         for child in self.resting.take_forks(running_max - len(self.running)):
             self.shares.charge(child.request.namespace, prompt_tokens=len(child.tokens) - child.computed)
             self.add_fork(child)

@@ -232,8 +232,8 @@ class Scheduler:
         ]
 
     def advance(self, work: Iterable[Work]) -> None:
-        """Counts the computed tokens of the batch. The place of a token that was dropped does not count, because its
-        sample had ended with the token before. Resting samples keep their counts."""
+        """Counts the computed tokens of the batch. The position of a dropped token does not count, because the sample
+        had ended with an earlier token. Resting samples keep their counts."""
         self.roster.noted.clear()
         for item in work:
             if item.sample not in self.roster.resting:
@@ -337,7 +337,7 @@ class Scheduler:
         return budget, taken
 
     def _take_back(self, plan: Plan, backfilled: Sequence[Sample], block_count: int) -> int:
-        """Preempts backfilled samples, the last first, until so many blocks are free. Returns how many are."""
+        """Preempts backfilled samples, the last first, until `block_count` blocks are free. Returns how many are."""
         own = 0
         for sample in reversed(backfilled):
             if own >= block_count:

@@ -9,12 +9,12 @@ The tokens of a preempted sample:
     [0, first)      not swapped: other running samples hold these blocks, so they will be hit; or the blocks fell out of
                     a window, and their pages are gone
     [first, end)    in host memory, one *slot* for each block of each group
-    [end, length)   never computed: the token that was sampled last, or the rest of the prompt
+    [end, length)   never computed: the last sampled token, or the rest of the prompt
 
 When the sample runs again, blocks in the allocator's cache are hit, the rest of `[0, first)` is computed, and `[first,
 end)` is restored. Restored blocks are granted, filled and committed chunk by chunk like a prompt's blocks, but a pass
-copies their pages instead of computing tokens. A recurrent state is one of the pages. The restored state is valid once
-all pages are restored, and no pass reads it before.
+copies their pages instead of computing tokens. A recurrent state is one of the pages. No pass reads the restored state
+before all pages are restored.
 
     slots   free -> taken by a swap -> restored or ended -> free
 

@@ -29,7 +29,7 @@ class Trace:
         error: name of the `Reason` that the request failed with, or "CANCELLED".
         carried: the trace context that its call came with.
         steps: when the steps that admitted its samples were sent and answered, the first `ENTRIES_MAX`.
-        step_count: steps that asked for its blocks.
+        step_count: steps that asked for the request's blocks.
         step_s: seconds from sending these steps to their answers.
         waited_until_s: when its reason for waiting was last looked for; None before the first time.
         waits_for: this reason.

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 def drafting_of(options: argparse.Namespace, groups: Sequence[GroupSpec]) -> Drafting | None:
-    """Returns the way of drafting; None without drafts.
+    """Returns the method of drafting; None without drafts.
 
     Args:
         options: the options of the command line.

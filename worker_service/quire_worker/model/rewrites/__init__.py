@@ -1,4 +1,4 @@
-"""A pass over a loaded model that replaces transformers' modules by kernels of `quire_cpu` that compute the same.
+"""A pass over a loaded model that replaces transformers' modules by kernels of `quire_cpu` with the same results.
 
     interface      interface of a rewrite: it recognizes a pattern of modules, and builds replacements
     recording      inputs and outputs of a model's modules in one forward pass

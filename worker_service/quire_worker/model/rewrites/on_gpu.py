@@ -166,7 +166,7 @@ class GpuAttention(torch.nn.Module):
     def _in_one_launch(
         self, heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], step: Step
     ) -> torch.Tensor | None:
-        """Rotates and appends by `rotate_append`, then attends. Returns None if step or pages do not allow that."""
+        """Rotates and appends by `rotate_append`, then attends. Returns None if step or pages do not allow this."""
         if not isinstance(step, PagedStep):
             return None
         layer = step.layers[self.layer_index]

@@ -1,4 +1,4 @@
-"""The physical KV cache: buffers of pages, each shared by one layer of every group.
+"""The physical KV cache: buffers of pages, each shared by one layer of every group of layers.
 
 A block id of the allocator is a page: slot `id` of every buffer, for the group that holds the block. The layout planner
 (`quire.planning`, docs/layout.md) decides which layers share a page, and where in the page each layer lies. Example: 2
@@ -19,13 +19,13 @@ A layer sees its part of the buffer as one 5-D tensor of pages, or as a tuple of
                     |  +-- slot of a token in its page
                     +-- 0: keys, 1: values; latent attention has only keys, and their first elements are the values
 
-In memory tokens come before heads (NHD) or heads before tokens (HND); a view has the order above either way. A page is
+In memory, tokens come before heads (NHD) or heads before tokens (HND); a view always has the order above. A page is
 contiguous. Two neighboring pages start `PageSpec.page_stride` elements apart. This stride is more than a page's own
-elements if the slot also holds other layers of the group, or padding. A token's slot is page * block_size + place in
+elements if the slot also holds other layers of the group, or padding. A token's slot is page * block_size + index in
 the page.
 
 This module does not know which pages are in use. A free page, and the part of a page past a sequence's last token, hold
-leftovers of earlier writes, even NaN. Attention must never read them.
+leftovers of earlier writes, even NaN. Attention must never read these leftovers.
 """
 
 from __future__ import annotations

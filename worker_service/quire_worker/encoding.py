@@ -21,7 +21,7 @@ class Asked:
     """A plan. Its step is sent to the allocator when this object is made.
 
     Attributes:
-        sent_s: when it was sent, by the engine's clock.
+        sent_s: when the step was sent, by the engine's clock.
         answer: the task that awaits the answer.
     """
 

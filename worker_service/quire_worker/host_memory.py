@@ -74,7 +74,7 @@ def _folders(proc: Path, kind: str, controller: str) -> Iterator[Path]:
 
 
 def _unescaped(text: str) -> str:
-    """Decodes a path of /proc/self/mountinfo: it writes space, tab, newline and backslash in octal, like `\\040`."""
+    """Decodes a path of /proc/self/mountinfo, which has space, tab, newline and backslash in octal, like `\\040`."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -137,7 +137,7 @@ def _number(file: Path) -> int | None:
 def _lines(file: Path) -> list[str]:
     """Returns the lines of a kernel file; none if the file is missing or not readable.
 
-    Names of mounts may have any bytes, and characters that end a line elsewhere.
+    Names of mounts may have any bytes, so only a newline ends a line here.
     """
     try:
         return os.fsdecode(file.read_bytes()).removesuffix("\n").split("\n")

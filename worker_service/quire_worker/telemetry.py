@@ -61,8 +61,8 @@ class WorkerTelemetry:
         return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None
 
     def observe_pass(self, sample_count: int, forward_s: float, sampling_s: float, step_s: float) -> None:
-        """Records a step that ran the model for `sample_count` samples: all its seconds, those in the model, and those
-        of choosing tokens."""
+        """Records a step that ran the model for `sample_count` samples: all its seconds, the seconds in the model,
+        and the seconds of choosing tokens."""
         self.batch_samples.observe(sample_count)
         self.forward_s += forward_s
         self.sampling_s += sampling_s
@@ -74,7 +74,7 @@ class WorkerTelemetry:
         self.observe_prompt(len(request.prompt), request.usage.cached_token_count, pace)
 
     def observe_prompt(self, token_count: int, cached_token_count: int, pace: Pace) -> None:
-        """Records a prompt, and estimates from the worker's pace the time that its hit saved."""
+        """Records a prompt, and estimates from the worker's pace the time that the prompt's cached tokens saved."""
         self.prompt_token_count += token_count
         if cached_token_count:
             self.cached_token_count += cached_token_count

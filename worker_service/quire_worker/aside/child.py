@@ -1,8 +1,8 @@
 """The process that `job_processes` starts, run as a module: it forks a child for each connection that it receives.
 
 1. prepared it imports and reads everything that all jobs need
-2. forked     a child inherits that, and has one connection; its memory may grow by MEMORY_BYTES
-3. a job      one message in, one message out; its own alarms kill a child that takes too long
+2. forked     a child inherits the prepared state, and has one connection; its memory may grow by MEMORY_BYTES
+3. a job      one message in, one message out; a child that takes too long is killed by its own alarms
 4. ended      a child ends when its connection is closed, also because the process of `job_processes` ended
 
 python -m quire_worker.aside.child KIND MEMORY_BYTES CPU_S WALL_S CONTROL_FD < configuration

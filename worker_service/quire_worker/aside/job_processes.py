@@ -2,7 +2,7 @@
 
 1. started    by the first job or `warm`: one process is prepared, and forks children
 2. idle       a child waits for a job; there are at most `places` children, and they are reused
-3. busy       a child computes a job; each key has at most one at a time. If the caller stops waiting, the job continues
+3. busy       a child computes a job; at most one job of each key. If the caller stops waiting, the job continues
 4. lost       the child's limits killed it; the next job gets a new child
 5. closed     all processes end
 """
@@ -39,7 +39,7 @@ class JobLimits(NamedTuple):
     Attributes:
         memory_bytes: memory that a child may use beyond its size when it was forked.
         cpu_s: CPU time, in whole seconds.
-        wall_s: elapsed time, in whole seconds; it ends a job that gets too little CPU time.
+        wall_s: elapsed time, in whole seconds; this limit ends a job that gets too little CPU time.
         places: number of children, and thus of simultaneous jobs.
     """
 
@@ -63,7 +63,7 @@ class _Turn:
 
 
 class JobProcesses:
-    """Runs jobs of one kind in child processes. Use it only on the event loop."""
+    """Runs jobs of one kind in child processes. Only the event loop may use this."""
 
     def __init__(self, kind: str, configuration: Callable[[], Any], limits: JobLimits) -> None:
         """Starts nothing yet; the first job or `warm` starts the process.

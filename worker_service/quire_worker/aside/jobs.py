@@ -1,7 +1,7 @@
 """The kinds of jobs that `job_processes` runs, and how a process is prepared for each kind.
 
 templates     renders conversations with the checkpoint's chat template
-structures    compiles structures to find out whether that takes too long or too much memory
+structures    compiles structures to find out whether compiling takes too long or too much memory
 """
 
 from __future__ import annotations

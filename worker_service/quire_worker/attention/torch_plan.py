@@ -90,7 +90,7 @@ def plan_units(
 
 
 def _groups(parts: Sequence[_Part], spec: PageSpec) -> list[list[_Part]]:
-    """Groups parts that may share a unit. In each group the longest comes first."""
+    """Groups parts that may share a unit. In each group the longest part comes first."""
     token_bytes = KEY_AND_VALUE * spec.kv_head_count * spec.head_dim * spec.dtype.itemsize
     groups: list[list[_Part]] = []
     for part in sorted(parts, key=lambda part: (part.query_length, -part.key_count)):

@@ -1,10 +1,10 @@
 """Decode on a CPU without copying keys or values: sequences of one query each, in float32 or float64.
 
     scores   sampled_addmm: the product of queries and rows of the pages, computed only where a sparse pattern has an
-             entry. For every query head, the pattern names the rows of the keys that it sees
+             entry. For every query head, the pattern names the rows of the keys that the head sees
     result   embedding_bag: for every query head, the weighted sum of its values' rows
 
-Both kinds of tile read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A
+Both operators read the rows in place. Keys are cut into tiles, and all heads of a tile come before the next tile. A
 token's heads are adjacent in its page, so all query heads that share a tile's keys find the keys in the CPU's cache.
 Each tile has its own softmax, and the results are merged over the tiles of a sequence, so sequences of any lengths form
 one batch. The padding of the last tile repeats the sequence's last key and is masked. Any other slot may hold NaN, and

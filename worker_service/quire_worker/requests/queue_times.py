@@ -30,7 +30,7 @@ class QueueTimes:
         self._next_s = 0.0
 
     def look(self, now_s: float, waits: Callable[[], Mapping[Request, Wait]]) -> None:
-        """Counts the time that requests have waited since the look before. Does nothing if that was just now."""
+        """Counts the time that requests have waited since the look before. Does nothing right after a look."""
         if now_s < self._next_s:
             return
         for request, wait in waits().items():

@@ -35,7 +35,7 @@ class Proposals:
     def may_draft_next(self, sample: Sample) -> bool:
         """Returns whether there can be a draft after the sample's next token.
 
-        The model can propose one after any token.
+        The model can propose a draft after any token.
         """
         return self.speculates(sample)
 
@@ -52,7 +52,7 @@ class PromptLookup:
 
     Attributes:
         token_count: the most tokens of a draft.
-        ngram_min, ngram_max: how many last tokens must have occurred earlier. The longest n-gram that did is used.
+        ngram_min, ngram_max: how many last tokens must have occurred earlier. The longest n-gram that occurred is used.
     """
 
     token_count: int
@@ -105,7 +105,7 @@ class Seen:
     def may_follow_next(self, tokens: Sequence[int]) -> bool:
         """Returns whether there can be a draft after one more token.
 
-        An n-gram that ends with that token can only occur earlier if the n-gram without that token does.
+        An n-gram that ends with that token can only occur earlier if the n-gram without its last token occurs earlier.
         """
         self._read(tokens)
         size = self.ngram_min - 1

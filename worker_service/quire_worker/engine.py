@@ -370,7 +370,7 @@ class Engine:
         return outcome
 
     def _end_failed(self, computed: Computed) -> None:
-        """Ends the requests that could not be computed. Must run before their tokens count as computed and publish."""
+        """Ends the requests that could not be computed. Must run before the pass's tokens are counted and published."""
         self.telemetry.retry_count += computed.retry_count
         failures = dict(computed.failures)
         if computed.lost_blocks:  # Samples outside this pass may hold the lost blocks, too.

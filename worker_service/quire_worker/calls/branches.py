@@ -186,7 +186,7 @@ class Branches:
                 branch.answered = None
 
     async def score(self, branch: Branch, candidates: Sequence[Sequence[int]], request_id: str) -> Scores:
-        """Returns how likely each candidate is after a branch. All are computed together, each on a fork of its own.
+        """Returns how likely each candidate is after a branch. All run together, each on its own fork.
 
         Raises:
             QuireError: PROMPT_TOO_LONG; the errors of `Engine.submit`; or the computation failed.

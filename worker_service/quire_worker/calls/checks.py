@@ -227,7 +227,7 @@ class Checks:
         return await self._computed("", self._texts.spelled(request))
 
     async def message(self, make: Callable[[], ResultT], size: int) -> ResultT:
-        """Returns an answer of `size` tokens. A long one is built on a thread, so that other calls do not wait."""
+        """Returns an answer of `size` tokens. A long answer is built on a thread, so that other calls do not wait."""
         return await self._texts.message(make, size)
 
     async def matcher(self, sampling: SamplingParams, namespace: str) -> Matcher | None:

@@ -127,7 +127,7 @@ def _given(message: pb.SamplingParams, name: Any, default: Any) -> Any:
 
 
 def _packed(tokens: Sequence[int]) -> Sequence[int]:
-    """Returns a long list of tokens with 4 bytes each. A tuple takes 40, and waiting requests keep these lists."""
+    """Returns a long list of tokens with 4 bytes each. A tuple takes 40 each; waiting requests keep these lists."""
     return array("I", tokens) if tokens else ()
 
 

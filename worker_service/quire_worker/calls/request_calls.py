@@ -27,7 +27,7 @@ LISTED_MAX: Final = 4_096
 
 
 class RequestRecords:
-    """Records the requests of one engine: their list, and a log line for each that ends.
+    """Records the requests of one engine: their list, and a log line for each request that ends.
 
     Args:
         engine: the engine; its `on_ended` is set to this object.

@@ -106,7 +106,7 @@ class ModelThread:
         return future
 
     async def begun(self) -> None:
-        """Waits until the kernels run of a pass that was submitted to an idle thread.
+        """Waits until the kernels of the submitted pass run, if the thread was idle at its submission.
 
         If the previous pass did not call `before_kernels`, this method only yields to the event loop once.
         """

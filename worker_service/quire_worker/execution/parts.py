@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     @property
     def needs_all_logits(self) -> bool:
-        """Returns whether the logits after each of its tokens are wanted."""
+        """Returns whether the logits after each token of the part are needed."""
         scored = self.sample.scored
         if scored is not None:
             return self.start + len(self.tokens) >= scored.start
@@ -88,7 +88,7 @@ class Part(NamedTuple):
 
     @property
     def row_count(self) -> int:
-        """Returns the number of its rows of logits."""
+        """Returns the number of the part's rows of logits."""
         return len(self.tokens) if self.needs_all_logits or self.draft else 1
 
     def without_draft(self) -> Part:

@@ -47,8 +47,8 @@ class Follower:
         self._ended_s = time.monotonic()  # when the last watch ended
 
     def lag_s(self) -> float:
-        """Returns how late events are: the age of the oldest unpublished one, or how long the allocator's next message
-        has been overdue. The thread of the metrics server calls this."""
+        """Returns the delay of events: the age of the oldest unpublished event, or how long the next message of
+        the allocator has been overdue. The thread of the metrics server calls this."""
         events = self._events
         silent_s = time.monotonic() - self._ended_s if events is None else events.age_s
         return max(self.publisher.lag_s, silent_s - WATCH_BEAT_S, 0.0)

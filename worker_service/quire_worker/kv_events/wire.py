@@ -64,5 +64,5 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def block_hash(digest: bytes) -> int:
-    """Returns a digest as vLLM publishes its own by default: the last 64 bits as a number."""
+    """Returns a digest in vLLM's default form for published hashes: the last 64 bits as a number."""
     return int.from_bytes(digest[-8:], "big")

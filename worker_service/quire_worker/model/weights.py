@@ -126,7 +126,7 @@ def _file_of(folder: Path, entries: Mapping[str, TensorEntry], name: str) -> str
 
 
 class _Progress:
-    """Logs how much of a checkpoint has been read, at most every `PROGRESS_S`, and when all of it has."""
+    """Logs how much of a checkpoint has been read, at most every `PROGRESS_S`, and when the reading is complete."""
 
     def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
         self._byte_counts = {name: entry.byte_count for name, entry in entries.items()}

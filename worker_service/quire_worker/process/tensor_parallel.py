@@ -74,7 +74,7 @@ LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], RankPart]
 
 
 def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[RankPart, Leader]:
-    """Loads rank 0's part while the other ranks load theirs. From then on rank 0 leads them.
+    """Loads rank 0's part while the other ranks load their parts. From then on, rank 0 leads these ranks.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.

@@ -186,7 +186,7 @@ class Crew:
     # -- messages of rank 0 --------------------------------------------------------------------------------------------
 
     def say(self, kind: int, value: object = None) -> None:
-        """Sends a message to every other rank. Only rank 0 may call it.
+        """Sends a message to every other rank. Only rank 0 may call this method.
 
         Args:
             kind: number of the message's kind; the ranks agree on its meaning.
@@ -205,7 +205,7 @@ class Crew:
             self._spread(torch.from_numpy(packed[len(fits) :]))
 
     def hear(self, *types: type) -> tuple[int, Any]:
-        """Waits for a message of rank 0, and returns its kind and value. Every other rank has to call it.
+        """Waits for a message of rank 0, and returns its kind and value. Every rank except 0 has to call this method.
 
         Args:
             types: dataclasses that the value may have.

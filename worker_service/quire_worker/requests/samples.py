@@ -108,7 +108,7 @@ def _text_of(request: Request, tokenizer: Tokenizer, echo: str) -> StreamDecoder
 
 
 class TokenIntake:
-    """Extends samples by their sampled tokens, and hands these to the outbox. For the event loop.
+    """Extends samples by their sampled tokens, and hands the tokens to the outbox. For the event loop.
 
     Args:
         scheduler: the scheduler of the samples.

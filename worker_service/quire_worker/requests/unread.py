@@ -36,7 +36,7 @@ class Unread:
         self._requests: dict[str, dict[Request, None]] = {}  # requests with unread bytes, by namespace
 
     def take(self, request: Request, byte_count: int) -> bool:
-        """Counts more unread bytes of a request, if its namespace may have them. Returns whether it may."""
+        """Counts more unread bytes of a request, if its namespace may have them. Returns whether the namespace may."""
         if not byte_count:
             return True
         if not self._bytes.take(request.namespace, byte_count):

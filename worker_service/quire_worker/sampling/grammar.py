@@ -45,7 +45,7 @@ class GrammarsFullError(Exception):
 
 
 class GrammarError(ValueError):
-    """A structure that cannot be compiled; the message begins with the name of its field."""
+    """A structure that cannot be compiled; the message begins with the name of the request's field."""
 
 
 class Matcher:

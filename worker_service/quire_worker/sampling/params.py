@@ -30,7 +30,7 @@ UINT64_MAX = 2**64 - 1
 
 
 class StructureKind(enum.Enum):
-    """Kinds of structures that a request can ask for. The values are the names of its fields."""
+    """Kinds of structures that a request can ask for. The values are the names of the request's fields."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"

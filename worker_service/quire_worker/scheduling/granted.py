@@ -34,7 +34,7 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
 
 
 def take_grow(roster: Roster, growing: Growing, grown: GrowOutcome) -> bool:
-    """Stores the blocks that a sample was granted. Returns False if it was granted none.
+    """Stores the blocks that a sample was granted. Returns False if no block was granted.
 
     Raises:
         AssertionError: a grow of this worker cannot have that answer.

@@ -250,17 +250,17 @@ class Sample:
 
     @property
     def held_block_count(self) -> int:
-        """Returns the number of blocks in its tables of all groups."""
+        """Returns the number of blocks in the sample's tables of all groups."""
         return self.table_length * len(self.tables) - sum(self.fallen) + len(self.states)
 
     def held_blocks(self) -> set[int]:
-        """Returns the blocks in its tables of all groups."""
+        """Returns the blocks in the sample's tables of all groups."""
         held = {block for table in (*self.tables, self.states) for block in table}
         held.discard(NULL_BLOCK)
         return held
 
     def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
-        """Returns the digests of the blocks `[first, end)` of its tokens. Each digest is computed only once."""
+        """Returns the digests of the sample's blocks `[first, end)`. Each digest is computed only once."""
         known = len(self._digests)
         if end > known:
             if self._chain is None:
@@ -272,7 +272,7 @@ class Sample:
         return self._digests[first:end]
 
     def hide(self, block_size: int, block_count: int) -> None:
-        """Changes the digests of its blocks from `block_count` on, if its request is not to be stored.
+        """Changes the digests of the sample's blocks from `block_count` on, if its request is not to be stored.
 
         Later admissions use the same digests, so they hit what the sample has computed before.
         """
@@ -283,7 +283,7 @@ class Sample:
         self._chain = DigestChain(salted_root(last, self.request.wish.secret), block_size)
 
     def forget_blocks(self) -> None:
-        """Drops all its blocks: it was freed or preempted, or the allocator lost it."""
+        """Drops all the sample's blocks: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
         self.tables, self.fallen, self.states, self.pass_ends = [], [], [], ()
         self.granted = self.committed = self.computed = self.pass_token_count_max = 0
@@ -291,16 +291,16 @@ class Sample:
 
     @property
     def is_outgrown(self) -> bool:
-        """Returns whether its keys are rotated for a shorter sequence, so that they must be computed again."""
+        """Returns whether the sample's keys are rotated for a shorter sequence, so that they must be computed again."""
         return self.is_outgrown_by(len(self.tokens))
 
     def is_outgrown_by(self, token_count: int) -> bool:
-        """Returns whether its keys would have to be computed again at this number of tokens."""
+        """Returns whether the sample's keys would have to be computed again at this number of tokens."""
         rotation = self.request.rotation
         return rotation is not None and rotation.is_outgrown(self.begun_with, token_count)
 
     def begin_again(self) -> None:
-        """Makes it begin again with all its tokens so far. The sample no longer holds blocks."""
+        """Makes the sample begin again with all its tokens so far. The sample no longer holds blocks."""
         self.forget_blocks()
         self.begun_with = len(self.tokens)
         self._digests, self._chain, self.hidden_from = [], None, None
@@ -317,7 +317,7 @@ class Sample:
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
     def take_blocks_of(self, parent: Sample, block_size: int) -> None:
-        """Shares the blocks of `parent`, after the allocator has forked it."""
+        """Shares the blocks of `parent`, after the allocator has forked this sample."""
         length = -(-self.computed // block_size)
         self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
         self.states, self.pass_ends = list(parent.states), parent.pass_ends

@@ -165,7 +165,7 @@ class Roster:
             self.running.sort(key=rank_of)
 
     def leave_queue(self, sample: Sample) -> None:
-        """Removes a beam that need not be computed again from the queue. Does nothing if it does not wait."""
+        """Removes from the queue a beam that need not be computed again. Does nothing if the beam does not wait."""
         if sample in self.waiting:
             self.waiting.remove(sample)
             self._forget_passing(sample)
@@ -374,7 +374,7 @@ class Roster:
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def _uncount_ahead(self, sample: Sample) -> None:
-        """Subtracts the blocks that a sample held ahead and never used from its request's usage."""
+        """Subtracts from the request's usage the blocks that a sample held ahead and never used."""
         ahead = room_ahead.block_count_of(sample, self.block_size)
         sample.request.usage.granted_block_count -= self.group_count * ahead
 

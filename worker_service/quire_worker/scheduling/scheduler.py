@@ -353,7 +353,7 @@ class Scheduler:
 
     def room(self) -> int | None:
         """Returns the number of blocks that are free, or can be taken: blocks held ahead, of ended samples, or only of
-        branches. None while the allocator has not reported them."""
+        branches. None while the allocator has not reported its free blocks."""
         return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:

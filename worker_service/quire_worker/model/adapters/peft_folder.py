@@ -261,7 +261,7 @@ def _named(names: object, layers: Iterable[str], option: str) -> set[str]:
 
 
 def _ends_with(layer: str, name: object) -> bool:
-    """Returns whether a layer is one that PEFT finds by this target name."""
+    """Returns whether PEFT finds a layer by this target name."""
     return layer == name or layer.endswith(f".{name}")
 
 

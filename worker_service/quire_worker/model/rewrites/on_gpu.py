@@ -120,7 +120,7 @@ class GpuGatedMlpRewrite(Rewrite):
 
 
 class GpuAttention(torch.nn.Module):
-    """Attention with one product for queries, keys and values. One kernel rotates them and writes the pages."""
+    """Attention with one product for queries, keys and values. One kernel rotates queries and keys and writes pages."""
 
     def __init__(
         self,
